@@ -1,0 +1,79 @@
+"""Argument checks of the public functions: each names the argument, what was wanted, what came.
+
+They read shapes, dtypes and devices only, never values, so they never synchronise a device and
+trace under torch.compile.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def expect_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: want a torch.Tensor, got {type(x).__name__}")
+
+
+def expect_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
+    """`layout` says what the dimensions are, such as "[B, T, H, K]"."""
+    expect_tensor(name, x)
+    if x.dim() != rank:
+        raise ValueError(f"{name}: want {rank} dimensions {layout}, got shape {tuple(x.shape)}")
+
+
+def expect_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
+    expect_tensor(name, x)
+    if x.dim() != len(shape) or any(have != want for have, want in zip(x.shape, shape)):
+        raise ValueError(f"{name}: want shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def expect_floating(tensors: Mapping[str, Tensor | None]) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name}: want a floating dtype, got {x.dtype}")
+
+
+def expect_one_dtype(tensors: Mapping[str, Tensor | None]) -> None:
+    """All given tensors have the dtype of the first, one of fp16, bf16, fp32, fp64."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    first, x = next(iter(given.items()))
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"{first}: want float16, bfloat16, float32 or float64, got {x.dtype}")
+    for name, y in given.items():
+        if y.dtype != x.dtype:
+            raise TypeError(
+                f"{name}: want {x.dtype} like {first}, got {y.dtype}; cast one to the other"
+            )
+
+
+def expect_one_device(tensors: Mapping[str, Tensor | None]) -> None:
+    given = {name: x for name, x in tensors.items() if x is not None}
+    first, x = next(iter(given.items()))
+    for name, y in given.items():
+        if y.device != x.device:
+            raise ValueError(f"{name}: want device {x.device} like {first}, got {y.device}")
+
+
+def expect_multiple(name: str, value: int, of_name: str, of: int) -> None:
+    if of == 0 or value % of != 0:
+        raise ValueError(f"{name}: want a multiple of {of_name} = {of}, got {value}")
+
+
+def expect_power_of_two(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or not low <= value <= high or value & (value - 1):
+        raise ValueError(f"{name}: want a power of two from {low} to {high}, got {value!r}")
+
+
+def expect_cu_seqlens(cu_seqlens: Tensor, batch: int) -> None:
+    """Shape and dtype only; the values are checked where they are on the host (core.varlen)."""
+    expect_rank("cu_seqlens", cu_seqlens, 1, "[N+1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: want int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens: want at least one offset, [0], got an empty tensor")
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens: packed sequences want batch size 1, got {batch}; "
+            "flatten [B, T, ...] to [1, B*T, ...]"
+        )

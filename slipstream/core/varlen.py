@@ -1,0 +1,72 @@
+"""Packed sequences: where each chunk's tokens lie, computed on the device without a host sync.
+
+cu_seqlens [N+1] packs N sequences along T of a batch of one; sequence n holds the tokens
+cu_seqlens[n] .. cu_seqlens[n+1]-1 and may be empty. Chunks of C tokens never cross a boundary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ChunkMap(NamedTuple):
+    """M chunk slots of C tokens; M is exact on the host and T // C + N, an upper bound, elsewhere.
+
+    token [M, C]: index of the slot's token, 0 where there is none.
+    live [M, C]: whether there is one.
+    slot [T]: where token t lies in the flattened [M * C].
+    sequence [M]: whose chunk it is; N for slots past the last chunk.
+    first, last [M]: whether the chunk begins or ends its sequence.
+    """
+
+    token: Tensor
+    live: Tensor
+    slot: Tensor
+    sequence: Tensor
+    first: Tensor
+    last: Tensor
+
+
+def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
+    """Offsets on the host: from 0 to T, never falling. On a device this would be a sync: skipped."""
+    if cu_seqlens.device.type != "cpu":
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != tokens:
+        raise ValueError(
+            f"cu_seqlens: want offsets from 0 to the {tokens} tokens given, "
+            f"got {offsets[0]} to {offsets[-1]}"
+        )
+    for n, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+        if end < begin:
+            raise ValueError(f"cu_seqlens: want offsets that never fall, got {begin}, {end} at {n}")
+
+
+def chunk_map(cu_seqlens: Tensor, tokens: int, chunk: int) -> ChunkMap:
+    device, sequences = cu_seqlens.device, cu_seqlens.shape[0] - 1
+    begin = cu_seqlens.long()
+    count = (begin.diff() + chunk - 1).div(chunk, rounding_mode="floor")  # [N] chunks of each
+    end_chunk = count.cumsum(0)
+    start_chunk = end_chunk - count
+    if device.type == "cpu":
+        slots = int(end_chunk[-1]) if sequences else 0
+    else:
+        slots = tokens // chunk + sequences
+    m = torch.arange(slots, device=device)
+    sequence = torch.searchsorted(end_chunk, m, right=True)  # [M], N past the end
+    of = sequence.clamp(max=max(sequences - 1, 0))
+    within = m - start_chunk[of]
+    token = begin[of, None] + within[:, None] * chunk + torch.arange(chunk, device=device)
+    live = (token < begin[of + 1, None]) & (sequence < sequences)[:, None]
+    owner = torch.searchsorted(begin[1:], torch.arange(tokens, device=device), right=True)
+    owner = owner.clamp(max=max(sequences - 1, 0))  # int64 [T]
+    slot = start_chunk[owner] * chunk + torch.arange(tokens, device=device) - begin[owner]
+    return ChunkMap(
+        token=torch.where(live, token, 0),
+        live=live,
+        slot=slot,
+        sequence=sequence,
+        first=within == 0,
+        last=within == count[of] - 1,
+    )

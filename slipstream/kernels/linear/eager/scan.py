@@ -1,0 +1,118 @@
+"""Sums of gates between the tokens of a chunk and the seams of its halvings, up and back down.
+
+For blocks of `side` tokens, with g [n, C, K]:
+
+    before[i] = sum of g from the block's first token to i - 1
+    rest[j]   = sum of g from j + 1 to the block's last token
+    total     = sum of g over the block
+
+Doubling the side adds the earlier half's total to `before` of the later half and the later half's
+total to `rest` of the earlier half: additions of numbers of one sign, which lose nothing. Coming
+back down, gradients of these sums become gradients of the gates by the transposed additions.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# A slice of chunks is worked on at a time so that what it needs stays in the cache of a core.
+SLICE_ELEMENTS = 1 << 19
+
+
+def slices(chunks: int, elements_each: int) -> Iterator[slice]:
+    step = max(1, SLICE_ELEMENTS // max(1, elements_each))
+    for start in range(0, chunks, step):
+        yield slice(start, min(start + step, chunks))
+
+
+class Seam(NamedTuple):
+    """Factors between the halves of each block, [n, m, side, K].
+
+    after, before: exp of the gates from the seam to token i of the later half, with or without i's
+    own. rest: exp of the gates from token j of the earlier half, without its own, to the seam.
+    """
+
+    after: Tensor
+    before: Tensor
+    rest: Tensor
+
+
+class ChannelScan:
+    def __init__(self, g: Tensor) -> None:
+        n, self.chunk, self.width = g.shape
+        self.g, self.sums = g, g  # sums: total of each block, [n, blocks, K]
+        self.before, self.rest = torch.zeros_like(g), torch.zeros_like(g)
+
+    def _halves(self, x: Tensor, side: int) -> Tensor:
+        return x.view(x.shape[0], -1, 2, side, self.width)
+
+    def up(self) -> Iterator[tuple[int, Seam]]:
+        """Sides 1, 2, ..., C/2, each with the factors of its seams."""
+        side = 1
+        while side < self.chunk:
+            before = self._halves(self.before, side)[:, :, 1]
+            rest = self._halves(self.rest, side)[:, :, 0]
+            after = before + self._halves(self.g, side)[:, :, 1]
+            yield side, Seam(after.exp_(), before.exp(), rest.exp())
+            sums = self.sums.view(self.sums.shape[0], -1, 2, self.width)
+            before += sums[:, :, 0, None]
+            rest += sums[:, :, 1, None]
+            self.sums = sums.sum(2)
+            side *= 2
+
+    def from_start(self) -> Tensor:
+        return (self.before + self.g).exp_()
+
+    def from_start_before(self) -> Tensor:
+        return self.before.exp()
+
+    def to_end(self) -> Tensor:
+        return self.rest.exp()
+
+    def total(self) -> Tensor:
+        return self.sums[:, 0]
+
+    # Down again: d* are gradients of the sums of the side reached, dg what is g's alone.
+
+    def start_down(self, dtotal: Tensor) -> None:
+        self.dsums = dtotal[:, None]
+        self.dbefore, self.drest = torch.zeros_like(self.g), torch.zeros_like(self.g)
+        self.dg = torch.zeros_like(self.g)
+
+    def leave(self, after: Tensor | None, before: Tensor | None, rest: Tensor) -> None:
+        """Adds gradients of the exponents of from_start, from_start_before and to_end."""
+        self._leave(self.dbefore, self.dg, self.drest, after, before, rest)
+
+    def leave_seam(
+        self, side: int, after: Tensor | None, before: Tensor | None, rest: Tensor
+    ) -> None:
+        """The same for the factors of a Seam."""
+        later = (self._halves(x, side)[:, :, 1] for x in (self.dbefore, self.dg))
+        self._leave(*later, self._halves(self.drest, side)[:, :, 0], after, before, rest)
+
+    @staticmethod
+    def _leave(
+        dbefore: Tensor,
+        dg: Tensor,
+        drest: Tensor,
+        after: Tensor | None,
+        before: Tensor | None,
+        rest: Tensor,
+    ) -> None:
+        if after is not None:
+            dbefore += after
+            dg += after
+        if before is not None:
+            dbefore += before
+        drest += rest
+
+    def split(self, side: int) -> None:
+        """From blocks of 2 * side to blocks of side."""
+        earlier = self.dsums + self._halves(self.dbefore, side)[:, :, 1].sum(2)
+        later = self.dsums + self._halves(self.drest, side)[:, :, 0].sum(2)
+        self.dsums = torch.stack([earlier, later], dim=2).flatten(1, 2)
+
+    def gradient(self) -> Tensor:
+        return self.dg + self.dsums

@@ -1,0 +1,80 @@
+"""The oracle of the linear family: its recurrence token by token, as terms.py writes it.
+
+Plain differentiable torch in the dtype of the inputs (float32 at least), so that in float64 it is
+the measure of every other path, values and gradients. Cost: T steps of O(B HV K V), all of whose
+states autograd keeps.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.core.varlen import check_cu_seqlens_values
+from slipstream.kernels.linear.terms import Terms
+
+
+def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
+    if terms.cu_seqlens is None:
+        o, state = _run(terms, scale)
+        return o.to(terms.q.dtype), state
+    check_cu_seqlens_values(terms.cu_seqlens, terms.q.shape[1])
+    offsets = terms.cu_seqlens.tolist()
+    parts = [
+        _run(_sequence(terms, n, begin, end), scale)
+        for n, (begin, end) in enumerate(zip(offsets, offsets[1:]))
+    ]
+    if not parts:
+        return torch.empty_like(terms.v), terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
+    o = torch.cat([o for o, _ in parts], dim=1).to(terms.q.dtype)
+    return o, torch.cat([state for _, state in parts])
+
+
+def _sequence(terms: Terms, n: int, begin: int, end: int) -> Terms:
+    """Sequence n of a packed batch, alone."""
+    cut = {
+        name: x[:, begin:end]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
+    }
+    state = None if terms.initial_state is None else terms.initial_state[n : n + 1]
+    return Terms(**cut, u=terms.u, initial_state=state)
+
+
+def _run(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    group = terms.v.shape[2] // terms.q.shape[2]
+    q, k, p, a, b = (
+        None if x is None else x.to(terms.dtype).repeat_interleave(group, dim=2)
+        for x in (terms.q, terms.k, terms.p, terms.a, terms.b)
+    )
+    v, g, gv, beta, u = (
+        None if x is None else x.to(terms.dtype)
+        for x in (terms.v, terms.g, terms.gv, terms.beta, terms.u)
+    )
+    assert q is not None and k is not None and v is not None
+    if terms.initial_state is None:
+        S = v.new_zeros(terms.state_shape)
+    else:
+        S = terms.initial_state.to(terms.dtype)
+    outputs = []
+    for t in range(q.shape[1]):
+        before, kt, vt = S, k[:, t, :, :, None], v[:, t, :, None, :]  # [B,HV,K,1] [B,HV,1,V]
+        if g is not None:
+            gt = g[:, t, :, None, None] if g.dim() == 3 else g[:, t, :, :, None]
+            S = gt.exp() * S
+        if gv is not None:
+            S = S * gv[:, t, :, None, :].exp()
+        if beta is not None:
+            pt = kt if p is None else p[:, t, :, :, None]
+            bt = beta[:, t, :, None, None] if beta.dim() == 3 else beta[:, t, :, None, :]
+            vt = bt * (vt - (pt * S).sum(-2, keepdim=True))
+        if a is not None and b is not None:
+            S = S + b[:, t, :, :, None] * (a[:, t, :, :, None] * before).sum(-2, keepdim=True)
+        S = S + kt * vt
+        qt = q[:, t, :, :, None]
+        if u is None:
+            outputs.append((qt * S).sum(-2))
+        else:
+            now = (qt * u[:, :, None] * kt).sum(-2) * vt[..., 0, :]
+            outputs.append((qt * before).sum(-2) + now)
+    o = scale * torch.stack(outputs, dim=1) if outputs else torch.empty_like(v)
+    return o, S

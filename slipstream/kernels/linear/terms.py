@@ -1,0 +1,76 @@
+"""What the linear family computes, as data: the tensors of one recurrence.
+
+    S_t = D_t S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T          D_t = diag(exp(g_t))
+    o_t = scale * q_t^T S_t
+
+Which terms are given says which instance it is; None means the term is absent.
+
+    transition  none   beta and a absent
+                delta  beta given: a_t = D_t p_t, b_t = -beta_t k_t, and the write is beta_t k_t v_t^T,
+                       so S_t = D_t S_{t-1} + k_t (beta_t (v_t - p_t^T D_t S_{t-1}))^T; p = k if None
+                dplr   a and b given, free
+    decay       none   g absent
+                scalar g [B, T, HV]
+                channel g [B, T, HV, K]
+    value decay gv [B, T, HV, V] multiplies the columns of S as exp(g) multiplies its rows
+    read        after the write; with u given before it, plus the current token with bonus u:
+                o_t = scale * (q_t^T S_{t-1} + (q_t . (u k_t)) v_t)
+
+Shapes: B batch, T tokens, H heads of q, k, p, a, b; HV heads of the rest, a multiple of H, head hv
+reading head hv // (HV // H); K key width, V value width; N sequences (B, or those packed in B = 1).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Terms(NamedTuple):
+    """q, k, p, a, b [B, T, H, K]; v [B, T, HV, V]; u [HV, K]; initial_state [N, HV, K, V].
+
+    g, gv and beta as above; beta may also be [B, T, HV, V], per column, on the recurrent path.
+    cu_seqlens [N+1] packs N sequences in B = 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    gv: Tensor | None = None
+    beta: Tensor | None = None
+    p: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    u: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def transition(self) -> str:
+        if self.a is not None:
+            return "dplr"
+        return "delta" if self.beta is not None else "none"
+
+    @property
+    def decay(self) -> str:
+        if self.g is None:
+            return "none"
+        return "scalar" if self.g.dim() == 3 else "channel"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic and of the state: float64 stays, everything else is float32."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
+
+
+# In the order of Terms: those that have a gradient.
+DIFFERENTIABLE = Terms._fields[:-1]

@@ -1,0 +1,17 @@
+"""One decoder-only language model; its config lists a mixer per layer, so hybrids are a config.
+
+Importing this registers the model with transformers' AutoConfig, AutoModel, AutoModelForCausalLM.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from slipstream.models.cache import LayerState as LayerState
+from slipstream.models.cache import StateCache as StateCache
+from slipstream.models.config import MIXERS as MIXERS
+from slipstream.models.config import SlipstreamConfig as SlipstreamConfig
+from slipstream.models.model import SlipstreamForCausalLM as SlipstreamForCausalLM
+from slipstream.models.model import SlipstreamModel as SlipstreamModel
+
+AutoConfig.register(SlipstreamConfig.model_type, SlipstreamConfig)
+AutoModel.register(SlipstreamConfig, SlipstreamModel)
+AutoModelForCausalLM.register(SlipstreamConfig, SlipstreamForCausalLM)

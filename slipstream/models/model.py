@@ -1,0 +1,246 @@
+"""The decoder-only language model: embedding, blocks, norm, head, as transformers wants a model.
+
+Every sequence has a state per layer, so padding and packing are one thing: a padded batch is run
+as its sequences packed one after another (packing.py), and one decoding step of it needs nothing.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from slipstream import ops
+from slipstream.models.block import Block, RMSNorm, SwiGLU
+from slipstream.models.cache import StateCache, expect_cache
+from slipstream.models.config import SlipstreamConfig
+from slipstream.models.packing import Unpadded, packed_by_positions, unpadded
+
+IGNORED = -100
+
+
+class SlipstreamPreTrainedModel(PreTrainedModel):
+    config_class = SlipstreamConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _is_stateful = True  # a recurrent state cannot be rolled back: no assisted decoding
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """What this package owns; a mixer initialises itself when it is made, as its paper says."""
+        std = self.config.initializer_range
+        if isinstance(module, RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, SwiGLU):
+            for linear in (module.gate_proj, module.up_proj, module.down_proj):
+                init.normal_(linear.weight, std=std)
+        elif isinstance(module, SlipstreamModel):
+            init.normal_(module.embed_tokens.weight, std=std)
+        elif isinstance(module, SlipstreamForCausalLM):
+            init.normal_(module.lm_head.weight, std=std)
+
+
+class SlipstreamModel(SlipstreamPreTrainedModel):
+    """Token ids to hidden states.
+
+    Args of forward:
+        input_ids [B, T], or inputs_embeds [B, T, D].
+        attention_mask [B, T] or, with a cache, [B, past + T]: 0 where there is padding, on
+            either side. Not looked at in a decoding step (T = 1 after the first call).
+        position_ids [1, T]: only says where packed sequences begin, by falling back to 0.
+        cu_seqlens int32 or int64 [N+1]: the same as offsets; wins over position_ids.
+        past_key_values: the StateCache of an earlier call, changed in place.
+        use_cache: return a StateCache; None means config.use_cache when not training.
+
+    Raises:
+        ValueError: an id outside the vocabulary, with its position.
+    """
+
+    def __init__(self, config: SlipstreamConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        h = self._embed(input_ids, inputs_embeds)
+        batch, tokens = h.shape[:2]
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past_key_values is not None:
+            expect_cache(past_key_values, len(self.layers))
+        elif use_cache:
+            past_key_values = StateCache(len(self.layers))
+        places = None
+        if cu_seqlens is None:
+            cu_seqlens, places = _ragged(h, attention_mask, position_ids, past_key_values)
+        if places is not None:
+            h = places.pack(h)
+        h, every = self._run(h, cu_seqlens, past_key_values, bool(output_hidden_states))
+        if past_key_values is not None:
+            for layer in past_key_values.layers:
+                layer.seen += tokens
+        if places is not None:
+            h, *every = (places.unpack(x, batch, tokens) for x in (h, *every))
+        return BaseModelOutputWithPast(
+            last_hidden_state=h,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(every) if output_hidden_states else None,
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: want either input_ids or inputs_embeds, got both or none")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids: want shape (B, T), got {tuple(input_ids.shape)}")
+        return ops.embedding(input_ids, self.embed_tokens.weight)
+
+    def _run(
+        self, h: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None, keep: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The blocks and the last norm; `keep` also collects what goes into each block."""
+        shared: dict[str, Any] = {}
+        every = []
+        for i, block in enumerate(self.layers):
+            if keep:
+                every.append(h)
+            state = None if cache is None else cache.layers[i].state
+            h, state = block(
+                h, cu_seqlens=cu_seqlens, state=state, use_cache=cache is not None, shared=shared
+            )
+            if cache is not None:
+                cache.layers[i].state = state
+        h = self.norm(h)
+        return h, [*every, h] if keep else []
+
+
+def _ragged(
+    h: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: StateCache | None,
+) -> tuple[Tensor | None, Unpadded | None]:
+    """cu_seqlens, and places if they come from padding that has to be taken out."""
+    batch, tokens = h.shape[:2]
+    begun = cache is not None and cache.get_seq_length() > 0
+    if begun and tokens == 1:
+        return None, None  # one real token per sequence; looking at the mask would be a sync
+    if attention_mask is not None:
+        places = unpadded(attention_mask, batch, tokens)
+        if places is not None:
+            return places.cu_seqlens, places
+    if position_ids is not None and not begun:
+        return packed_by_positions(position_ids, batch, tokens), None
+    return None, None
+
+
+class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
+    """The language model with its head.
+
+    Args of forward, besides those of SlipstreamModel:
+        labels [B, T]: input_ids again, -100 where there is no loss; shifted here, and the first
+            token of a packed sequence is nobody's label. The loss never holds all logits.
+        num_items_in_batch: divides the summed loss; None is the number of labels that count.
+        logits_to_keep: how many last positions get logits, or which; 0 is all of them. With
+            labels, logits are only made if this is given.
+    """
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: SlipstreamConfig) -> None:
+        super().__init__(config)
+        self.model = SlipstreamModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own StateCache in the first call
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        if use_cache is None and labels is not None:
+            use_cache = False
+        if cu_seqlens is None and position_ids is not None and labels is not None:
+            cu_seqlens = packed_by_positions(position_ids, *labels.shape)
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+        )
+        h = out.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            loss = self._loss(h, labels, cu_seqlens, num_items_in_batch)
+        if labels is None or logits_to_keep is not None:
+            keep = 0 if logits_to_keep is None else logits_to_keep
+            kept = h[:, -keep:] if isinstance(keep, int) else h[:, keep]
+            logits = self.lm_head(kept)
+        return CausalLMOutputWithPast(
+            loss=loss,  # pyright: ignore[reportArgumentType]
+            logits=logits,  # pyright: ignore[reportArgumentType]
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+        )
+
+    def _loss(
+        self,
+        h: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None,
+        num_items: Tensor | int | None,
+    ) -> Tensor:
+        """Cross entropy of each position's next token, in nats."""
+        target = labels.roll(-1, 1)
+        target[:, -1] = IGNORED
+        if cu_seqlens is not None:
+            # index_fill wants no empty-sequence offsets below 0: token -1 is the last, ignored too
+            target = target.index_fill(1, (cu_seqlens[1:] - 1).long() % target.shape[1], IGNORED)
+        summed = num_items is not None
+        loss = ops.linear_cross_entropy(
+            h.flatten(0, 1),
+            self.lm_head.weight,
+            target.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum" if summed else "mean",
+        )
+        return loss / num_items if summed else loss
