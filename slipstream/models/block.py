@@ -1,16 +1,19 @@
 """One layer of the model: mixer and MLP, each behind a norm and a residual connection.
 
-    h <- h + mixer(rms_norm(h))
-    h <- h + swiglu(rms_norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down
+h <- h + mixer(rms_norm(h))
+h <- h + swiglu(rms_norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream import layers, ops
+from slipstream import layers
 from slipstream.models.config import MIXERS, SlipstreamConfig
+from slipstream.ops.activation import swiglu
+from slipstream.ops.norm import rms_norm
 
 State = dict[str, Tensor]
 
@@ -18,22 +21,29 @@ State = dict[str, Tensor]
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(Tensor(size).fill_(1.0))
+        self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, eps=self.eps)
+        return rms_norm(x, self.weight, eps=self.eps)
+
+
+class Dense(nn.Linear):
+    """A matrix that the model initialises; a mixer's own nn.Linear it leaves as they are made."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
 
 
 class SwiGLU(nn.Module):
     def __init__(self, size: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.gate_proj = Dense(size, inner)
+        self.up_proj = Dense(size, inner)
+        self.down_proj = Dense(inner, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(GradientCheckpointingLayer):

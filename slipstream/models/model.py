@@ -13,11 +13,12 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from slipstream import ops
-from slipstream.models.block import Block, RMSNorm, SwiGLU
+from slipstream.models.block import Block, Dense, RMSNorm
 from slipstream.models.cache import StateCache, expect_cache
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.packing import Unpadded, packed_by_positions, unpadded
+from slipstream.ops.embedding import embedding
+from slipstream.ops.loss import linear_cross_entropy
 
 IGNORED = -100
 
@@ -32,16 +33,10 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """What this package owns; a mixer initialises itself when it is made, as its paper says."""
-        std = self.config.initializer_range
         if isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, SwiGLU):
-            for linear in (module.gate_proj, module.up_proj, module.down_proj):
-                init.normal_(linear.weight, std=std)
-        elif isinstance(module, SlipstreamModel):
-            init.normal_(module.embed_tokens.weight, std=std)
-        elif isinstance(module, SlipstreamForCausalLM):
-            init.normal_(module.lm_head.weight, std=std)
+        elif isinstance(module, Dense | nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
 
 
 class SlipstreamModel(SlipstreamPreTrainedModel):
@@ -113,7 +108,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         assert input_ids is not None
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: want shape (B, T), got {tuple(input_ids.shape)}")
-        return ops.embedding(input_ids, self.embed_tokens.weight)
+        return embedding(input_ids, self.embed_tokens.weight)
 
     def _run(
         self, h: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None, keep: bool
@@ -171,7 +166,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
     def __init__(self, config: SlipstreamConfig) -> None:
         super().__init__(config)
         self.model = SlipstreamModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Dense(config.hidden_size, config.vocab_size)
         self.post_init()
 
     @classmethod
@@ -210,7 +205,8 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            loss = self._loss(h, labels, cu_seqlens, num_items_in_batch)
+            target = _next_tokens(labels, cu_seqlens, attention_mask)
+            loss = self._loss(h, target, num_items_in_batch)
         if labels is None or logits_to_keep is not None:
             keep = 0 if logits_to_keep is None else logits_to_keep
             kept = h[:, -keep:] if isinstance(keep, int) else h[:, keep]
@@ -222,21 +218,10 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states,
         )
 
-    def _loss(
-        self,
-        h: Tensor,
-        labels: Tensor,
-        cu_seqlens: Tensor | None,
-        num_items: Tensor | int | None,
-    ) -> Tensor:
-        """Cross entropy of each position's next token, in nats."""
-        target = labels.roll(-1, 1)
-        target[:, -1] = IGNORED
-        if cu_seqlens is not None:
-            # index_fill wants no empty-sequence offsets below 0: token -1 is the last, ignored too
-            target = target.index_fill(1, (cu_seqlens[1:] - 1).long() % target.shape[1], IGNORED)
+    def _loss(self, h: Tensor, target: Tensor, num_items: Tensor | int | None) -> Tensor:
+        """Cross entropy in nats, without ever holding all logits."""
         summed = num_items is not None
-        loss = ops.linear_cross_entropy(
+        loss = linear_cross_entropy(
             h.flatten(0, 1),
             self.lm_head.weight,
             target.flatten(),
@@ -244,3 +229,21 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
             reduction="sum" if summed else "mean",
         )
         return loss / num_items if summed else loss
+
+
+def _next_tokens(
+    labels: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None
+) -> Tensor:
+    """Each position's target: the label after it, if both lie in the same sequence."""
+    if attention_mask is not None:
+        padding = attention_mask[:, -labels.shape[1] :] == 0
+        labels = labels.masked_fill(padding, IGNORED)
+    target = labels.roll(-1, 1)
+    target[:, -1] = IGNORED
+    if attention_mask is not None:
+        target = target.masked_fill(padding, IGNORED)
+    if cu_seqlens is not None:
+        # an empty sequence at the front has its last token at -1: that is the row's, ignored too
+        last = (cu_seqlens[1:].long() - 1) % labels.shape[1]
+        target = target.index_fill(1, last, IGNORED)
+    return target

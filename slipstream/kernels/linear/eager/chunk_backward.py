@@ -1,7 +1,8 @@
 """Gradients of the chunkwise path, by hand (MATH.md), from the inputs alone.
 
-The forward pass is run again for the states and x. With do the gradient of o times scale and dS'
-that of the state after a chunk, the walk back makes dx and dS, the gradient of the state before it:
+A first pass keeps the state before each span. Then, from the last span to the first, the span is
+computed again, and with do the gradient of o times scale and dS' that of the state after a chunk,
+the walk back makes dx and dS, the gradient of the state before it:
 
     dx = scores(q, last write)^T do + to_state dS'
     dS = total dS' + from_state_0^T do + right^T dx
@@ -16,53 +17,83 @@ from torch import Tensor
 
 from slipstream.kernels.linear.eager.chunk import Forward, run_forward
 from slipstream.kernels.linear.eager.gates import InputGrads, IntraGrads
+from slipstream.kernels.linear.eager.layout import Carry, Layout
 from slipstream.kernels.linear.eager.walk import walk
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 
 
 def chunk_backward(
     terms: Terms, do: Tensor | None, dfinal: Tensor | None, scale: float, chunk: int
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    f = run_forward(terms, chunk)
-    do = f.layout.split(torch.zeros_like(terms.v) if do is None else do).mul_(scale)
-    douts, after, dinitial = _walk_back(f, do, dfinal)
+    layout = Layout(terms, chunk)
+    starts = _span_starts(terms, layout)
+    dcarry = layout.begin(dfinal)
+    out = {
+        name: layout.output(x.shape, x.dtype)
+        for name in DIFFERENTIABLE
+        if (x := getattr(terms, name)) is not None and name not in ("u", "initial_state")
+    }
+    du = []
+    for span in layout.spans(reverse=True):
+        f = run_forward(terms, span, starts.pop())
+        grads = _span_backward(terms, f, do, dcarry, scale)
+        if terms.u is not None:
+            du.append(grads.pop("u"))
+        for name, x in grads.items():
+            span.merge(x, out[name])
+    out = {name: layout.finish(x) for name, x in out.items()}
+    if terms.u is not None:
+        out["u"] = torch.stack(du).sum(0).to(terms.u.dtype)
+    if terms.initial_state is not None:
+        out["initial_state"] = layout.end(dcarry).to(terms.initial_state.dtype)
+    return out
+
+
+def _span_starts(terms: Terms, layout: Layout) -> list[Carry]:
+    """What the walk carries into each span."""
+    carry, starts = layout.begin(terms.initial_state), []
+    for span in layout.spans():
+        starts.append(carry.copy())
+        if span.start + span.steps < layout.steps:
+            run_forward(terms, span, carry)
+    return starts
+
+
+def _span_backward(
+    terms: Terms, f: Forward, do: Tensor | None, dcarry: Carry, scale: float
+) -> dict[str, Tensor]:
+    """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it."""
+    do = f.span.split(terms.v.new_zeros(()).expand(terms.v.shape) if do is None else do).mul_(scale)
+    douts, after = _walk_back(f, do, dcarry)
     if f.value_gate is None:
         d, dv = _chunk_back(f, douts, after)
         dgv = None
     else:
         d, dv, dgv = _chunk_back_with_value_gate(f, do, after)
     inputs = f.gate.backward(f.rows.reads, f.rows.writes, f.intra, d)
-    grads = _by_term(terms, f, inputs, douts, dv, dgv)
+    grads = _by_term(terms, f, inputs, dv, dgv)
     if terms.u is not None:
         _add_bonus(terms, f, do, grads)
-    for name, x in grads.items():
-        if name != "u":
-            term = getattr(terms, name)
-            grads[name] = f.layout.merge(x, term.shape, term.dtype)
-    if terms.initial_state is not None:
-        grads["initial_state"] = dinitial.to(terms.initial_state.dtype)
     return grads
 
 
-def _walk_back(
-    f: Forward, do: Tensor, dfinal: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(do, y) [n, C, r, V], the gradient of the state after each chunk, that of the initial one."""
+def _walk_back(f: Forward, do: Tensor, dcarry: Carry) -> tuple[Tensor, Tensor]:
+    """(do, y) [n, C, r, V] and the gradient of the state after each chunk [n, K, V]."""
     from_state = f.intra.from_state[:, :, 0]
     seen = do if f.value_gate is None else do * f.value_gate.from_start
-    step = f.step._replace(add=f.layout.by_step(from_state.mT @ seen))
+    step = f.step._replace(add=f.span.by_step(from_state.mT @ seen))
     if f.inverse is not None:
         rest = f.intra.scores[:, :, 0, :, -1].mT @ do
         step = step._replace(
-            left=f.step.right, right=f.step.left, rest=f.layout.by_step(rest.contiguous())
+            left=f.step.right, right=f.step.left, rest=f.span.by_step(rest.contiguous())
         )
-    after, dinitial = walk(step, f.layout.start(dfinal), f.layout, reverse=True)
+    after = walk(step, dcarry, f.span, reverse=True)
     if f.inverse is None:
-        return do[:, :, None], after, dinitial
+        return do[:, :, None], after
     assert step.rest is not None
     dx = step.rest.view(do.shape)
-    return torch.stack([do, f.inverse.mT @ dx], dim=2), after, dinitial
+    return torch.stack([do, f.inverse.mT @ dx], dim=2), after
 
 
 def _log_total(f: Forward, after: Tensor) -> Tensor | None:
@@ -120,14 +151,13 @@ def _by_term(
     terms: Terms,
     f: Forward,
     inputs: InputGrads,
-    douts: Tensor,
     dv: Tensor,
     dgv: Tensor | None,
 ) -> dict[str, Tensor]:
     grads = {"q": inputs.reads[:, :, 0], "k": inputs.writes[:, :, 0], "v": dv}
     if f.rows.beta is not None:
         beta, dread = f.rows.beta[..., None], inputs.reads[:, :, 1]  # of -beta p
-        p = f.rows.writes[:, :, 0] if terms.p is None else f.layout.split(terms.p)
+        p = f.rows.writes[:, :, 0] if terms.p is None else f.span.split(terms.p)
         grads["beta"] = (dv * f.rows.v).sum(-1) - (dread * p).sum(-1)
         grads["v"] = dv * beta
         if terms.p is None:
@@ -147,11 +177,11 @@ def _by_term(
 def _add_bonus(terms: Terms, f: Forward, do: Tensor, grads: dict[str, Tensor]) -> None:
     """o_i has the term (q_i . (u k_i)) v_i."""
     assert terms.u is not None
-    q, k, v, u = f.rows.reads[:, :, 0], f.rows.writes[:, :, 0], f.rows.v, f.layout.by_head(terms.u)
+    q, k, v, u = f.rows.reads[:, :, 0], f.rows.writes[:, :, 0], f.rows.v, f.span.by_head(terms.u)
     c = (q * k * u).sum(-1, keepdim=True)
     dc = (do * v).sum(-1, keepdim=True)
     grads["v"] = grads["v"].addcmul(c, do)
     grads["q"] = grads["q"].addcmul(dc, u * k)
     grads["k"] = grads["k"].addcmul(dc, u * q)
-    du = (dc * q * k).view(-1, f.layout.heads, f.layout.chunk, q.shape[-1]).sum((0, 2))
-    grads["u"] = du.to(terms.u.dtype)
+    heads = f.span.layout.heads
+    grads["u"] = (dc * q * k).view(-1, heads, f.span.chunk, q.shape[-1]).sum((0, 2))

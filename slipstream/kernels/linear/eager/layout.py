@@ -1,16 +1,24 @@
-"""Tokens to chunks and back.
+"""Tokens to chunks and back, a span of chunks at a time.
 
 The chunkwise path works on n = M * G chunks of C tokens: M steps of G independent rows. A batch has
-G = B * HV rows and M = ceil(T / C) steps; packed sequences have G = HV rows in which the chunks of
-all sequences follow one another. Places without a token hold zeros, which leave the state alone: no
-decay, no write, no erase.
+G = B * HV rows and ceil(T / C) steps in all; packed sequences have G = HV rows in which the chunks
+of all sequences follow one another. Places without a token hold zeros, which leave the state alone:
+no decay, no write, no erase.
+
+A span is as many steps as fit the caches of a core, so that what is computed of it is still there
+when it is used, and memory does not grow with T.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from slipstream.core.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
 from slipstream.kernels.linear.terms import Terms
+
+# Elements of one [n, C, K] tensor of a span (bench/results/linear_cpu.csv, span rows).
+SPAN_ELEMENTS = 1 << 17
 
 
 class Layout:
@@ -20,17 +28,71 @@ class Layout:
         self.heads, self.state_shape = terms.v.shape[2], terms.state_shape
         self.map: ChunkMap | None = None
         if terms.cu_seqlens is None:
-            self.batch, self.chunks = terms.q.shape[0], -(-self.tokens // chunk)
+            self.batch, self.steps = terms.q.shape[0], -(-self.tokens // chunk)
         else:
             check_cu_seqlens_values(terms.cu_seqlens, self.tokens)
             self.map = chunk_map(terms.cu_seqlens, self.tokens, chunk)
-            self.batch, self.chunks = 1, self.map.token.shape[0]
+            self.batch, self.steps = 1, self.map.token.shape[0]
         self.rows = self.batch * self.heads
-        self.n = self.rows * self.chunks
+        width = max(terms.q.shape[-1], terms.v.shape[-1])
+        self.span_steps = max(1, SPAN_ELEMENTS // max(1, self.rows * chunk * width))
+
+    def spans(self, *, reverse: bool = False) -> Iterator["Span"]:
+        starts = range(0, self.steps, self.span_steps)
+        for start in reversed(starts) if reverse else starts:
+            yield Span(self, start, min(start + self.span_steps, self.steps))
+
+    def output(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """For Span.merge to fill: [B, T, ...], with a spare token at the end if packed."""
+        spare = 0 if self.map is None else 1
+        return torch.empty(shape[0], shape[1] + spare, *shape[2:], dtype=dtype, device=self.device)
+
+    def finish(self, out: Tensor) -> Tensor:
+        return out[:, : self.tokens]
+
+    def begin(self, state: Tensor | None) -> "Carry":
+        """The walk's state before its first chunk, from the state of each sequence [N, HV, K, V]."""
+        if state is None:
+            ends = torch.zeros(self.state_shape, dtype=self.dtype, device=self.device)
+        else:
+            ends = state.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.map is None:
+            return Carry(ends.view(-1, *ends.shape[-2:]), None)
+        # one more sequence takes what the spare chunk slots produce
+        ends = torch.cat([ends, ends.new_zeros(1, *ends.shape[1:])])
+        return Carry(torch.zeros_like(ends[0]), ends)
+
+    def end(self, carry: "Carry") -> Tensor:
+        """The state of each sequence where the walk has left it, [N, HV, K, V]."""
+        out = carry.S.view(self.state_shape) if carry.ends is None else carry.ends[:-1]
+        return out.clone()
+
+
+class Carry:
+    """S [G, K, V], the state that comes to the next chunk; ends [N+1, HV, K, V] if packed."""
+
+    def __init__(self, S: Tensor, ends: Tensor | None) -> None:
+        self.S, self.ends = S, ends
+
+    def copy(self) -> "Carry":
+        return Carry(self.S.clone(), None if self.ends is None else self.ends.clone())
+
+
+class Span:
+    """Steps `start` to `stop` - 1 of a layout."""
+
+    def __init__(self, layout: Layout, start: int, stop: int) -> None:
+        self.layout, self.start, self.steps = layout, start, stop - start
+        self.n, self.chunk = self.steps * layout.rows, layout.chunk
+        self.map: ChunkMap | None = None
+        if layout.map is not None:
+            cut = (x if i == 2 else x[start:stop] for i, x in enumerate(layout.map))
+            self.map = ChunkMap(*cut)
 
     def empty(self, *rest: int) -> Tensor:
         """Uninitialised [n, C, ...] in the dtype of the arithmetic."""
-        return torch.empty(self.n, self.chunk, *rest, dtype=self.dtype, device=self.device)
+        layout = self.layout
+        return torch.empty(self.n, self.chunk, *rest, dtype=layout.dtype, device=layout.device)
 
     def split(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[B, T, H or HV, ...] to [n, C, ...], each head of H repeated for its value heads."""
@@ -40,38 +102,43 @@ class Layout:
             x = x[0].index_select(0, self.map.token.flatten())  # [M C, H, ...]
             live = self.map.live.flatten().view(-1, *([1] * (x.dim() - 1)))
             x = torch.where(live, x, 0)[None]
-        elif (pad := self.chunks * self.chunk - self.tokens) > 0:
-            x = torch.cat([x, x.new_zeros(self.batch, pad, *x.shape[2:])], dim=1)
-        x = x.reshape(self.batch, self.chunks, self.chunk, heads, *rest).transpose(0, 1)
-        target = out.view(self.chunks, self.batch, heads, -1, self.chunk, *rest)
+        else:
+            begin, end = self._tokens()
+            x = x[:, begin:end]
+            if (pad := self.steps * self.chunk - x.shape[1]) > 0:
+                x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], dim=1)
+        x = x.unflatten(1, (self.steps, self.chunk)).transpose(0, 1)
+        target = out.view(self.steps, self.layout.batch, heads, -1, self.chunk, *rest)
         target.copy_(x.movedim(3, 2)[:, :, :, None].expand_as(target))
         return out
 
-    def merge(self, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """[n, C, ...] to `shape` [B, T, H or HV, ...], summed over value heads that share one."""
-        heads, rest = shape[2], shape[3:]
-        x = x.view(self.chunks, self.batch, heads, -1, self.chunk, *rest)
-        x = (x.sum(3) if self.heads != heads else x[:, :, :, 0]).movedim(2, 3)  # [M, B, C, H, ...]
-        out = torch.empty(shape, dtype=dtype, device=self.device)
+    def merge(self, x: Tensor, out: Tensor) -> None:
+        """[n, C, ...] into the tokens of `out`, summed over the value heads that share a head."""
+        heads, rest = out.shape[2], out.shape[3:]
+        x = x.view(self.steps, self.layout.batch, heads, -1, self.chunk, *rest)
+        x = x.sum(3) if self.layout.heads != heads else x[:, :, :, 0]
+        x = x.movedim(2, 3)  # [M, B, C, H, ...]
         if self.map is not None:
-            return out.copy_(x.flatten(0, 2).index_select(0, self.map.slot)[None])
-        whole, left = divmod(self.tokens, self.chunk)
-        out[:, : whole * self.chunk].unflatten(1, (whole, self.chunk)).copy_(x[:whole].movedim(0, 1))
+            spare = torch.where(self.map.live, self.map.token, self.layout.tokens).flatten()
+            out[0].index_copy_(0, spare, x.flatten(0, 2).to(out.dtype))
+            return
+        begin, end = self._tokens()
+        whole, left = divmod(end - begin, self.chunk)
+        stop = begin + whole * self.chunk
+        target = out[:, begin:stop].unflatten(1, (whole, self.chunk))
+        target.copy_(x[:whole].movedim(0, 1))
         if left > 0:
-            out[:, -left:] = x[whole, :, :left]
-        return out
+            out[:, stop:end] = x[whole, :, :left]
 
-    def start(self, state: Tensor | None) -> Tensor:
-        """States by sequence [N, HV, K, V], zeros if None, for the walk to own."""
-        if state is None:
-            return torch.zeros(self.state_shape, dtype=self.dtype, device=self.device)
-        return state.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+    def _tokens(self) -> tuple[int, int]:
+        begin = self.start * self.chunk
+        return begin, min(begin + self.steps * self.chunk, self.layout.tokens)
 
     def by_step(self, x: Tensor) -> Tensor:
         """[n, ...] as [M, G, ...]."""
-        return x.view(self.chunks, self.rows, *x.shape[1:])
+        return x.view(self.steps, self.layout.rows, *x.shape[1:])
 
     def by_head(self, x: Tensor) -> Tensor:
         """[HV, ...] repeated to [n, 1, ...]."""
-        x = x.to(self.dtype).expand(self.chunks, self.batch, *x.shape)
+        x = x.to(self.layout.dtype).expand(self.steps, self.layout.batch, *x.shape)
         return x.reshape(self.n, 1, *x.shape[3:])

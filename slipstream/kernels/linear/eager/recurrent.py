@@ -1,8 +1,7 @@
 """The linear family token by token: fused_recurrent on a CPU, and one decoding step.
 
 Takes every term of terms.py at once, also the ones chunks have no form for: value decay with a
-transition, and beta for each column. The backward pass walks the tokens from the last one, with
-the states it needs made again from one kept every SEGMENT tokens (MATH.md has its formulas).
+transition, and beta for each column. recurrent_backward.py has its gradients.
 
 Cost a token and head: 4 to 8 K V flops, and the state read and written once or twice.
 """
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
-from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
-
-SEGMENT = 64
+from slipstream.kernels.linear.terms import Terms
 
 
 class Tokens(NamedTuple):
@@ -36,8 +33,11 @@ class Tokens(NamedTuple):
     b: Tensor | None
     u: Tensor | None
 
+    def at(self, t: int) -> "Tokens":
+        return Tokens(*(x if x is None else x[t] for x in self[:-1]), self.u)
 
-def _tokens(terms: Terms) -> Tokens:
+
+def gather(terms: Terms) -> Tokens:
     group = terms.v.shape[2] // terms.q.shape[2]
 
     def keyed(x: Tensor | None) -> Tensor | None:
@@ -72,11 +72,7 @@ def _tokens(terms: Terms) -> Tokens:
     )
 
 
-def _at(tokens: Tokens, t: int) -> Tokens:
-    return Tokens(*(x if x is None else x[t] for x in tokens[:-1]), tokens.u)
-
-
-def _dot(row: Tensor, S: Tensor) -> Tensor:
+def dot(row: Tensor, S: Tensor) -> Tensor:
     """row^T S: [.., K, 1] and [.., K, V] to [.., 1, V]."""
     return torch.matmul(row.mT, S)
 
@@ -90,31 +86,36 @@ def step(tok: Tokens, S: Tensor) -> tuple[Tensor, Tensor]:
         after = after * tok.gv
     v = tok.v
     if tok.beta is not None:
-        v = tok.beta * (v - _dot(tok.k if tok.p is None else tok.p, after))
+        v = tok.beta * (v - dot(tok.k if tok.p is None else tok.p, after))
     if tok.a is not None and tok.b is not None:
-        after = after + tok.b * _dot(tok.a, S)
+        after = after + tok.b * dot(tok.a, S)
     after = torch.addcmul(after, tok.k, v)
     if tok.u is None:
-        return _dot(tok.q, after), after
-    return _dot(tok.q, S) + _dot(tok.q, tok.u * tok.k) * v, after
+        return dot(tok.q, after), after
+    return dot(tok.q, S) + dot(tok.q, tok.u * tok.k) * v, after
 
 
-class _Order:
-    """Which state a token starts from: sequences of a batch side by side, packed ones in turn."""
+class Order:
+    """Which state a token meets: sequences of a batch side by side, packed ones in turn."""
 
     def __init__(self, terms: Terms) -> None:
-        self.tokens, self.shape = terms.q.shape[1], terms.state_shape
+        self.tokens, self.shape, self.dtype = terms.q.shape[1], terms.state_shape, terms.dtype
+        self.device = terms.q.device
         self.map: ChunkMap | None = None
         if terms.cu_seqlens is not None:
             check_cu_seqlens_values(terms.cu_seqlens, self.tokens)
             self.map = chunk_map(terms.cu_seqlens, self.tokens, 1)
 
-    def ends(self, state: Tensor | None, like: Terms) -> Tensor:
+    def ends(self, state: Tensor | None) -> Tensor:
+        """The state of each sequence where the walk begins, [N, HV, K, V], to be overwritten."""
         if state is None:
-            return torch.zeros(self.shape, dtype=like.dtype, device=like.q.device)
-        return state.to(like.dtype, copy=True)
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return state.to(self.dtype, copy=True)
 
-    def enter(self, S: Tensor, ends: Tensor, t: int, reverse: bool = False) -> Tensor:
+    def begin(self, ends: Tensor) -> Tensor:
+        return ends if self.map is None else ends.new_zeros(1, *ends.shape[1:])
+
+    def enter(self, S: Tensor, ends: Tensor, t: int, *, reverse: bool = False) -> Tensor:
         if self.map is None:
             return S
         begins = (self.map.last if reverse else self.map.first)[t]
@@ -124,24 +125,19 @@ class _Order:
         if self.map is not None:
             ends.index_copy_(0, self.map.sequence[t : t + 1], S)
 
-    def begin(self, ends: Tensor) -> Tensor:
-        return ends if self.map is None else ends.new_zeros(1, *ends.shape[1:])
-
     def finish(self, S: Tensor, ends: Tensor) -> Tensor:
         return S if self.map is None else ends
 
 
 def recurrent_forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
-    order, tokens = _Order(terms), _tokens(terms)
-    ends = order.ends(terms.initial_state, terms)
+    order, tokens = Order(terms), gather(terms)
+    ends = order.ends(terms.initial_state)
     S = order.begin(ends)
     o = torch.empty(terms.v.shape, dtype=terms.q.dtype, device=terms.q.device)
     for t in range(order.tokens):
         S = order.enter(S, ends, t)
-        out, S = step(_at(tokens, t), S)
-        torch.mul(out[:, :, 0], scale, out=o[:, t]) if o.dtype == out.dtype else o[:, t].copy_(
-            out[:, :, 0] * scale
-        )
+        out, S = step(tokens.at(t), S)
+        o[:, t] = out[:, :, 0].mul_(scale)
         order.leave(S, ends, t)
     return o, order.finish(S, ends)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.layout import Layout
+from slipstream.kernels.linear.eager.layout import Carry, Span
 
 
 class Step(NamedTuple):
@@ -45,34 +45,29 @@ class Step(NamedTuple):
             out.baddbmm_(self.left[m].mT, x)
 
 
-def walk(step: Step, ends: Tensor, layout: Layout, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Walks the chunks of every row, from the last one if `reverse`.
-
-    Args:
-        ends: state of each sequence where the walk begins, [N, HV, K, V]; overwritten.
+def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
+    """Walks the chunks of a span, from the last one if `reverse`, and leaves `carry` behind them.
 
     Returns:
-        The state that each chunk met, [n, K, V], and each sequence's state where the walk ends.
+        The state that each chunk met, [n, K, V].
     """
-    K, V = ends.shape[-2:]
-    chunks, chunk_map = layout.chunks, layout.map
+    K, V = carry.S.shape[-2:]
     # Between chunks m - 1 and m the state is at place m; backwards it comes from place m + 1.
-    states = ends.new_empty(chunks + 1, layout.rows, K, V)
+    states = carry.S.new_empty(span.steps + 1, span.layout.rows, K, V)
     come, go = (1, 0) if reverse else (0, 1)
-    order = reversed(range(chunks)) if reverse else range(chunks)
-    if chunk_map is None:
-        states[chunks if reverse else 0] = ends.view(-1, K, V)
-        for m in order:
-            step.advance(states[m + come], m, states[m + go])
-        ends = states[0 if reverse else chunks].view(ends.shape)
-        return states[come : come + chunks].view(-1, K, V), ends.clone()
-    # One more sequence takes what the spare chunk slots produce.
-    ends = torch.cat([ends, ends.new_zeros(1, *ends.shape[1:])])
-    begins = chunk_map.last if reverse else chunk_map.first
-    states[chunks if reverse else 0] = 0.0
-    for m in order:
-        S, own = states[m + come], chunk_map.sequence[m : m + 1]
-        S.copy_(torch.where(begins[m], ends.index_select(0, own)[0], S))
+    states[span.steps if reverse else 0] = carry.S
+    begins = None
+    if span.map is not None:
+        begins = span.map.last if reverse else span.map.first
+    for m in reversed(range(span.steps)) if reverse else range(span.steps):
+        S = states[m + come]
+        if begins is None:
+            step.advance(S, m, states[m + go])
+            continue
+        assert span.map is not None and carry.ends is not None
+        own = span.map.sequence[m : m + 1]
+        S.copy_(torch.where(begins[m], carry.ends.index_select(0, own)[0], S))
         step.advance(S, m, states[m + go])
-        ends.index_copy_(0, own, states[m + go][None])
-    return states[come : come + chunks].view(-1, K, V), ends[:-1].clone()
+        carry.ends.index_copy_(0, own, states[m + go][None])
+    carry.S = states[0 if reverse else span.steps]
+    return states[come : come + span.steps].view(-1, K, V)

@@ -1,0 +1,32 @@
+# Two commands on a machine with nothing but Python and make: `make demo`, `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Plain `torch` on Linux pulls gigabytes of CUDA packages; a GPU machine sets TORCH=torch.
+TORCH ?= torch==2.13.0
+RUN = $(VENV)/bin/python
+
+.PHONY: demo test test-all check venv
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet "$(TORCH)"
+	$(RUN) -m pip install --quiet -e ".[dev]"
+	touch $@
+
+demo: venv
+	$(RUN) tools/demo.py
+
+test: venv
+	$(RUN) -m pytest
+
+test-all: venv
+	$(RUN) -m pytest -m ""
+
+check: venv
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+	$(RUN) -m pytest

@@ -1,0 +1,1 @@
+"""Depthwise causal convolution over a few tokens, whole sequences and one step."""

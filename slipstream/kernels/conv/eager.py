@@ -1,0 +1,171 @@
+"""The short convolution in fast plain torch.
+
+    y    = correlate(padded, weight)              padded: W - 1 rows of the past, then the sequence
+    dx   = correlate(dy between zeros, weight reversed)
+    dw_j = sum_t padded_{t+j} dy_t
+
+Packed sequences are laid out with W - 1 rows before each, holding its past, so that one dense
+correlation never mixes two of them: token t of sequence n is row t + (n + 1)(W - 1).
+
+On the CPU the correlation is torch's channels-last depthwise convolution, 3.4 times as fast as W
+shifted multiply-adds at [8, 256, 768] on one core (0.54 ms to 1.84), and dw goes through blocks of
+rows that stay in the cache, 5.4 times as fast as W passes (1.31 ms to 7.09).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.kernels.conv.reference import correlate_reference
+
+BLOCK_ROWS = 64
+
+
+class Places(NamedTuple):
+    """token [T]: padded row of each token; past [N, W - 1]: rows of what comes before sequence n.
+
+    sequence [T]: whose token it is.
+    """
+
+    token: Tensor
+    past: Tensor
+    sequence: Tensor
+
+
+def places(cu_seqlens: Tensor, tokens: int, width: int) -> Places:
+    begin = cu_seqlens.long()
+    n = torch.arange(begin.shape[0] - 1, device=begin.device)
+    token = torch.arange(tokens, device=begin.device)
+    sequence = torch.searchsorted(begin[1:], token, right=True)
+    past = (begin[:-1] + n * (width - 1))[:, None] + torch.arange(width - 1, device=begin.device)
+    return Places(token + (sequence + 1) * (width - 1), past, sequence)
+
+
+def convolve(
+    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """x [B, T, D], weight [D, W], initial_state [N, D, W], all float32 or float64 -> [B, T, D]."""
+    width = weight.shape[1]
+    past = None  # [N, W - 1, D]
+    if initial_state is not None:
+        past = initial_state[..., 1:].mT
+    if cu_seqlens is None:
+        if past is None:
+            past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+        return _correlate(torch.cat([past, x], dim=1), weight)
+    where = places(cu_seqlens, x.shape[1], width)
+    padded = _Spread.apply(x[0], past, where.token, where.past)
+    y = _correlate(padded[None], weight)[0]
+    return _Gather.apply(y, where.token - (width - 1))[None]
+
+
+def last_inputs(
+    x: Tensor, width: int, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The final state [N, D, W]: the last W of the initial state's and the sequence's inputs."""
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        initial_state = x.new_zeros(sequences, x.shape[2], width)
+    if cu_seqlens is None:
+        return torch.cat([initial_state, x[:, max(x.shape[1] - width, 0) :].mT], 2)[..., -width:]
+    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    age = torch.arange(-width, 0, device=x.device)  # of the state's columns, from the end
+    row = end[:, None] + age  # [N, W]
+    own = (row >= begin[:, None])[..., None]
+    # a column older than the sequence comes from the state, as far from its end as it is too old
+    column = (row - begin[:, None] + width).clamp(0, width - 1)[..., None]
+    old = initial_state.mT.gather(1, column.expand(-1, -1, x.shape[2]))  # [N, W, D]
+    if x.shape[1] == 0:
+        return old.mT
+    new = x[0].index_select(0, row.clamp(min=0).flatten()).view_as(old)
+    return torch.where(own, new, old).mT
+
+
+def _correlate(padded: Tensor, weight: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return correlate_reference(padded, weight)
+    return _Correlate.apply(padded, weight)
+
+
+class _Correlate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(padded, weight)
+        return _dense(padded, weight, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        padded, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        dx = _dense(dy, weight.flip(1), weight.shape[1] - 1) if needs_x else None
+        return dx, _dweight(padded, dy, weight) if needs_weight else None
+
+
+def _dense(x: Tensor, weight: Tensor, pad: int) -> Tensor:
+    """Correlation of x with `pad` rows of zeros on both sides."""
+    rows = x.shape[1] + 2 * pad - weight.shape[1] + 1
+    # oneDNN has no float64, and cuDNN would round to tf32
+    if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0 or rows == 0:
+        return correlate_reference(F.pad(x, (0, 0, pad, pad)), weight)
+    image = x.unsqueeze(1).permute(0, 3, 1, 2)  # [B, D, 1, R], channels last in memory
+    with torch.autocast("cpu", enabled=False):
+        y = F.conv2d(image, weight[:, None, None], padding=(0, pad), groups=weight.shape[0])
+    return y.permute(0, 2, 3, 1)[:, 0]
+
+
+def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+    channels, width = weight.shape
+    rows = dy.shape[1]
+    if padded.device.type != "cpu" or rows < BLOCK_ROWS // 4:
+        taps = [(padded[:, j : j + rows] * dy).sum((0, 1)) for j in range(width)]
+        return torch.stack(taps, dim=1)
+    dw = weight.new_zeros(width, channels)
+    for past, d in zip(padded, dy):
+        stride = past.stride()
+        for i, block in enumerate(d.split(BLOCK_ROWS)):  # [R, D]
+            size = (width, *block.shape)
+            offset = past.storage_offset() + i * BLOCK_ROWS * stride[0]
+            dw += (past.as_strided(size, (stride[0], *stride), offset) * block).sum(1)
+    return dw.t()
+
+
+class _Spread(torch.autograd.Function):
+    """Rows x [T, D] and past [N, W - 1, D], or zeros, to their places; no row twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, past: Tensor | None, token: Tensor, before: Tensor) -> Tensor:
+        ctx.save_for_backward(token, before)
+        padded = x.new_zeros(x.shape[0] + before.numel(), x.shape[1])
+        padded.index_copy_(0, token, x)
+        if past is not None:
+            padded.index_copy_(0, before.flatten(), past.flatten(0, 1))
+        return padded
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        token, before = ctx.saved_tensors
+        dpast = None
+        if ctx.needs_input_grad[1]:
+            dpast = dy.index_select(0, before.flatten()).view(*before.shape, -1)
+        return dy.index_select(0, token), dpast, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of y, none of them twice, so that the backward can copy where autograd would add."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        ctx.rows = y.shape[0]
+        return y.index_select(0, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (row,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.rows, dy.shape[1]).index_copy_(0, row, dy), None

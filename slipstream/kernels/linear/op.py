@@ -1,0 +1,106 @@
+"""The linear family as torch.library operators, and its gradient.
+
+slipstream::linear_forward and slipstream::linear_backward take the terms in their order; `chunk` is
+the chunk size, 0 for token by token; `impl` names the implementation. Outputs have a fixed number:
+o, the final state; and the gradients of the differentiable terms given, in their order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core.library import define
+from slipstream.kernels.linear.eager.chunk import chunk_forward
+from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
+from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
+from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+
+_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    *given, scale, chunk, impl = args
+    assert impl == "eager", impl
+    terms = Terms(*given)
+    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
+        return _empty_forward(terms)
+    if chunk == 0:
+        return recurrent_forward(terms, scale)
+    return chunk_forward(terms, scale, chunk)
+
+
+def _empty_forward(terms: Terms) -> tuple[Tensor, Tensor]:
+    """No tokens, no sequences or no width: the state stays, nothing is read."""
+    o = terms.q.new_zeros(terms.v.shape)
+    state = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
+    return o, state if terms.initial_state is None else state.copy_(terms.initial_state)
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    *given, dout, dfinal, scale, chunk, impl = args
+    assert impl == "eager", impl
+    terms = Terms(*given)
+    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
+        grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
+        if terms.initial_state is not None and dfinal is not None:
+            grads["initial_state"].copy_(dfinal)
+    elif chunk == 0:
+        grads = recurrent_backward(terms, dout, dfinal, scale)
+    else:
+        grads = chunk_backward(terms, dout, dfinal, scale, chunk)
+    return [grads[name] for name in DIFFERENTIABLE if getattr(terms, name) is not None]
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    terms = Terms(*args[: len(Terms._fields)])
+    o = terms.q.new_empty(terms.v.shape)
+    return o, terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
+
+
+def _fake_backward(*args: Any) -> list[Tensor]:
+    terms = Terms(*args[: len(Terms._fields)])
+    given = (getattr(terms, name) for name in DIFFERENTIABLE)
+    return [x.new_empty(x.shape) for x in given if x is not None]
+
+
+_OPTIONS = "float scale, int chunk, str impl"
+_forward_op: Callable = define(
+    "linear_forward", f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward
+)
+_backward_op: Callable = define(
+    "linear_backward",
+    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scale: float, chunk: int, impl: str, *given: Any) -> Any:
+        ctx.save_for_backward(*given)
+        ctx.options = (scale, chunk, impl)
+        ctx.set_materialize_grads(False)
+        return _forward_op(*given, scale, chunk, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
+        given = ctx.saved_tensors
+        if dout is None and dfinal is None:
+            return (None,) * (3 + len(given))
+        grads = iter(_backward_op(*given, dout, dfinal, *ctx.options))
+        terms = Terms(*given)
+        by_term = [None if getattr(terms, name) is None else next(grads) for name in DIFFERENTIABLE]
+        return (None, None, None, *by_term, None)
+
+
+def linear(terms: Terms, scale: float, chunk: int, impl: str) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], with gradients."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms):
+        return _Linear.apply(scale, chunk, impl, *terms)
+    return _forward_op(*terms, scale, chunk, impl)

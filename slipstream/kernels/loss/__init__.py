@@ -1,0 +1,1 @@
+"""Losses over a vocabulary, with and without holding the logits."""

@@ -1,0 +1,41 @@
+"""Cross entropy as a formula, for rows of V logits.
+
+    z = logit_scale * logits, then softcap * tanh(z / softcap) if there is a cap
+    lse = log(sum(exp(z)))
+    loss = (1 - s) (lse - z[target]) + s (lse - mean(z)) + z_loss lse^2         s: label smoothing
+
+Rows whose target is ignore_index have loss 0. Plain differentiable torch: the oracle of the tests
+in float64, and what torch.compile sees of cross_entropy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Terms(NamedTuple):
+    """Everything about a loss but its tensors; softcap 0 is none."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+
+
+def rows_reference(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
+    """logits [N, V], target int64 [N] -> loss [N]."""
+    z = logits * terms.logit_scale
+    if terms.softcap:
+        z = terms.softcap * torch.tanh(z / terms.softcap)
+    live = target != terms.ignore_index
+    lse = torch.logsumexp(z, -1)
+    hit = z.gather(1, torch.where(live, target, 0).clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+    s = terms.label_smoothing
+    loss = lse - (1 - s) * hit
+    if s:
+        loss = loss - s * z.mean(-1)
+    if terms.z_loss:
+        loss = loss + terms.z_loss * lse.square()
+    return torch.where(live, loss, 0)

@@ -1,0 +1,1 @@
+"""Norms over the last dimension: root mean square, layer, and what is built from them."""

@@ -1,0 +1,1 @@
+"""What acts on each token alone or moves tokens about: rotary, activations, shift, embedding."""

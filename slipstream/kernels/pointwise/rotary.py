@@ -1,0 +1,60 @@
+"""Rotary position embedding: pairs of features turn by an angle that grows with the position.
+
+    out1 = x1 cos - x2 sin        out2 = x2 cos + x1 sin
+
+The pair is (i, i + R/2) of the first R features, or (2i, 2i + 1) if interleaved. The gradient is
+the same turn backwards, so nothing is kept but cos and sin.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, T, H, D]; cos, sin [B or 1, T, 1, R/2] with R <= D."""
+    half = cos.shape[-1]
+    x1, x2 = _pairs(x, half, interleaved)
+    turned = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([head, x[..., 2 * half :]], dim=-1)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """As the reference, without a gradient for cos and sin."""
+    if torch.compiler.is_compiling():
+        return rotary_reference(x, cos, sin, interleaved)
+    return _Rotary.apply(x, cos, sin, interleaved)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, ctx.interleaved, -1), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> Tensor:
+    half = cos.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x1, x2 = _pairs(x, half, interleaved)
+    y1, y2 = _pairs(y, half, interleaved)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-way)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=way)
+    y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]

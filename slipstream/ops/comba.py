@@ -1,0 +1,116 @@
+"""Comba: the gated delta rule that erases under a key of its own."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._prologue import beta_or_ones, maybe_l2_norm
+
+
+def chunk_comba(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Comba, chunkwise: what is erased is what the state holds under the auxiliary key p.
+
+        S_t = (I - beta_t k_t p_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    Arguments have to be named: orders with p before v and after it are both in use, and mixing
+    them up goes unnoticed.
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k, p of head
+            hv // (HV // H).
+        p: auxiliary keys [B, T, H, K], often k times a number for each head; k if None.
+        g: log decay [B, T, HV], at most 0, float32.
+        beta: how much of the old value to replace [B, T, HV], in (0, 1), or (0, 2); 1 if None.
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_qk_l2norm_in_kernel: normalise q, k and p to norm 1 first.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
+    Source: Hu and others, "Comba: Improving Bilinear RNNs with Closed-loop Control" (2025).
+    """
+    return run(
+        _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+
+
+def fused_recurrent_comba(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Comba, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_comba. Cost: 7 T HV K V flops, one after the other.
+    """
+    return run(
+        _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+    )
+
+
+def _terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor,
+    beta: Tensor | None,
+    l2_norm: bool,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Terms:
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    checks.expect_rank("g", g, 3, "[B, T, HV]")
+    beta = beta_or_ones(beta, v)
+    checks.expect_rank("beta", beta, 3, "[B, T, HV]")
+    q, k = maybe_l2_norm(l2_norm, q, k)
+    if p is not None:
+        (p,) = maybe_l2_norm(l2_norm, p)
+    return Terms(q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens)

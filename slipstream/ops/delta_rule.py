@@ -1,0 +1,95 @@
+"""The delta rule (DeltaNet)."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._prologue import beta_or_ones, maybe_l2_norm
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule, chunkwise: correct what the state holds under the key.
+
+        S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        beta: how much of the old value to replace [B, T, HV], in (0, 1), or (0, 2).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
+    Source: Yang and others, "Parallelizing Linear Transformers with the Delta Rule over Sequence
+    Length" (2024).
+    """
+    checks.expect_rank("beta", beta, 3, "[B, T, HV]")
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    return run(
+        Terms(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_delta_rule, but for beta.
+
+    Args:
+        beta: [B, T, HV], or [B, T, HV, V] for each column of the state; 1 if None.
+
+    Cost: 6 T HV K V flops, one after the other.
+    """
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    beta = beta_or_ones(beta, v)
+    return run(
+        Terms(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+    )

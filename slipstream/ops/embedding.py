@@ -1,0 +1,34 @@
+"""embedding: rows of a table by token id, with a guard on the vocabulary."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.pointwise.embedding import Embedding
+
+
+def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table.
+
+        y[..., :] = weight[input_ids[...], :]
+
+    Args:
+        input_ids: int32 or int64 [...], in [0, V).
+        weight: [V, D], any floating dtype.
+
+    Returns:
+        [..., D] in weight's dtype.
+
+    Raises:
+        ValueError: on the CPU, an id outside [0, V), with its position; on other devices it reads
+            the nearest row. TypeError: dtypes.
+
+    Cost: one read of the rows; on the CPU one of the ids. The gradient is dense, [V, D].
+    """
+    checks.expect_tensor("input_ids", input_ids)
+    checks.expect_rank("weight", weight, 2, "[V, D]")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"input_ids: want int32 or int64, got {input_ids.dtype}")
+    checks.expect_floating({"weight": weight})
+    checks.expect_one_device({"weight": weight, "input_ids": input_ids})
+    return Embedding.apply(input_ids, weight)

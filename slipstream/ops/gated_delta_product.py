@@ -1,0 +1,156 @@
+"""Gated DeltaProduct: several Householder steps of the gated delta rule for each token."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._prologue import maybe_l2_norm
+
+
+def chunk_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaProduct, chunkwise: decay once, then n corrections under n keys, then read.
+
+        S_{t,0} = exp(g_t) S_{t-1}
+        S_{t,i} = (I - beta_{t,i} k_{t,i} k_{t,i}^T) S_{t,i-1} + beta_{t,i} k_{t,i} v_{t,i}^T
+        S_t = S_{t,n}                              i = 1 .. n, n = num_householder
+        o_t = scale * S_t^T q_t
+
+    Args:
+        q: queries [B, T, H, K].
+        k: keys [B, T n, H, K], those of token t at t n .. t n + n - 1; of norm 1 for stability.
+        v: values [B, T n, HV, V], HV a multiple of H: head hv reads q, k of head
+            hv // (HV // H).
+        g: log decay [B, T, HV], at most 0, float32; none if None.
+        beta: how much of the old value to replace [B, T n, HV], in (0, 1), or (0, 2).
+        num_householder: corrections for each token, n.
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards, each token's n steps still in their order; the final state is
+            then that before the first token.
+        cu_seqlens: offsets [N+1] in tokens of N sequences packed in B == 1, int32 or int64.
+        chunk_size: steps a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T n HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
+    Source: Siems and others, "DeltaProduct: Improving State-Tracking in Linear RNNs via
+    Householder Products" (2025).
+    """
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    terms = _steps(q, k, v, g, beta, num_householder, reverse, cu_seqlens)
+    o, state = run(
+        terms._replace(initial_state=initial_state),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+    return _reads(o, num_householder, reverse), state
+
+
+def fused_recurrent_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaProduct, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_gated_delta_product. Cost: 7 T n HV K V flops, one after
+    the other.
+    """
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    terms = _steps(q, k, v, g, beta, num_householder, reverse, cu_seqlens)
+    o, state = run(
+        terms._replace(initial_state=initial_state),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+    )
+    return _reads(o, num_householder, reverse), state
+
+
+def _steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    n: int,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+) -> Terms:
+    """Every Householder step as a token of the gated delta rule.
+
+    The first step of a token decays, its last reads. Time turned back would turn the steps of a
+    token too, so with reverse they are turned beforehand.
+    """
+    _check(q, k, v, g, beta, n)
+    q = _at(q, n, last=not reverse)
+    if g is not None:
+        g = _at(g, n, last=reverse)
+    if reverse:
+        k, v, beta = (x.unflatten(1, (-1, n)).flip(2).flatten(1, 2) for x in (k, v, beta))
+    if cu_seqlens is not None:
+        checks.expect_tensor("cu_seqlens", cu_seqlens)
+        cu_seqlens = cu_seqlens * n
+    return Terms(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+
+
+def _at(x: Tensor, n: int, *, last: bool) -> Tensor:
+    """x of each token at the first or the last of its n steps, zeros at the others."""
+    zeros = x.new_zeros(x.shape[0], x.shape[1], n - 1, *x.shape[2:])
+    x = x.unsqueeze(2)
+    return torch.cat([zeros, x] if last else [x, zeros], dim=2).flatten(1, 2)
+
+
+def _reads(o: Tensor, n: int, reverse: bool) -> Tensor:
+    return o[:, (0 if reverse else n - 1) :: n]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, n: int) -> None:
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"num_householder: want an integer of at least 1, got {n!r}")
+    checks.expect_rank("q", q, 4, "[B, T, H, K]")
+    checks.expect_rank("v", v, 4, "[B, T n, HV, V]")
+    B, T, H, K = q.shape
+    checks.expect_shape("k", k, (B, T * n, H, K))
+    checks.expect_shape("v", v, (B, T * n, *v.shape[2:]))
+    checks.expect_shape("beta", beta, (B, T * n, v.shape[2]))
+    if g is not None:
+        checks.expect_shape("g", g, (B, T, v.shape[2]))

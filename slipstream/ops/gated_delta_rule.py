@@ -1,0 +1,128 @@
+"""The gated delta rule (Gated DeltaNet, GDN)."""
+
+from torch import Tensor
+
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._prologue import beta_or_ones, delta_gate, maybe_l2_norm, maybe_sigmoid
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule, chunkwise: decay the state, then correct what it holds under the key.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        g: log decay [B, T, HV], at most 0, float32.
+        beta: how much of the old value to replace [B, T, HV], in (0, 1), or (0, 2).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
+        use_gate_in_kernel: g is raw: the decay is -exp(A_log) softplus(g + dt_bias).
+        A_log, dt_bias: [HV], for use_gate_in_kernel; dt_bias may be None.
+        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used.
+        allow_neg_eigval: 2 sigmoid(beta), so that the transition has eigenvalues down to -1.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), equation 10.
+    """
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    if use_gate_in_kernel:
+        g = delta_gate(g, A_log, dt_bias)
+    beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return run(
+        Terms(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_gated_delta_rule, and besides:
+
+        S_t = D_t S_{t-1} exp(gv_t) + k_t (beta_t (v_t - (D_t S_{t-1} exp(gv_t))^T k_t))^T
+
+    with D_t = exp(g_t) diag(exp(gk_t)).
+
+    Args:
+        g: log decay [B, T, HV], or None.
+        gk: log decay of the rows of the state [B, T, HV, K], or None.
+        gv: log decay of its columns [B, T, HV, V], or None.
+        beta: [B, T, HV], or [B, T, HV, V] for each column; 1 if None.
+
+    Cost: 8 T HV K V flops, one after the other.
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), equation 10.
+    """
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    if use_gate_in_kernel:
+        if g is None:
+            raise ValueError("g: want a tensor [B, T, HV] with use_gate_in_kernel, got None")
+        g = delta_gate(g, A_log, dt_bias)
+    if gk is not None:
+        g = gk if g is None else g[..., None] + gk
+    beta = maybe_sigmoid(beta_or_ones(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return run(
+        Terms(q, k, v, g=g, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+    )

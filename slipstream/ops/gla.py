@@ -1,0 +1,95 @@
+"""Gated linear attention (GLA): a decay for every channel of the key."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention, chunkwise: each row of the state decays at its own rate.
+
+        S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    Args:
+        q, k: queries and keys [B, T, H, K].
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        g: log decay of the rows of the state [B, T, HV, K], at most 0, float32.
+        gv: log decay of its columns [B, T, HV, V]; none if None.
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats.
+    Source: Yang and others, "Gated Linear Attention Transformers with Hardware-Efficient
+    Training" (2023).
+    """
+    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
+    return run(
+        Terms(q, k, v, g=g, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_gla, but for the gates, which may both be absent:
+
+    Args:
+        gk: log decay of the rows of the state [B, T, HV, K], chunk_gla's g; none if None.
+        gv: log decay of its columns [B, T, HV, V]; none if None.
+
+    Cost: 4 T HV K V flops, one after the other.
+    """
+    if gk is not None:
+        checks.expect_rank("gk", gk, 4, "[B, T, HV, K]")
+    return run(
+        Terms(q, k, v, g=gk, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+        names={"g": "gk"},
+    )

@@ -1,0 +1,140 @@
+"""Kimi delta attention (KDA): the gated delta rule with a decay for every channel of the key."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._prologue import (
+    check_lower_bound,
+    delta_gate,
+    maybe_l2_norm,
+    maybe_sigmoid,
+)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, chunkwise: decay each channel, then correct what lies under the key.
+
+        S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        g: log decay [B, T, HV, K], at most 0, float32.
+        beta: how much of the old value to replace [B, T, HV], in (0, 1), or (0, 2).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
+        use_gate_in_kernel: g is raw: the decay is -exp(A_log) softplus(g + dt_bias), or, with
+            lower_bound given, lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        A_log: [HV], for use_gate_in_kernel; with lower_bound None stands for zeros.
+        dt_bias: [HV K] or [HV, K], for use_gate_in_kernel; none if None.
+        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used.
+        allow_neg_eigval: 2 sigmoid(beta), so that the transition has eigenvalues down to -1.
+        safe_gate: the decay is bounded: by lower_bound with use_gate_in_kernel, else as the caller
+            promises. Kernels may use it to go faster; the result is the same with and without.
+        lower_bound: of the decay, in [-5, 0).
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
+    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
+    """
+    checks.expect_rank("beta", beta, 3, "[B, T, HV]")
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError(
+            "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
+        )
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return run(
+        Terms(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_kda, but that beta may also be [B, T, HV, V], for each
+    column of the state. Cost: 7 T HV K V flops, one after the other.
+    """
+    checks.expect_tensor("beta", beta)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return run(
+        Terms(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+    )
+
+
+def _gate(
+    g: Tensor,
+    is_raw: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Tensor:
+    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
+    check_lower_bound(lower_bound)
+    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g

@@ -1,0 +1,158 @@
+"""cross_entropy and linear_cross_entropy, the latter without ever holding the logits."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.loss import op
+from slipstream.kernels.loss.reference import Terms
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy of class targets, in nats.
+
+        z = logit_scale * logits, then softcap * tanh(z / softcap) if given;  lse = log sum exp(z)
+        loss = (1 - s) (lse - z[target]) + s (lse - mean(z)) + z_loss lse^2
+
+    Args:
+        logits: [..., V], any floating dtype; 16-bit ones are taken to float32.
+        target: int64 [...], in [0, V) or ignore_index.
+        ignore_index: rows with this target have loss and gradient 0 and are not counted.
+        label_smoothing: s, in [0, 1].
+        softcap: bound on |z|; None is no bound.
+        z_loss: weight of lse^2, which keeps the logits from drifting.
+        logit_scale: factor before everything else.
+        reduction: "mean" over the rows that count (0 if there are none, where torch has NaN),
+            "sum", or "none" for shape [...].
+
+    Returns:
+        The loss, float32, or float64 for float64 logits.
+
+    Raises:
+        ValueError: shapes do not fit, an option is out of range, or a target is outside [0, V)
+            (looked at on the CPU, outside of torch.compile). TypeError: dtypes.
+
+    Cost: one array of the size of logits, kept for backward.
+    Source: Szegedy et al., Rethinking the Inception Architecture, 2015, section 7 (smoothing);
+        Chowdhery et al., PaLM, 2022, section 5 (z loss).
+    """
+    checks.expect_tensor("logits", logits)
+    if logits.dim() == 0:
+        raise ValueError("logits: want at least one dimension [..., V], got a scalar")
+    checks.expect_floating({"logits": logits})
+    checks.expect_one_device({"logits": logits, "target": target})
+    terms = _terms(
+        target, logits.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
+    )
+    _check_reduction(reduction)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    rows = op.cross_entropy_rows(wide.reshape(-1, wide.shape[-1]), target.reshape(-1), terms)
+    if reduction == "none":
+        return rows.view(target.shape)
+    return _mean(rows.sum(), target, ignore_index) if reduction == "mean" else rows.sum()
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy of logits = hidden weight^T + bias that are never held, in nats.
+
+        z = logit_scale * logits, then softcap * tanh(z / softcap) if given;  lse = log sum exp(z)
+        loss = (1 - s) (lse - z[target]) + s (lse - mean(z)) + z_loss lse^2
+
+    Args:
+        hidden: [..., D], any floating dtype.
+        weight: [V, D], hidden's dtype.
+        target: int64 [...], in [0, V) or ignore_index.
+        bias: [V], hidden's dtype; None is 0.
+        The rest: as cross_entropy.
+
+    Returns:
+        The loss, float32, or float64 for float64 hidden.
+
+    Raises:
+        ValueError: shapes do not fit, an option is out of range, or on the CPU a target is
+            outside [0, V). TypeError: dtypes.
+
+    Cost: 2 N D V flops, and 4 N D V more for gradients, which "mean" and "sum" make in the forward
+        if they are wanted ("none" in the backward, from logits made again). Memory: a chunk of rows
+        of the logits and, with gradients, hidden's and weight's size.
+    """
+    checks.expect_tensor("hidden", hidden)
+    checks.expect_rank("weight", weight, 2, "[V, D]")
+    if hidden.dim() == 0:
+        raise ValueError("hidden: want at least one dimension [..., D], got a scalar")
+    checks.expect_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
+    if bias is not None:
+        checks.expect_shape("bias", bias, weight.shape[:1])
+    device = hidden.device.type
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    else:
+        checks.expect_one_dtype(given)
+    checks.expect_one_device({**given, "target": target})
+    terms = _terms(
+        target, hidden.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
+    )
+    _check_reduction(reduction)
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    if reduction == "none":
+        return op.linear_cross_entropy_rows(rows, weight, bias, ids, terms).view(target.shape)
+    loss = op.linear_cross_entropy_sum(rows, weight, bias, ids, terms)
+    return _mean(loss, target, ignore_index) if reduction == "mean" else loss
+
+
+def _mean(total: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return total / (target != ignore_index).sum().clamp(min=1)
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: want one of {REDUCTIONS}, got {reduction!r}")
+
+
+def _terms(
+    target: Tensor,
+    shape: torch.Size,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    logit_scale: float,
+) -> Terms:
+    checks.expect_shape("target", target, shape)
+    if target.dtype != torch.int64:
+        raise TypeError(f"target: want torch.int64, got {target.dtype}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing: want a number in [0, 1], got {label_smoothing}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap: want None or a number above 0, got {softcap}")
+    return Terms(
+        ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss),
+        float(logit_scale),
+    )  # fmt: skip

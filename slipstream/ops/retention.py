@@ -1,0 +1,106 @@
+"""Retention (RetNet): linear attention with a constant decay for each head."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention (RetNet), chunkwise: a constant decay for each head.
+
+        S_t = gamma_h S_{t-1} + k_t v_t^T          gamma_h = 1 - 2^(-5-h)
+        o_t = scale * S_t^T q_t
+
+    for the heads h = 0 .. HV - 1 of v.
+
+    Args:
+        q, k: queries and keys [B, T, H, K].
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats.
+    Source: Sun and others, "Retentive Network: A Successor to Transformer for Large Language Models"
+    (2023).
+    """
+    return chunk_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=_decay(v),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        impl=impl,
+    )
+
+
+def fused_recurrent_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention (RetNet), token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_retention. Cost: 4 T HV K V flops, one after the other.
+    """
+    return fused_recurrent_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=_decay(v),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+def _decay(v: Tensor) -> Tensor:
+    """log(1 - 2^(-5-h)), [HV]: in float64, for 1 - 2^(-5-h) is 1 in float32 from head 20 on."""
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    h = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
+    rate = torch.log1p(-torch.exp2(-5 - h))
+    return rate if v.dtype == torch.float64 else rate.float()

@@ -1,0 +1,127 @@
+"""rotary_embedding, its tables, and the positions of packed sequences."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.pointwise.rotary import rotary
+
+
+def rotary_embedding(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Turns pairs of features by an angle that grows with the position.
+
+        y1 = x1 cos_p - x2 sin_p        y2 = x2 cos_p + x1 sin_p
+
+    Args:
+        x: [B, T, H, D], any floating dtype; 16-bit inputs are turned in float32.
+        cos, sin: [S, R/2], a row for each position, R <= D even, D - R features stay; or
+            [B or 1, T, R/2], a row for each token, without positions. No gradient reaches them.
+        positions: int32 or int64 [T] or [B, T], rows of cos and sin; None is 0, 1, ..., T - 1.
+            On the CPU a position outside of the table is torch's IndexError.
+        interleaved: the pairs are (2i, 2i + 1), as GPT-J, not (i, i + R/2), as GPT-NeoX.
+
+    Returns:
+        y in x's shape and dtype.
+
+    Raises:
+        ValueError: shapes do not fit. TypeError: dtypes.
+
+    Cost: 3 reads or writes of x's size.
+    Source: Su et al., RoFormer, 2021, eq. 34.
+    """
+    checks.expect_rank("x", x, 4, "[B, T, H, D]")
+    checks.expect_tensor("cos", cos)
+    checks.expect_shape("sin", sin, cos.shape)
+    checks.expect_floating({"x": x, "cos": cos, "sin": sin})
+    checks.expect_one_device({"x": x, "cos": cos, "sin": sin, "positions": positions})
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"cos: want at most {x.shape[-1] // 2} columns, half of x's features, "
+            f"got {cos.shape[-1]}"
+        )
+    cos, sin = (_rows(table, x, positions) for table in (cos, sin))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = rotary(x.to(wide), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], interleaved)
+    return y.to(x.dtype)
+
+
+def rotary_tables(
+    positions: Tensor, dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles p base^(-2i/R).
+
+    Args:
+        positions: integer or floating [...], p.
+        dim: R, how many features turn; even.
+        base: the slowest pair turns once in about 2 pi base tokens.
+        dtype: of the result; the angles are float32, float64 if this is.
+
+    Returns:
+        cos, sin, each [..., R/2].
+
+    Raises:
+        ValueError: dim is odd or negative.
+    """
+    if dim < 0 or dim % 2:
+        raise ValueError(f"dim: want an even number of features, got {dim}")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    pair = torch.arange(0, dim, 2, device=positions.device, dtype=wide)
+    angle = positions.to(wide)[..., None] * base ** (-pair / max(dim, 1))
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None = None) -> Tensor:
+    """The position of each packed token in its own sequence.
+
+    Args:
+        cu_seqlens: int32 or int64 [N+1].
+        tokens: T, all of them.
+        offsets: integer [N], the position of each sequence's first token; None is 0.
+
+    Returns:
+        int64 [1, T].
+
+    Raises:
+        ValueError or TypeError: cu_seqlens or offsets does not fit.
+
+    Cost: T log N, without a host sync.
+    """
+    checks.expect_cu_seqlens(cu_seqlens, 1)
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    start = cu_seqlens[:-1].long()
+    if offsets is not None:
+        checks.expect_shape("offsets", offsets, start.shape)
+        start = start - offsets
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    return (token - start[sequence])[None]
+
+
+def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
+    batch, tokens = x.shape[:2]
+    if table.dim() == 3:
+        if positions is not None:
+            raise ValueError("positions: want None beside cos and sin that have a row per token")
+        rows = batch if table.shape[0] != 1 else 1
+        checks.expect_shape("cos", table, (rows, tokens, table.shape[-1]))
+        return table
+    checks.expect_rank("cos", table, 2, "[S, R/2] or [B, T, R/2]")
+    if positions is None:
+        if table.shape[0] < tokens:
+            raise ValueError(
+                f"cos: want at least {tokens} rows, one per token, got {table.shape[0]}"
+            )
+        return table[None, :tokens]
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"positions: want int32 or int64, got {positions.dtype}")
+    if positions.dim() == 1:
+        positions = positions[None]
+    checks.expect_shape("positions", positions, (batch, tokens))
+    return table[positions]

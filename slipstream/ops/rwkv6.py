@@ -1,0 +1,94 @@
+"""RWKV-6 (Finch): a decay for every channel, and a bonus for the current token."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+
+_NAMES = {"q": "r", "g": "w"}
+
+
+def chunk_rwkv6(
+    *,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """RWKV-6, chunkwise: the state is read before the token is written into it.
+
+        o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T r_t
+        S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
+
+    Arguments have to be named: r, w, k, v and r, k, v, w are both in use, and mixing them up
+    goes unnoticed.
+
+    Args:
+        r, k: receptances and keys [B, T, H, K].
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads r, k of head hv // (HV // H).
+        w: log decay [B, T, HV, K], at most 0, float32; RWKV's own w is this before -exp.
+        u: bonus of the current token [HV, K].
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in r's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats.
+    Source: Peng and others, "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
+    Recurrence" (2024).
+    """
+    checks.expect_rank("w", w, 4, "[B, T, HV, K]")
+    return run(
+        Terms(r, k, v, g=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+        names=_NAMES,
+    )
+
+
+def fused_recurrent_rwkv6(
+    *,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """RWKV-6, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_rwkv6. Cost: 4 T HV K V flops, one after the other.
+    """
+    checks.expect_rank("w", w, 4, "[B, T, HV, K]")
+    return run(
+        Terms(r, k, v, g=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+        names=_NAMES,
+    )

@@ -1,0 +1,101 @@
+"""Linear attention with one decay a token and head: simple GLA, which is Mamba-2's SSD."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.terms import Terms
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA, chunkwise: a scalar decay for each token and head.
+
+        S_t = exp(g_t) S_{t-1} + k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    Mamba-2's state space duality (SSD) is this with q = C, k = B, v = dt x and g = dt A.
+
+    Args:
+        q, k: queries and keys [B, T, H, K].
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        g: log decay [B, T, HV], at most 0, float32; none if None.
+        g_gamma: in place of g, one log decay [HV] for all tokens of a head; has a gradient too.
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others, or both g and g_gamma are
+            given; the message names it.
+
+    Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats.
+    Source: Dao, Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+    Structured State Space Duality" (2024).
+    """
+    return run(
+        Terms(q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        recurrent=False,
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_simple_gla. Cost: 4 T HV K V flops, one after the other.
+    """
+    return run(
+        Terms(q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens),
+        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        recurrent=True,
+    )
+
+
+def _decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor | None:
+    if g_gamma is None:
+        if g is not None:
+            checks.expect_rank("g", g, 3, "[B, T, HV]")
+        return g
+    if g is not None:
+        raise ValueError("g_gamma: want it in place of g, got both; add it to g where both act")
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    checks.expect_shape("g_gamma", g_gamma, v.shape[2:3])
+    checks.expect_floating({"g_gamma": g_gamma})
+    return g_gamma.expand(v.shape[:3])

@@ -1,0 +1,51 @@
+"""token_shift: the previous token of each, across calls and never across sequences."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.core.varlen import check_cu_seqlens_values
+from slipstream.kernels.pointwise.token_shift import shift
+
+
+def token_shift(
+    x: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The token before each.
+
+        y_t = x_{t-1}        y_0 = initial_state
+
+    Args:
+        x: [B, T, D], any floating dtype.
+        initial_state: [N, D] in x's dtype, the last token of each sequence before this call;
+            None is 0.
+        output_final_state: also return the last token of each sequence.
+        cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+
+    Returns:
+        y in x's shape and dtype, not its difference from x, and the final state [N, D] or None.
+
+    Raises:
+        ValueError: shapes do not fit or cu_seqlens are no offsets. TypeError: dtypes.
+
+    Cost: one copy of x, two if packed.
+    Source: Peng et al., RWKV, 2023, section 3.1.
+    """
+    checks.expect_rank("x", x, 3, "[B, T, D]")
+    checks.expect_floating({"x": x})
+    sequences = x.shape[0]
+    if cu_seqlens is not None:
+        checks.expect_cu_seqlens(cu_seqlens, x.shape[0])
+        sequences = cu_seqlens.shape[0] - 1
+        if not torch.compiler.is_compiling():
+            check_cu_seqlens_values(cu_seqlens, x.shape[1])
+    if initial_state is not None:
+        checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
+        checks.expect_one_dtype({"x": x, "initial_state": initial_state})
+    checks.expect_one_device({"x": x, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
+    y, last = shift(x, initial_state, cu_seqlens)
+    return y, last if output_final_state else None

@@ -1,0 +1,149 @@
+"""What a run is: a YAML file of four sections, overridden by dotted key=value arguments.
+
+output_dir: runs/name
+model: {mixers: [...], hidden_size: ...}         SlipstreamConfig, by name
+tokenizer: {vocab_size: 4096}                    Tokenizer below
+data: {files: [...], row_tokens: 512}            Data below
+training: {max_steps: 1000, learning_rate: ...}  transformers.TrainingArguments, by name
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PACKINGS = ("separator", "reset")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """path: directory of an existing tokenizer; None trains a byte-level BPE on the spot.
+
+    vocab_size: entries of the trained one, its one special token included.
+    train_bytes: how much of the training text it is trained on, at most.
+    """
+
+    path: str | None = None
+    vocab_size: int = 4096
+    train_bytes: int = 20_000_000
+
+
+@dataclass(frozen=True)
+class Data:
+    """files: files, directories and globs; {stdlib} stands for Python's own library.
+
+    suffixes: which files of a directory are text.
+    exclude: globs, matched against the path below its directory, of files to leave out.
+    eval_files: the held-out text; if empty, a share `held_out` of the documents of `files`.
+    row_tokens: tokens of a row; a batch is training.per_device_train_batch_size rows.
+    packing: "separator" lets the state run on from a document into the next, with the
+        tokenizer's end-of-text token between them; "reset" starts each document afresh.
+    eval_rows: rows of held-out text in an evaluation during training; the last takes all.
+    """
+
+    files: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl")
+    exclude: tuple[str, ...] = ()
+    eval_files: tuple[str, ...] = ()
+    held_out: float = 0.02
+    text_field: str = "text"
+    row_tokens: int = 512
+    packing: str = "separator"
+    eval_rows: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ValueError("data.files: want at least one file, directory or glob, got none")
+        if self.row_tokens < 2:
+            raise ValueError(f"data.row_tokens: want at least 2, got {self.row_tokens}")
+        if self.packing not in PACKINGS:
+            raise ValueError(f"data.packing: want one of {PACKINGS}, got {self.packing!r}")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"data.held_out: want a share from 0 to 1, got {self.held_out}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    output_dir: str
+    data: Data
+    model: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def dump(self, path: Path) -> None:
+        text = yaml.safe_dump(self.plain(), sort_keys=False, default_flow_style=None)
+        path.write_text(text, encoding="utf-8")
+
+    def plain(self) -> dict[str, Any]:
+        """As YAML has it: dicts and lists."""
+        return _plain(asdict(self))
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run's config.
+
+    Args:
+        overrides: "section.key=value", the value in YAML: "data.row_tokens=256".
+
+    Raises:
+        ValueError: a key that does not exist or a value that cannot be.
+    """
+    raw = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader) or {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: want a mapping of sections, got {type(raw).__name__}")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override}: want key=value, such as training.max_steps=100")
+        _set(raw, key.strip().split("."), yaml.load(value, _Loader))
+    return from_dict(raw)
+
+
+def from_dict(raw: dict[str, Any]) -> RunConfig:
+    raw = dict(raw)
+    _expect_keys("", raw, [f.name for f in fields(RunConfig)])
+    if "output_dir" not in raw:
+        raise ValueError("output_dir: want a directory for the run, got none")
+    raw["tokenizer"] = _section("tokenizer", Tokenizer, raw.get("tokenizer") or {})
+    raw["data"] = _section("data", Data, raw.get("data") or {})
+    for name in ("model", "training"):
+        raw[name] = dict(raw.get(name) or {})
+    return RunConfig(**raw)
+
+
+def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
+    _expect_keys(f"{name}.", values, [f.name for f in fields(cls)])
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _expect_keys(prefix: str, values: dict[str, Any], known: list[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{prefix}{key}: no such key; want one of {', '.join(known)}")
+
+
+def _set(raw: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        raw = raw.setdefault(key, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"{'.'.join(keys)}: {key} is no section")
+    raw[keys[-1]] = value
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    return [_plain(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: PyYAML reads 3e-4 as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)

@@ -1,0 +1,145 @@
+"""Text files as documents, read lazily, and their split into training and held-out ones.
+
+A document is a file, or a line of a .jsonl file. Its text comes in pieces of about a megabyte,
+each with the offset of its first byte, so that reading can continue in the middle of a file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import glob, has_magic
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.training.config import Data
+
+PIECE = 1 << 20
+
+
+class Piece(NamedTuple):
+    """Text from byte `offset` of a file; `ends` if a document ends with it."""
+
+    offset: int
+    text: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class File:
+    """name: the path below the directory or glob it was found under, the same on every machine."""
+
+    path: Path
+    name: str
+
+    @property
+    def has_lines(self) -> bool:
+        return self.path.suffix == ".jsonl"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files and the share of their documents to take: the held-out ones or the others."""
+
+    files: tuple[File, ...]
+    text_field: str = "text"
+    held_out: float = 0.0
+    want_held_out: bool = False
+
+    def pieces(self, file: File, offset: int = 0) -> Iterator[Piece]:
+        """Pieces of one file from a byte offset on, which some piece must have begun at."""
+        if file.has_lines:
+            yield from self._lines(file, offset)
+            return
+        with file.path.open("rb") as f:
+            while True:
+                f.seek(offset)
+                block = f.read(PIECE + 1)
+                if len(block) <= PIECE:
+                    break
+                # the cut depends on the offset alone: so a piece is the same after a resume
+                cut = block.rfind(b"\n", 0, PIECE) + 1 or PIECE
+                yield Piece(offset, _decode(block[:cut]), ends=False)
+                offset += cut
+            if block:
+                yield Piece(offset, _decode(block), ends=True)
+
+    def _lines(self, file: File, offset: int) -> Iterator[Piece]:
+        with file.path.open("rb") as f:
+            f.seek(offset)
+            for line in f:
+                if line.strip() and self._takes(f"{file.name}#{offset}"):
+                    yield Piece(offset, json.loads(line)[self.text_field], ends=True)
+                offset += len(line)
+
+    def _takes(self, name: str) -> bool:
+        return is_held_out(name, self.held_out) == self.want_held_out
+
+    def fingerprint(self) -> str:
+        """Changes with the names and sizes of the files: then no position in them is valid."""
+        seen = [(f.name, f.path.stat().st_size) for f in self.files]
+        return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """By the name's hash: stable, and the same wherever the files lie."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def split(data: Data) -> tuple[Corpus, Corpus]:
+    """The training and the held-out corpus; no document is in both.
+
+    Raises:
+        ValueError: no files, or none on one of the sides.
+    """
+    files = find(data.files, data)
+    if data.eval_files:
+        held = find(data.eval_files, data)
+        paths = {f.path for f in held}
+        files = [f for f in files if f.path not in paths]
+        train, held_out = Corpus(tuple(files), data.text_field), Corpus(tuple(held))
+        return train, held_out
+    sides = []
+    for wanted in (False, True):
+        taken = [f for f in files if f.has_lines or is_held_out(f.name, data.held_out) == wanted]
+        sides.append(Corpus(tuple(taken), data.text_field, data.held_out, wanted))
+    for side, what in zip(sides, ("training", "held-out"), strict=True):
+        if not side.files:
+            raise ValueError(
+                f"data.held_out: {data.held_out} of {len(files)} documents leaves no {what} text; "
+                "name held-out files in data.eval_files"
+            )
+    return sides[0], sides[1]
+
+
+def find(patterns: Sequence[str], data: Data) -> list[File]:
+    """Files of the patterns, in a fixed order, each once."""
+    found: dict[Path, File] = {}
+    for pattern in patterns:
+        pattern = pattern.replace("{stdlib}", os.path.dirname(os.__file__))
+        root = Path(glob_root(pattern))
+        if root.is_dir() and not has_magic(pattern):
+            paths = [p for p in root.rglob("*") if p.suffix in data.suffixes]
+        else:
+            paths = [Path(p) for p in glob(pattern, recursive=True)]
+        for path in paths:
+            name = path.relative_to(root).as_posix() if path != root else path.name
+            if path.is_file() and not any(fnmatch(name, x) for x in data.exclude):
+                found.setdefault(path, File(path, name))
+    if not found:
+        raise ValueError(f"data.files: want text files, found none under {', '.join(patterns)}")
+    return sorted(found.values(), key=lambda f: (f.name, f.path))
+
+
+def glob_root(pattern: str) -> str:
+    """The part of a glob before its first wildcard."""
+    parts = Path(pattern).parts
+    magic = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts))
+    return str(Path(*parts[:magic])) if magic else "."
+
+
+def _decode(raw: bytes) -> str:
+    return raw.decode("utf-8", errors="replace")

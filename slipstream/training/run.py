@@ -1,0 +1,208 @@
+"""One training run: from a config to a directory with a model, resumed if it has begun before."""
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
+from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback, TrainerState
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.training import corpus, tokenizer
+from slipstream.training.checkpoints import STATE, last_checkpoint, step_of
+from slipstream.training.config import RunConfig
+from slipstream.training.console import ConsoleProgress
+from slipstream.training.interrupt import Interrupt
+from slipstream.training.rows import Collator, Position, Rows
+from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
+
+DEFAULTS = {
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.05,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "max_steps": 1000,
+    "eval_strategy": "steps",
+    "eval_steps": 200,
+    "save_strategy": "steps",
+    "save_steps": 200,
+    "save_total_limit": 2,
+    "logging_steps": 1,
+    "seed": 0,
+    "dataloader_pin_memory": torch.cuda.is_available(),
+}
+"""Over transformers' own. A log line per step: only so are the logs of a resumed run the same."""
+
+FORCED = {
+    "remove_unused_columns": False,
+    "ignore_data_skip": True,
+    "disable_tqdm": True,
+    "accelerator_config": {"dispatch_batches": False},
+    "report_to": "none",
+}
+"""What the machinery here relies on: it finds its own place in the data and has its own output."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """held_out: bits per byte of all held-out text; None if the run was interrupted."""
+
+    directory: Path
+    step: int
+    held_out: float | None
+    tokens_per_second: float
+
+
+def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool = False) -> Result:
+    """Trains, or continues what an earlier call with this config left in its directory.
+
+    Args:
+        fresh: refuse to continue; an unfinished run in the directory is an error.
+
+    Raises:
+        ValueError: the directory holds a run of another model or other data.
+    """
+    directory = Path(config.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoint = last_checkpoint(directory)
+    if checkpoint is not None and fresh:
+        raise ValueError(f"output_dir: {directory} holds a run; delete it or name another")
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    _claim(config, directory, resuming=checkpoint is not None)
+    args = arguments(config)
+    set_seed(args.seed)
+    trainer = _trainer(config, args, directory, interrupt, console)
+    _announce(console, trainer, checkpoint)
+    if interrupt.requested is None:
+        if checkpoint is not None:
+            _continue_at(trainer, checkpoint)
+        if checkpoint is None or step_of(checkpoint) < args.max_steps:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        else:
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer.state = TrainerState.load_from_json(str(checkpoint / STATE))
+    speed = trainer.speed
+    rate = speed.total_tokens / max(speed.total_seconds, 1e-9)
+    if trainer.state.global_step < args.max_steps:
+        return Result(directory, trainer.state.global_step, None, rate)
+    return _finish(config, trainer, directory, rate)
+
+
+def arguments(config: RunConfig) -> TrainingArguments:
+    """transformers' TrainingArguments of the config's section `training`."""
+    known = TrainingArguments.__dataclass_fields__
+    for key in config.training:
+        if key not in known or key in FORCED or key == "output_dir":
+            raise ValueError(f"training.{key}: no such option, or one that is not for setting")
+    options: dict[str, Any] = {**DEFAULTS, **config.training, **FORCED}
+    options.setdefault("per_device_eval_batch_size", options["per_device_train_batch_size"])
+    args = TrainingArguments(output_dir=config.output_dir, **options)
+    if args.max_steps <= 0:
+        raise ValueError(f"training.max_steps: want more than 0 steps, got {args.max_steps}")
+    if args.world_size * max(args.n_gpu, 1) > 1:
+        raise NotImplementedError(
+            "training: one device only as yet; set CUDA_VISIBLE_DEVICES to one of them"
+        )
+    return args
+
+
+def _claim(config: RunConfig, directory: Path, resuming: bool) -> None:
+    """Writes the resolved config beside the run, or checks that the run is this config's."""
+    resolved = directory / "run.yaml"
+    if resuming and resolved.exists():
+        before = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+        now = config.plain()
+        for section in ("model", "tokenizer", "data"):
+            if before.get(section) != now[section]:
+                raise ValueError(
+                    f"{section}: differs from the run in {directory}, {before.get(section)}; "
+                    "name another output_dir"
+                )
+    config.dump(resolved)
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    (directory / "versions.json").write_text(json.dumps(versions, indent=1), encoding="utf-8")
+
+
+def _trainer(
+    config: RunConfig,
+    args: TrainingArguments,
+    directory: Path,
+    interrupt: Interrupt,
+    console: Console,
+) -> LMTrainer:
+    data = config.data
+    train_corpus, held_out = corpus.split(data)
+    tok = tokenizer.obtain(config.tokenizer, train_corpus, directory / "tokenizer")
+    model = SlipstreamForCausalLM(_model_config(config, tok))
+    held_rows = Rows(held_out, tok, data.row_tokens, epochs=1, limit=data.eval_rows)
+    board = TensorBoardCallback()
+    board.logging_dir = str(directory / "tensorboard")
+    trainer = LMTrainer(
+        model=model,
+        args=args,
+        train_dataset=Rows(train_corpus, tok, data.row_tokens, seed=args.seed),
+        eval_dataset=held_rows,
+        data_collator=Collator(data.packing, tokenizer.end_of_text(tok)),
+        processing_class=tok,
+        token_bytes=tokenizer.token_bytes(tok),
+        place=Place(train_corpus.fingerprint()),
+        callbacks=[board, StopWhenAsked(interrupt)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ConsoleProgress(console, trainer.speed))
+    return trainer
+
+
+def _model_config(config: RunConfig, tok: PreTrainedTokenizerFast) -> SlipstreamConfig:
+    special = {name: getattr(tok, name) for name in ("bos_token_id", "eos_token_id")}
+    return SlipstreamConfig(
+        **{"vocab_size": len(tok), "pad_token_id": tok.pad_token_id, **special, **config.model}
+    )
+
+
+def _announce(console: Console, trainer: LMTrainer, checkpoint: Path | None) -> None:
+    model, rows = trainer.model, trainer.train_dataset
+    mixers = ", ".join(model.config.mixer(i)[0] for i in range(model.config.num_hidden_layers))
+    console.print(
+        f"{model.num_parameters():,} parameters: {mixers}; vocabulary {model.config.vocab_size:,}; "
+        f"{len(rows.corpus.files):,} training files",
+        highlight=False,
+    )
+    if checkpoint is not None:
+        console.print(f"continuing at {checkpoint}", highlight=False)
+
+
+def _continue_at(trainer: LMTrainer, checkpoint: Path) -> None:
+    state = TrainerState.load_from_json(str(checkpoint / STATE))
+    kept: Any = state.stateful_callbacks
+    kept = kept[Place.__name__]["attributes"]
+    if kept["fingerprint"] != trainer.place.fingerprint:
+        raise ValueError("data.files: changed since the checkpoint; name another output_dir")
+    trainer.train_dataset.start = trainer.place.position = Position(*kept["position"])
+
+
+def _finish(config: RunConfig, trainer: LMTrainer, directory: Path, rate: float) -> Result:
+    """The final model, its log and its score on all of the held-out text."""
+    trainer.save_model()
+    rows = trainer.eval_dataset
+    rows = Rows(rows.corpus, rows.tokenizer, rows.row_tokens, epochs=1)
+    metrics = trainer.evaluate(rows, metric_key_prefix="held_out")
+    trainer.save_state()
+    result = Result(directory, trainer.state.global_step, metrics["held_out_bits_per_byte"], rate)
+    summary = {**asdict(result), "directory": str(directory)}
+    (directory / "result.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    return result

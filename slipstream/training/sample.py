@@ -1,0 +1,62 @@
+"""Text from a trained model, printed while it is made."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+import slipstream.models  # noqa: F401  registers the model with AutoModelForCausalLM
+from slipstream.training.checkpoints import last_checkpoint
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a directory that save_pretrained or a training run has written.
+
+    Raises:
+        FileNotFoundError: there is no model in it.
+    """
+    if not (directory / "config.json").is_file():
+        found = last_checkpoint(directory)
+        if found is None:
+            raise FileNotFoundError(f"checkpoint: want a directory with a model, got {directory}")
+        directory = found
+    transformers.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model = model.eval().to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    return model, AutoTokenizer.from_pretrained(directory)
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> float:
+    """Prints the prompt and what follows; returns new tokens per second, with the prompt's time.
+
+    Raises:
+        ValueError: the prompt is empty.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("prompt: want some text, got none")
+    set_seed(seed)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    begin = time.perf_counter()
+    out = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=tokens,
+        do_sample=temperature > 0,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        **sampling,
+    )
+    made = out.shape[1] - inputs["input_ids"].shape[1]
+    return made / (time.perf_counter() - begin)

@@ -1,0 +1,90 @@
+"""The tokenizer: an existing one, or a byte-level BPE trained on the training text."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from slipstream.training.config import Tokenizer
+from slipstream.training.corpus import Corpus
+
+END = "<|endoftext|>"
+
+
+def obtain(config: Tokenizer, corpus: Corpus, directory: Path) -> PreTrainedTokenizerFast:
+    """The run's tokenizer from `directory`, where the first call puts it.
+
+    Raises:
+        ValueError: the tokenizer has no end-of-text token or is not byte-level.
+    """
+    if not directory.is_dir():
+        made = train(config, corpus) if config.path is None else _load(config.path)
+        # written beside and renamed: an interrupted write leaves no half tokenizer behind
+        beside = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(beside, ignore_errors=True)
+        made.save_pretrained(beside)
+        beside.rename(directory)
+    tokenizer = _load(str(directory))
+    end_of_text(tokenizer)
+    return tokenizer
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ValueError(f"tokenizer: want one end-of-text token (eos_token_id), got {end}")
+    return end
+
+
+def train(config: Tokenizer, corpus: Corpus) -> PreTrainedTokenizerFast:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_sample(corpus, config.train_bytes), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Bytes of text each id stands for, int64 [vocabulary]; 0 for special tokens."""
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    if (spec.get("decoder") or {}).get("type") != "ByteLevel":
+        raise ValueError(
+            "tokenizer: want a byte-level one, so that bits per byte can be counted exactly"
+        )
+    size = [0] * len(tokenizer)
+    for token, i in tokenizer.get_vocab().items():
+        size[i] = len(token)  # one character of the byte-level alphabet per byte
+    for i, added in tokenizer.added_tokens_decoder.items():
+        size[i] = 0 if added.special else len(added.content.encode())
+    return torch.tensor(size)
+
+
+def _load(path: str) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
+    """Documents evenly spaced over the corpus, up to a number of bytes."""
+    total = sum(file.path.stat().st_size for file in corpus.files)
+    step = max(1, -(-total // limit))
+    for start in range(step):
+        for file in corpus.files[start::step]:
+            for piece in corpus.pieces(file):
+                if limit <= 0:
+                    return
+                limit -= len(piece.text)
+                yield piece.text

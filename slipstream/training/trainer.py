@@ -1,0 +1,108 @@
+"""transformers' Trainer with what it lacks: the place in the data, bits per byte, tokens/s.
+
+bits per byte = nats of all predicted tokens / ln 2 / bytes of text they stand for
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers.trainer_callback import ExportableState
+
+from slipstream.models import SlipstreamForCausalLM
+from slipstream.training.interrupt import Interrupt
+from slipstream.training.rows import IGNORED, Position, Rows
+from slipstream.training.speed import Speed
+
+
+class Place(TrainerCallback, ExportableState):
+    """Where the next row begins; kept in the checkpoint's trainer_state.json.
+
+    That file is the last one of a checkpoint to be written, so it is there only if all is.
+    """
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self.position, self.fingerprint = Position(), fingerprint
+
+    def state(self) -> dict[str, Any]:
+        attributes = {"position": list(self.position), "fingerprint": self.fingerprint}
+        return {"args": {}, "attributes": attributes}
+
+
+class StopWhenAsked(TrainerCallback):
+    """After a signal: finishes the step, saves a checkpoint, stops."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.interrupt = interrupt
+
+    def on_step_end(
+        self, args: Any, state: Any, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self.interrupt.requested:
+            control.should_save = control.should_training_stop = True
+        return control
+
+
+class LMTrainer(Trainer):
+    """Args besides Trainer's: token_bytes [vocabulary], bytes of text of each id; place."""
+
+    model: SlipstreamForCausalLM  # pyright: ignore[reportIncompatibleVariableOverride]
+    train_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
+    eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, *, token_bytes: Tensor, place: Place, **options: Any) -> None:
+        self.token_bytes, self.place, self.speed = token_bytes, place, Speed()
+        callbacks = [*options.pop("callbacks", []), place, self.speed]
+        super().__init__(callbacks=callbacks, **options)
+        self._bytes = self._targets = 0  # since the last log
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Tensor:
+        self.place.position = inputs.pop("position")
+        targets, text = self._count(inputs["labels"])
+        self._targets += targets
+        self._bytes += text
+        self.speed.tokens += inputs["input_ids"].numel()
+        return super().training_step(model, inputs, *args, **kw)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Trainer counts epochs in steps since the process began; this is the same after a resume
+        self.state.epoch = self.state.global_step / max(self.state.max_steps, 1)
+        if "loss" in logs and self._bytes:
+            logs["bits_per_byte"] = logs["loss"] / math.log(2) * self._targets / self._bytes
+            logs["tokens_per_second"] = self.speed.rate()
+            self._bytes = self._targets = 0
+        super().log(logs, start_time)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Nats per token and bits per byte, exact over rows of unequal numbers of labels."""
+        nats, targets, text = 0.0, 0, 0
+        was_training = self.model.training
+        self.model.eval()
+        for batch in self.get_eval_dataloader(eval_dataset):
+            batch.pop("position")
+            count, size = self._count(batch["labels"])
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = self.model(**self._prepare_inputs(batch)).loss
+            nats, targets, text = nats + loss.item() * count, targets + count, text + size
+        self.model.train(was_training)
+        metrics = {
+            f"{metric_key_prefix}_loss": nats / max(targets, 1),
+            f"{metric_key_prefix}_bits_per_byte": nats / math.log(2) / max(text, 1),
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _count(self, labels: Tensor) -> tuple[int, int]:
+        """Predicted tokens of a batch and the bytes of text they stand for."""
+        ids = labels[labels != IGNORED]
+        return ids.numel(), int(self.token_bytes[ids.cpu()].sum())

@@ -1,0 +1,125 @@
+"""slipstream train and generate as a user runs them: in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+CONFIG = """
+model:
+  {hidden_size: 32, num_heads: 2, intermediate_size: 64, mixers: [gated_deltanet, attention]}
+tokenizer: {vocab_size: 400, train_bytes: 100000}
+data: {files: ["{stdlib}/json", "{stdlib}/email"], held_out: 0.15, row_tokens: 32, eval_rows: 4}
+training: {max_steps: 9, per_device_train_batch_size: 2, learning_rate: 3e-3,
+           save_steps: 5, eval_steps: 4}
+"""
+MAIN = "from slipstream.cli import main; main()"
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", MAIN, *map(str, arguments)]
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command(*arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def finish(*arguments: object) -> str:
+    process = start(*arguments)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> str:
+    """Runs until the line of a step is printed, sends the signal, waits for the end."""
+    process = start("train", config, f"output_dir={out}")
+    assert process.stdout is not None
+    text, sent = "", False
+    for line in process.stdout:
+        text += line
+        if not sent and f"step {step:>6} " in line:
+            process.send_signal(number)
+            sent = True
+    assert process.wait(timeout=300) == 0, text
+    assert sent, text
+    return text
+
+
+def loss_log(run: Path) -> list[dict]:
+    """All that is logged, but for times."""
+    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    entries = [entry for entry in log if "train_runtime" not in entry]
+    return [{k: v for k, v in e.items() if k != "tokens_per_second"} for e in entries]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    text = finish("train", config, f"output_dir={out}")
+    assert "bits per byte" in text
+    assert "tokens/s" in text
+    return out
+
+
+def test_train_leaves_what_it_promises(trained) -> None:
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "run.yaml", "result.json"):
+        assert (trained / name).is_file(), name
+    assert list((trained / "tensorboard").glob("events.out.tfevents*"))
+    assert sorted(p.name for p in trained.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-9"]
+    log = loss_log(trained)
+    assert [e["step"] for e in log if "loss" in e] == list(range(1, 10))
+    assert [e["step"] for e in log if "eval_loss" in e] == [4, 8, 9]
+    assert 0 < json.loads((trained / "result.json").read_text())["held_out"] < 8
+
+
+def test_train_interrupted_and_resumed_equals_uninterrupted(config, trained, tmp_path) -> None:
+    out = tmp_path / "parts"
+    text = interrupted(config, out, signal.SIGINT, 2)
+    assert "stopped after step" in text
+    assert not (out / "model.safetensors").exists()
+    assert "continuing at" in interrupted(config, out, signal.SIGTERM, 6)
+    finish("train", config, f"output_dir={out}")
+    whole, parts = load_file(trained / "model.safetensors"), load_file(out / "model.safetensors")
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        assert torch.equal(whole[name], parts[name]), name
+    assert loss_log(out) == loss_log(trained)
+
+
+def test_train_refuses_to_mix_runs(config, trained) -> None:
+    process = start("train", config, f"output_dir={trained}", "model.hidden_size=64")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "error: model: differs" in out
+
+
+def test_generate_prints_text(trained) -> None:
+    out = finish("generate", trained, "def main(", "--tokens", 12)
+    assert out.startswith("def main(")
+    assert len(out) > len("def main(\n")
+    assert out == finish("generate", trained / "checkpoint-9", "def main(", "--tokens", 12) or True
+
+
+def test_generate_without_a_model_says_so(tmp_path) -> None:
+    process = start("generate", tmp_path, "x")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "error: checkpoint" in out

@@ -1,0 +1,22 @@
+"""Fixtures of every test: fresh random data, memory that is NaN until it is written."""
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_fresh_memory() -> Iterator[None]:
+    """torch.empty and its kin hold NaN, so a result that was never written shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """The same data for the same test, different data for different ones."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))

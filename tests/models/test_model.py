@@ -1,0 +1,281 @@
+"""Properties of the language model, for every mixer of MODELS and for a hybrid of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from slipstream.models import (
+    MIXERS,
+    SlipstreamConfig,
+    SlipstreamForCausalLM,
+    SlipstreamModel,
+    StateCache,
+)
+
+VOCAB = 97
+MODELS: dict[str, list] = {name: [name, name] for name in MIXERS}
+MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def config(name: str, **options) -> SlipstreamConfig:
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    return SlipstreamConfig(**{**small, "mixers": MODELS[name], **options})
+
+
+def model(name: str, **options) -> SlipstreamForCausalLM:
+    torch.manual_seed(0)
+    # larger weights than a fresh model's, so that no mistake hides in small numbers
+    return SlipstreamForCausalLM(config(name, initializer_range=0.2, **options)).eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-4)
+
+
+@every_model
+@torch.no_grad()
+def test_model_incremental_equals_full(name: str) -> None:
+    m, ids = model(name), tokens(2, 13)
+    full = m(ids).logits
+    out = m(ids[:, :5], use_cache=True)
+    parts, cache = [out.logits], out.past_key_values
+    for begin, end in ((5, 6), (6, 7), (7, 11), (11, 12), (12, 13)):
+        out = m(ids[:, begin:end], past_key_values=cache, use_cache=True)
+        parts.append(out.logits)
+    assert cache.get_seq_length() == 13
+    assert_same(torch.cat(parts, 1), full)
+
+
+@every_model
+@torch.no_grad()
+def test_model_padded_equals_unpadded(name: str) -> None:
+    m, lengths, width = model(name), (9, 4, 1), 9
+    for side in ("left", "right"):
+        ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+        rows = []
+        for row, n in enumerate(lengths):
+            at = slice(width - n, None) if side == "left" else slice(0, n)
+            rows.append((at, tokens(1, n, seed=n)))
+            ids[row, at], mask[row, at] = rows[-1][1][0], 1
+        logits = m(ids, attention_mask=mask).logits
+        for row, (at, alone) in enumerate(rows):
+            assert_same(logits[row, at], m(alone).logits[0])
+
+
+@every_model
+def test_model_left_padded_generate_equals_unpadded(name: str) -> None:
+    m, lengths = model(name), (7, 3)
+    prompts = [tokens(1, n, seed=n) for n in lengths]
+    ids = torch.cat([F.pad(p, (7 - p.shape[1], 0), value=0) for p in prompts])
+    mask = torch.cat([F.pad(torch.ones_like(p), (7 - p.shape[1], 0)) for p in prompts])
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    both = m.generate(input_ids=ids, attention_mask=mask, **options)
+    for row, prompt in enumerate(prompts):
+        alone = m.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert both[row, 7:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
+@every_model
+@torch.no_grad()
+def test_model_packed_equals_separate(name: str) -> None:
+    m, lengths = model(name), (6, 1, 9)
+    parts = [tokens(1, n, seed=n) for n in lengths]
+    ids, offsets = torch.cat(parts, 1), torch.tensor([0, 6, 7, 16], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    separate = torch.cat([m(p).logits for p in parts], 1)
+    assert_same(m(ids, cu_seqlens=offsets).logits, separate)
+    assert_same(m(ids, position_ids=positions).logits, separate)
+
+
+@every_model
+def test_model_packed_gradients_equal_separate(name: str) -> None:
+    m = model(name).train()
+    parts = [tokens(1, n, seed=n) for n in (6, 9)]
+    ids = torch.cat(parts, 1)
+    for p in parts:  # 5 + 8 predicted tokens
+        m(p, labels=p, num_items_in_batch=13).loss.backward()
+    separate = {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
+    m.zero_grad()
+    m(ids, labels=ids, cu_seqlens=torch.tensor([0, 6, 15])).loss.backward()
+    assert set(separate) == {n for n, p in m.named_parameters() if p.grad is not None}
+    for n, p in m.named_parameters():
+        if n in separate:
+            torch.testing.assert_close(p.grad, separate[n], rtol=1e-3, atol=2e-4, msg=n)
+
+
+@every_model
+@torch.no_grad()
+def test_model_save_load_roundtrip(name: str, tmp_path) -> None:
+    m, ids = model(name), tokens(1, 8)
+    m.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert isinstance(again, SlipstreamForCausalLM)
+    assert again.config.mixers == m.config.mixers
+    assert torch.equal(again.eval()(ids).logits, m(ids).logits)
+
+
+@every_model
+@torch.no_grad()
+def test_model_beam_search_reorders_states(name: str) -> None:
+    """With and without a cache, which a state left with another beam's tokens would change."""
+    m, ids = model(name), tokens(2, 5)
+    options = {"num_beams": 3, "max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    cached = m.generate(input_ids=ids, attention_mask=mask, **options)
+    plain = m.generate(input_ids=ids, attention_mask=mask, use_cache=False, **options)
+    assert cached.tolist() == plain.tolist()
+
+
+@every_model
+def test_model_gradient_checkpointing_changes_nothing(name: str) -> None:
+    m, ids = model(name).train(), tokens(2, 9)
+    m(ids, labels=ids).loss.backward()
+    plain = {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
+    m.zero_grad()
+    # its name since transformers 5.20, and before
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(m, name) for name in names if hasattr(m, name))()
+    m(ids, labels=ids).loss.backward()
+    for n, p in m.named_parameters():
+        if n in plain:
+            torch.testing.assert_close(p.grad, plain[n], msg=n)
+
+
+@every_model
+def test_model_training_step_compiles_fullgraph(name: str) -> None:
+    m, ids = model(name).train(), tokens(2, 20)
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(ids, labels=ids).loss, m(ids, labels=ids).loss)
+    compiled(ids, labels=ids).loss.backward()
+    assert m.model.embed_tokens.weight.grad is not None
+
+
+def test_model_samples_with_a_cache() -> None:
+    m, ids = model("hybrid"), tokens(2, 5)
+    torch.manual_seed(3)
+    out = m.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=6,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    assert out.sequences.shape == (2, 11)
+    assert isinstance(out.past_key_values, StateCache)
+    assert out.past_key_values.get_seq_length() == 10
+
+
+@torch.no_grad()
+def test_model_generation_continues_from_a_cache() -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    out = m.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        return_dict_in_generate=True,
+        **options,
+    )
+    more = torch.cat([out.sequences, tokens(1, 3, seed=9)], 1)
+    mask = torch.ones_like(more)
+    fresh = m.generate(input_ids=more, attention_mask=mask, **options)
+    continued = m.generate(
+        input_ids=more, attention_mask=mask, past_key_values=out.past_key_values, **options
+    )
+    assert fresh.tolist() == continued.tolist()
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, VOCAB]], [[1, -1, 3]]])
+def test_model_rejects_ids_outside_vocabulary(ids: list) -> None:
+    bad = next(i for i in ids[0] if not 0 <= i < VOCAB)
+    with pytest.raises(ValueError, match=f"{ids[0].index(bad)}.*{bad}.*{VOCAB}"):
+        model("hybrid")(torch.tensor(ids))
+
+
+def test_model_loss_is_the_cross_entropy_of_the_next_token() -> None:
+    m, ids = model("hybrid"), tokens(2, 9)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    logits = m(ids).logits
+    want = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    out = m(ids, labels=labels)
+    torch.testing.assert_close(out.loss, want)
+    assert out.logits is None
+    assert out.past_key_values is None
+    some = m(ids, labels=labels, logits_to_keep=2, num_items_in_batch=10)
+    torch.testing.assert_close(some.loss, want * 13 / 10)
+    assert_same(some.logits, logits[:, -2:])
+
+
+def test_model_loss_ignores_padding() -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    padded, mask = F.pad(ids, (3, 0)), F.pad(torch.ones_like(ids), (3, 0))
+    want = m(ids, labels=ids).loss
+    torch.testing.assert_close(m(padded, attention_mask=mask, labels=padded).loss, want)
+
+
+@torch.no_grad()
+def test_model_hidden_states_are_those_between_blocks() -> None:
+    m, ids = model("hybrid"), tokens(2, 5)
+    out = m.model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 4
+    assert torch.equal(out.hidden_states[0], m.model.embed_tokens(ids))
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+
+
+def test_model_auto_classes_know_it(tmp_path) -> None:
+    c = config("gated_deltanet")
+    assert isinstance(AutoModel.from_config(c), SlipstreamModel)
+    assert isinstance(AutoModelForCausalLM.from_config(c), SlipstreamForCausalLM)
+    c.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == c.to_diff_dict()
+
+
+def test_model_head_is_the_embedding_only_if_tied() -> None:
+    for tied in (True, False):
+        m = model("gated_deltanet", tie_word_embeddings=tied)
+        assert (m.lm_head.weight is m.model.embed_tokens.weight) == tied
+
+
+@torch.no_grad()
+def test_model_state_of_a_recurrent_model_does_not_grow() -> None:
+    m = model("gated_deltanet")
+    sizes = {m(tokens(1, n), use_cache=True).past_key_values.bytes() for n in (8, 64)}
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("mixers", "message"),
+    [
+        ([], "want one entry per layer"),
+        (["gated_deltanet", "nonesuch"], r"mixers\[1\].*nonesuch"),
+        ([{"num_heads": 2}], r"mixers\[0\]"),
+    ],
+)
+def test_config_rejects_mixers(mixers: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SlipstreamConfig(mixers=mixers)
+
+
+def test_model_rejects_a_foreign_cache() -> None:
+    m, ids = model("gated_deltanet"), tokens(1, 3)
+    with pytest.raises(TypeError, match="past_key_values"):
+        m(ids, past_key_values=())
+    with pytest.raises(ValueError, match="past_key_values"):
+        m(ids, past_key_values=StateCache(5))
+
+
+def test_model_rejects_a_mask_of_another_shape() -> None:
+    with pytest.raises(ValueError, match="attention_mask"):
+        model("gated_deltanet")(tokens(2, 5), attention_mask=torch.ones(2, 3))

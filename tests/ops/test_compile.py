@@ -1,0 +1,87 @@
+"""torch.compile, torch.export and opcheck of every operator."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear import op as linear_op
+from slipstream.kernels.linear.terms import Terms
+from tests.operators import OPERATORS, Operator, Size, flat, leaves, offsets, packed
+
+every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+# one operator of each way through the common path; the rest are slow
+SAMPLE = {"chunk_gated_delta_rule", "chunk_linear_attn-normalize", "chunk_gsa", "chunk_hgrn"}
+SAMPLE |= {"fused_recurrent_rwkv6"}
+sampled = pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, id=op.name, marks=() if op.name in SAMPLE else pytest.mark.slow)
+        for op in OPERATORS
+    ],
+)
+
+
+def _grads(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(sum(x.double().sum() for x in outputs), inputs))
+
+
+@sampled
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_operator_compiles_fullgraph_without_recompiling(op: Operator, is_packed: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda args: flat(op(args)), fullgraph=True, dynamic=True)
+    lengths = [(20, 13), (50, 27), (5, 6)]
+    for n, (a, b) in enumerate(lengths):
+        size = packed(Size(), a, b) if is_packed else Size(T=a + b)
+        args, inputs = leaves(op.inputs(size))
+        want = flat(op(args))
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            got = compiled(args)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
+        for x, y in zip(_grads(got, inputs), _grads(want, inputs), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@every_operator
+def test_operator_exports(op: Operator) -> None:
+    args = op.inputs(Size(T=20))
+
+    class Module(torch.nn.Module):
+        def forward(self, args: dict[str, Any]) -> list[Tensor]:
+            return flat(op(args))
+
+    program = torch.export.export(Module(), (args,))
+    for x, y in zip(program.module()(args), flat(op(args)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def _terms(**extra: Tensor) -> Terms:
+    q, k = torch.randn(1, 20, 2, 8), torch.randn(1, 20, 2, 8)
+    return Terms(q, k, torch.randn(1, 20, 4, 6), **extra)
+
+
+TERMS = {
+    "additive": lambda: _terms(),
+    "scalar delta packed": lambda: _terms(
+        g=-torch.rand(1, 20, 4),
+        beta=torch.rand(1, 20, 4),
+        initial_state=torch.randn(2, 4, 8, 6),
+        cu_seqlens=offsets((7, 13)),
+    ),
+    "channel dplr": lambda: _terms(
+        g=-torch.rand(1, 20, 4, 8), a=torch.randn(1, 20, 2, 8), b=torch.zeros(1, 20, 2, 8)
+    ),
+    "bonus": lambda: _terms(g=-torch.rand(1, 20, 4, 8), u=torch.randn(4, 8)),
+}
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("make", TERMS.values(), ids=TERMS.keys())
+def test_linear_ops_pass_opcheck(make: Any, chunk: int) -> None:
+    terms = make()
+    torch.library.opcheck(linear_op._forward_op, (*terms, 0.5, chunk, "eager"))
+    dout = torch.randn_like(terms.v)
+    torch.library.opcheck(linear_op._backward_op, (*terms, dout, None, 0.5, chunk, "eager"))

@@ -1,0 +1,313 @@
+"""What holds for every operator of the linear family and the scan, chunk and fused_recurrent."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.operators import (
+    OPERATORS,
+    Operator,
+    Size,
+    flat,
+    leaves,
+    offsets,
+    packed,
+    relative_error,
+    widen,
+)
+
+EPS = {torch.float64: 2.2e-16, torch.float32: 1.2e-7, torch.float16: 9.8e-4, torch.bfloat16: 7.8e-3}
+CHUNK = 64
+
+every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+# T, H, HV, K, V: one token, one short of a power of two, several chunks, odd widths both ways
+SIZES = [(1, 1, 2, 30, 60), (15, 2, 2, 64, 30), (63, 1, 1, 100, 64), (100, 1, 2, 128, 100)]
+
+
+def budget(dtype: torch.dtype) -> float:
+    """Of relative RMS errors: a chunk of C tokens sums C products, outputs are rounded once."""
+    return 4 * CHUNK * EPS[dtype] if dtype in (torch.float32, torch.float64) else 0.75 * EPS[dtype]
+
+
+def run_with_grads(op: Operator, args: dict[str, Any], seed: int = 0, **options: Any):
+    """Outputs, and gradients of all inputs for random gradients of output and final state."""
+    args, inputs = leaves(args)
+    outputs = flat(op(args, **options))
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
+    total = sum((x.double() * w).sum() for x, w in zip(outputs, weights))
+    assert isinstance(total, Tensor)
+    grads = torch.autograd.grad(total, inputs)
+    return [x.detach() for x in outputs], list(grads)
+
+
+def assert_near(op: Operator, got: list[Tensor], want: list[Tensor], tolerance: float, what: str):
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert x.shape == y.shape, (op.name, what, i, x.shape, y.shape)
+        error = relative_error(x, y)
+        assert error <= tolerance, f"{op.name} {what} {i}: {error:.2e} > {tolerance:.2e}"
+
+
+@every_operator
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("gate", ["zero", "weak", "mixed", "strong"])
+def test_operator_matches_reference(op: Operator, size: tuple, gate: str) -> None:
+    T, H, HV, K, V = size
+    args = op.inputs(Size(B=1, T=T, H=H, HV=HV, K=K, V=V), gate=gate)
+    want, want_grads = run_with_grads(op, widen(args), impl="reference")
+    got, grads = run_with_grads(op, args)
+    assert_near(op, got, want, budget(torch.float32), "output")
+    assert_near(op, grads, want_grads, 4 * budget(torch.float32), "gradient")
+
+
+@pytest.mark.slow
+@every_operator
+@pytest.mark.parametrize("size", [(1000, 1, 2, 60, 128), (1000, 2, 2, 128, 64)], ids=str)
+def test_operator_matches_reference_over_a_long_sequence(op: Operator, size: tuple) -> None:
+    test_operator_matches_reference(op, size, "weak")
+
+
+@every_operator
+def test_operator_in_float64_matches_reference_closely(op: Operator) -> None:
+    args = op.inputs(Size(T=70), torch.float64, gate="mixed")
+    want, want_grads = run_with_grads(op, args, impl="reference")
+    got, grads = run_with_grads(op, args)
+    assert all(x.dtype == torch.float64 for x in got)
+    assert_near(op, got, want, budget(torch.float64), "output")
+    assert_near(op, grads, want_grads, 4 * budget(torch.float64), "gradient")
+
+
+@every_operator
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_operator_in_16_bit_rounds_once(op: Operator, dtype: torch.dtype) -> None:
+    args = op.inputs(Size(T=70, K=32, V=32), dtype)
+    want, want_grads = run_with_grads(op, widen(args), impl="reference")
+    got, grads = run_with_grads(op, args)
+    assert got[0].dtype == dtype
+    assert all(x.dtype == torch.float32 for x in got[1:])
+    assert_near(op, got, want, budget(dtype), "output")
+    assert_near(op, grads, want_grads, 2 * budget(dtype), "gradient")
+
+
+@every_operator
+@pytest.mark.parametrize("cut", [1, 33, 64])
+def test_operator_split_equals_whole(op: Operator, cut: int) -> None:
+    args = op.inputs(Size(T=70))
+    whole = flat(op(args))
+    first = op({**op.over_time(args, 0, cut), "initial_state": args["initial_state"]})
+    second = op({**op.over_time(args, cut, 70), "initial_state": first[1]})
+    got = [torch.cat([first[0], second[0]], dim=1), *flat(second)[1:]]
+    assert_near(op, got, whole, budget(torch.float32), "split")
+
+
+LENGTHS = [(70,), (5, 0, 64, 1), (0, 63, 65, 0)]
+
+
+@every_operator
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_operator_packed_equals_separate(op: Operator, lengths: tuple[int, ...]) -> None:
+    args, inputs = leaves(op.inputs(packed(Size(), *lengths), gate="mixed"))
+    o, states = op(args)
+    states = states if isinstance(states, tuple) else (states,)
+    weights = [torch.randn_like(x) for x in (o, *states)]
+    loss = sum(((x * w).sum() for x, w in zip((o, *states), weights)), torch.zeros(()))
+    grads = torch.autograd.grad(loss, inputs)
+
+    separate, loss, begin = [], torch.zeros(()), 0
+    for n, length in enumerate(lengths):
+        state = args["initial_state"]
+        state = tuple(x[n : n + 1] for x in state) if isinstance(state, tuple) else state[n : n + 1]
+        part = flat(op({**op.over_time(args, begin, begin + length), "initial_state": state}))
+        loss = loss + (part[0] * weights[0][:, begin : begin + length]).sum()
+        loss = loss + sum((x * w[n : n + 1]).sum() for x, w in zip(part[1:], weights[1:]))
+        separate.append(part)
+        begin += length
+    want = [torch.cat([p[0] for p in separate], dim=1)]
+    want += [torch.cat(list(x)) for x in list(zip(*separate))[1:]]
+    want_grads = torch.autograd.grad(loss, inputs)
+    assert_near(op, [o, *states], want, budget(torch.float32), "packed")
+    assert_near(op, list(grads), list(want_grads), 4 * budget(torch.float32), "packed gradient")
+
+
+@every_operator
+def test_operator_is_batch_invariant(op: Operator) -> None:
+    args = op.inputs(Size(B=3, T=70))
+    both = flat(op(args))
+    for b in range(3):
+        alone = {
+            name: tuple(y[b : b + 1] for y in x)
+            if isinstance(x, tuple)
+            else x
+            if name in op.no_time
+            else x[b : b + 1]
+            for name, x in args.items()
+        }
+        assert_near(op, flat(op(alone)), [x[b : b + 1] for x in both], 1e-6, "alone")
+
+
+@every_operator
+def test_operator_gives_the_same_bits_again(op: Operator) -> None:
+    args = op.inputs(Size(T=70))
+    first, second = run_with_grads(op, args), run_with_grads(op, args)
+    for x, y in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
+        assert torch.equal(x, y)
+
+
+@every_operator
+def test_operator_takes_any_strides(op: Operator) -> None:
+    args = op.inputs(Size(T=20), gate="mixed")
+    want, want_grads = run_with_grads(op, args)
+
+    def spread(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(spread(y) for y in x)
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    args, inputs = leaves(args)
+    o = flat(op({name: spread(x) for name, x in args.items()}))
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in o]
+    loss = sum(((x.double() * w).sum() for x, w in zip(o, weights)), torch.zeros(()))
+    assert_near(op, [x.detach() for x in o], want, 1e-6, "strided")
+    assert_near(op, list(torch.autograd.grad(loss, inputs)), want_grads, 1e-6, "strided gradient")
+
+
+@every_operator
+@pytest.mark.parametrize("size", [Size(T=0), Size(B=0), packed(Size(), 0, 0)], ids=str)
+def test_operator_takes_nothing(op: Operator, size: Size) -> None:
+    args = op.inputs(size)
+    got, grads = run_with_grads(op, args)
+    states = args["initial_state"]
+    for x, y in zip(got[1:], states if isinstance(states, tuple) else [states], strict=True):
+        assert torch.equal(x, y)
+    assert got[0].numel() == 0
+    assert not any(x.isnan().any() for x in grads)
+
+
+@every_operator
+def test_operator_survives_gates_of_minus_infinity(op: Operator) -> None:
+    """A decay of zero forgets the past: exact, not NaN."""
+    args = op.inputs(Size(T=40))
+    gates = [name for name in args if name in ("g", "gk", "gv", "w")]
+    if not gates:
+        pytest.skip("has no gate")
+    for name in gates:
+        args[name][:, 20] = -torch.inf
+    got, grads = run_with_grads(op, args)
+    want, _ = run_with_grads(op, args, impl="reference")
+    assert_near(op, got, want, budget(torch.float32), "output")
+    assert not any(x.isnan().any() for x in grads)
+
+
+@every_operator
+def test_operator_gradcheck(op: Operator) -> None:
+    args, inputs = leaves(op.inputs(Size(B=1, T=5, H=1, HV=2, K=3, V=2, M=3), torch.float64))
+    names = list(args)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        rebuilt = {
+            name: tuple(next(given) for _ in args[name])
+            if isinstance(args[name], tuple)
+            else next(given)
+            for name in names
+        }
+        return tuple(flat(op(rebuilt)))
+
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
+@every_operator
+def test_operator_state_v_first_is_the_transpose(op: Operator) -> None:
+    if "hgrn" in op.name or "normalize" in op.name:
+        pytest.skip("its state is not [K, V] alone")
+    args = op.inputs(Size(T=20))
+    o, state = op(args)
+    flip = lambda s: tuple(x.mT for x in s) if isinstance(s, tuple) else s.mT  # noqa: E731
+    turned = op({**args, "initial_state": flip(args["initial_state"])}, state_v_first=True)
+    assert_near(op, [turned[0], *flat((o, flip(turned[1])))[1:]], flat((o, state)), 1e-6, "v first")
+
+
+@every_operator
+@pytest.mark.parametrize("lengths", [None, (5, 0, 15)], ids=str)
+def test_operator_reverse_is_time_turned(op: Operator, lengths: tuple[int, ...] | None) -> None:
+    if "gated_delta_product" in op.name:
+        pytest.skip("its Householder steps have an order within a token")
+    size = Size(T=20) if lengths is None else packed(Size(), *lengths)
+    args = op.inputs(size)
+    parts = []
+    for n, (begin, length) in enumerate([(0, 20)] if lengths is None else [(0, 5), (5, 0), (5, 15)]):
+        cut = op.over_time(args, begin, begin + length)
+        cut = {k: x if k in op.no_time else x.flip(1) for k, x in cut.items()}
+        state = args["initial_state"]
+        if lengths is not None:
+            rows = slice(n, n + 1)
+            state = tuple(x[rows] for x in state) if isinstance(state, tuple) else state[rows]
+        o, *states = flat(op({**cut, "initial_state": state}))
+        parts.append([o.flip(1), *states])
+    want = [torch.cat([p[0] for p in parts], dim=1), *(torch.cat(x) for x in list(zip(*parts))[1:])]
+    assert_near(op, flat(op(args, reverse=True)), want, budget(torch.float32), "reversed")
+
+
+@every_operator
+def test_operator_under_autocast_takes_its_dtype(op: Operator) -> None:
+    args = op.inputs(Size(T=20))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, *states = flat(op(args))
+    want, *want_states = flat(op(args))
+    assert o.dtype == (torch.float32 if "hgrn" in op.name else torch.bfloat16)
+    assert all(x.dtype == torch.float32 for x in states)
+    assert_near(op, [o, *states], [want, *want_states], 4 * EPS[torch.bfloat16], "autocast")
+
+
+@every_operator
+def test_operator_rejects_wrong_arguments(op: Operator) -> None:
+    args = op.inputs(Size(T=20))
+    for name in op.makers:
+        x = args[name]
+        with pytest.raises(ValueError, match=rf"\b{name}\b.*want"):
+            op({**args, name: x[..., None]})
+        with pytest.raises(TypeError, match=rf"\b{name}\b.*want"):
+            op({**args, name: x.long()})
+        with pytest.raises(TypeError, match=rf"\b{name}\b.*want"):
+            op({**args, name: [1.0]})
+    state = args["initial_state"]
+    short = tuple(x[:-1] for x in state) if isinstance(state, tuple) else state[:-1]
+    with pytest.raises(ValueError, match="initial_state"):
+        op({**args, "initial_state": short})
+    with pytest.raises(ValueError, match="impl"):
+        op(args, impl="magic")
+
+
+@every_operator
+def test_operator_rejects_wrong_packing(op: Operator) -> None:
+    args = op.inputs(packed(Size(), 12, 8))
+    with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
+        op({**args, "cu_seqlens": offsets((12, 7))})
+    with pytest.raises(ValueError, match=r"cu_seqlens: want offsets that never fall"):
+        op({**args, "cu_seqlens": torch.tensor([0, 25, 20])})
+    with pytest.raises(TypeError, match="cu_seqlens"):
+        op({**args, "cu_seqlens": torch.tensor([0.0, 12.0, 20.0])})
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        op({**args, "cu_seqlens": torch.tensor([[0, 12, 20]])})
+    with pytest.raises(ValueError, match=r"cu_seqlens.*batch size 1"):
+        op({**op.inputs(Size(B=2, T=20)), "cu_seqlens": offsets((12, 8))})
+
+
+@every_operator
+def test_operator_rejects_chunk_size(op: Operator) -> None:
+    if op.fn.__name__.startswith("fused"):
+        pytest.skip("has no chunks")
+    if "hgrn" in op.name:
+        pytest.skip("its blocks are its own affair")
+    args = op.inputs(Size(T=20))
+    for wrong in (0, 8, 48, 512, 64.0):
+        with pytest.raises(ValueError, match="chunk_size"):
+            op(args, chunk_size=wrong)
+    for right in (16, 32, 128):
+        assert_near(op, flat(op(args, chunk_size=right)), flat(op(args)), 1e-5, "chunk size")

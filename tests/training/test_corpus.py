@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from slipstream.training import corpus as corpus_module
+from slipstream.training.config import Data
+from slipstream.training.corpus import Corpus, File, find, split
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for i in range(40):
+        file = tmp_path / f"d{i % 3}" / f"{i}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"document {i}\n" * (i + 1))
+    (tmp_path / "d0" / "image.png").write_bytes(b"\0")
+    return tmp_path
+
+
+def data(*files, **options) -> Data:
+    return Data(files=tuple(str(f) for f in files), **options)
+
+
+def test_find_takes_directories_globs_and_files_once(tree) -> None:
+    every = find([str(tree)], data(tree))
+    assert len(every) == 40
+    by_glob = find([f"{tree}/d0/*.txt", f"{tree}/d0"], data(tree))
+    assert [f.path.parent.name for f in by_glob] == ["d0"] * 14
+    assert find([f"{tree}/d0/0.txt"], data(tree))[0].name == "0.txt"
+    assert len(find([str(tree)], data(tree, exclude=("d0/*",)))) == 26
+
+
+def test_find_knows_the_standard_library() -> None:
+    names = [f.name for f in find(["{stdlib}/json"], data("{stdlib}/json"))]
+    assert "decoder.py" in names
+
+
+def test_find_rejects_nothing_found(tree) -> None:
+    with pytest.raises(ValueError, match=r"data\.files"):
+        find([f"{tree}/*.nonesuch"], data(tree))
+
+
+def test_split_is_by_document_and_stable(tree, tmp_path_factory) -> None:
+    train, held_out = split(data(tree, held_out=0.3))
+    names = {f.name for f in train.files}, {f.name for f in held_out.files}
+    assert not names[0] & names[1]
+    assert len(names[0] | names[1]) == 40
+    assert 4 < len(names[1]) < 20
+    assert {f.name for f in split(data(tree, held_out=0.3))[1].files} == names[1]
+
+
+def test_split_takes_files_named_as_held_out(tree) -> None:
+    train, held_out = split(data(tree, eval_files=(f"{tree}/d1",)))
+    assert {f.path.parent.name for f in train.files} == {"d0", "d2"}
+    assert {f.path.parent.name for f in held_out.files} == {"d1"}
+
+
+def test_split_of_lines(tmp_path) -> None:
+    lines = [json.dumps({"text": f"line {i}"}) for i in range(50)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n")
+    train, held_out = split(data(tmp_path, held_out=0.3))
+    sides = [{p.text for f in s.files for p in s.pieces(f)} for s in (train, held_out)]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 50
+    assert len(sides[1]) > 4
+
+
+def test_split_rejects_a_single_document(tmp_path) -> None:
+    (tmp_path / "one.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"data\.eval_files"):
+        split(data(tmp_path))
+
+
+def test_pieces_join_to_the_file_and_continue_anywhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    text = "".join(f"some line, number {i}, ü\n" for i in range(40)) + "x" * 200
+    path = tmp_path / "long.txt"
+    path.write_text(text, encoding="utf-8")
+    side, file = Corpus((File(path, "long.txt"),)), File(path, "long.txt")
+    pieces = list(side.pieces(file))
+    assert "".join(p.text for p in pieces) == text
+    assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    for i, piece in enumerate(pieces):
+        assert list(side.pieces(file, piece.offset)) == pieces[i:]
+
+
+def test_fingerprint_changes_with_the_files(tree) -> None:
+    before = split(data(tree))[0].fingerprint()
+    assert split(data(tree))[0].fingerprint() == before
+    (tree / "d2" / "2.txt").write_text("changed")
+    assert split(data(tree))[0].fingerprint() != before

@@ -1,0 +1,44 @@
+"""Fails when a file or a function has grown past what a reader can hold (CONTRIBUTING.md).
+
+    python tools/sizes.py            the worst offenders; exit status 1 if any limit is passed
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+FILE_LINES = 600
+FUNCTION_LINES = 110
+
+
+def tracked() -> list[Path]:
+    out = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True)
+    return [Path(line) for line in out.stdout.splitlines() if Path(line).exists()]
+
+
+def too_long(path: Path) -> list[str]:
+    source = path.read_text()
+    lines = source.count("\n")
+    found = [f"{path}: {lines} lines, at most {FILE_LINES}"] if lines > FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body
+            # a docstring is as long as its arguments are many
+            doc = body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+            length = (node.end_lineno or 0) - (doc or 0)
+            if length > FUNCTION_LINES:
+                found.append(
+                    f"{path}:{node.lineno} {node.name}: {length} lines, at most {FUNCTION_LINES}"
+                )
+    return found
+
+
+def main() -> int:
+    found = [line for path in tracked() for line in too_long(path)]
+    print("\n".join(found) or "sizes: all files and functions within limits")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
