@@ -121,7 +121,9 @@ class Operator:
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             states = self.state if isinstance(self.state[0], tuple) else (self.state,)
             made = tuple(
-                torch.rand([d if isinstance(d, int) else getattr(size, d) for d in dims], dtype=wide)
+                torch.rand(
+                    [d if isinstance(d, int) else getattr(size, d) for d in dims], dtype=wide
+                )
                 for dims in states
             )
             args["initial_state"] = made if isinstance(self.state[0], tuple) else made[0]

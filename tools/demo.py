@@ -92,10 +92,12 @@ def reading_speeds(model: Any, ids: torch.Tensor) -> tuple[float, float, float]:
 def plot(run: Path, path: Path) -> None:
     log = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     figure, axes = plt.subplots(figsize=(7, 4))
-    for key, style in (("bits_per_byte", {"alpha": 0.5}), ("eval_bits_per_byte", {"marker": "o"})):
-        points = [(entry["step"], entry[key]) for entry in log if key in entry]
-        label = "held-out" if key.startswith("eval") else "training"
-        axes.plot(*zip(*points, strict=True), label=label, **style)
+    for key, label, style in (
+        ("bits_per_byte", "training", "-"),
+        ("eval_bits_per_byte", "held-out", "o-"),
+    ):
+        steps = [entry["step"] for entry in log if key in entry]
+        axes.plot(steps, [entry[key] for entry in log if key in entry], style, label=label)
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(1, 4))
     axes.legend()
     axes.grid(alpha=0.3)

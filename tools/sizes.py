@@ -1,6 +1,6 @@
 """Fails when a file or a function has grown past what a reader can hold (CONTRIBUTING.md).
 
-    python tools/sizes.py            the worst offenders; exit status 1 if any limit is passed
+python tools/sizes.py            the worst offenders; exit status 1 if any limit is passed
 """
 
 import ast

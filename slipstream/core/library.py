@@ -14,6 +14,18 @@ NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+def _without_autocast(impl: Callable, device: str) -> Callable:
+    """Autocast would reach the torch operations inside; dtypes are decided before the boundary."""
+
+    def call(*args: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return impl(*args)
+        with torch.autocast(device, enabled=False):
+            return impl(*args)
+
+    return call
+
+
 def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     """Registers slipstream::name and returns its overload, bound once for cheap calls.
 
@@ -24,6 +36,6 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, impl, key)
+        _LIBRARY.impl(name, _without_autocast(impl, key.lower()), key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -1,8 +1,46 @@
 """What users call: one module an operator."""
 
-from slipstream.ops.gated_delta_rule import (
-    chunk_gated_delta_rule as chunk_gated_delta_rule,
+from slipstream.ops.comba import chunk_comba as chunk_comba
+from slipstream.ops.comba import fused_recurrent_comba as fused_recurrent_comba
+from slipstream.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
+from slipstream.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
+from slipstream.ops.dplr_delta_rule import chunk_dplr_delta_rule as chunk_dplr_delta_rule
+from slipstream.ops.dplr_delta_rule import (
+    fused_recurrent_dplr_delta_rule as fused_recurrent_dplr_delta_rule,
 )
+from slipstream.ops.gated_delta_product import (
+    chunk_gated_delta_product as chunk_gated_delta_product,
+)
+from slipstream.ops.gated_delta_product import (
+    fused_recurrent_gated_delta_product as fused_recurrent_gated_delta_product,
+)
+from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
 from slipstream.ops.gated_delta_rule import (
     fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule,
 )
+from slipstream.ops.gla import chunk_gla as chunk_gla
+from slipstream.ops.gla import fused_recurrent_gla as fused_recurrent_gla
+from slipstream.ops.gsa import chunk_gsa as chunk_gsa
+from slipstream.ops.gsa import fused_recurrent_gsa as fused_recurrent_gsa
+from slipstream.ops.hgrn import chunk_hgrn as chunk_hgrn
+from slipstream.ops.hgrn import fused_recurrent_hgrn as fused_recurrent_hgrn
+from slipstream.ops.iplr_delta_rule import chunk_iplr_delta_rule as chunk_iplr_delta_rule
+from slipstream.ops.iplr_delta_rule import (
+    fused_recurrent_iplr_delta_rule as fused_recurrent_iplr_delta_rule,
+)
+from slipstream.ops.kda import chunk_kda as chunk_kda
+from slipstream.ops.kda import fused_recurrent_kda as fused_recurrent_kda
+from slipstream.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
+from slipstream.ops.lightning_attn import (
+    fused_recurrent_lightning_attn as fused_recurrent_lightning_attn,
+)
+from slipstream.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
+from slipstream.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
+from slipstream.ops.retention import chunk_retention as chunk_retention
+from slipstream.ops.retention import fused_recurrent_retention as fused_recurrent_retention
+from slipstream.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
+from slipstream.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
+from slipstream.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7
+from slipstream.ops.rwkv7 import fused_recurrent_rwkv7 as fused_recurrent_rwkv7
+from slipstream.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
+from slipstream.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla

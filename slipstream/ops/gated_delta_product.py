@@ -121,11 +121,12 @@ def _steps(
     token too, so with reverse they are turned beforehand.
     """
     _check(q, k, v, g, beta, n)
+    tokens = q.shape[1]
     q = _at(q, n, last=not reverse)
     if g is not None:
         g = _at(g, n, last=reverse)
     if reverse:
-        k, v, beta = (x.unflatten(1, (-1, n)).flip(2).flatten(1, 2) for x in (k, v, beta))
+        k, v, beta = (x.unflatten(1, (tokens, n)).flip(2).flatten(1, 2) for x in (k, v, beta))
     if cu_seqlens is not None:
         checks.expect_tensor("cu_seqlens", cu_seqlens)
         cu_seqlens = cu_seqlens * n

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from slipstream.core import checks
 from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._prologue import beta_or_ones, delta_gate, maybe_l2_norm, maybe_sigmoid
@@ -62,6 +63,8 @@ def chunk_gated_delta_rule(
     Cost: for chunks of C, 2 T HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), equation 10.
     """
+    checks.expect_rank("g", g, 3, "[B, T, HV]")
+    checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
     if use_gate_in_kernel:
         g = delta_gate(g, A_log, dt_bias)
@@ -113,12 +116,18 @@ def fused_recurrent_gated_delta_rule(
     Cost: 8 T HV K V flops, one after the other.
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), equation 10.
     """
+    checks.expect_rank("q", q, 4, "[B, T, H, K]")
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    if g is not None:
+        checks.expect_rank("g", g, 3, "[B, T, HV]")
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g: want a tensor [B, T, HV] with use_gate_in_kernel, got None")
         g = delta_gate(g, A_log, dt_bias)
     if gk is not None:
+        checks.expect_shape("gk", gk, (*v.shape[:3], q.shape[-1]))
+        checks.expect_floating({"g": g, "gk": gk})
         g = gk if g is None else g[..., None] + gk
     beta = maybe_sigmoid(beta_or_ones(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(

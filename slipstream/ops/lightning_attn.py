@@ -88,7 +88,8 @@ def fused_recurrent_lightning_attn(
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, token by token: for decoding and short sequences, with gradients.
 
-    Arguments, result and errors as chunk_lightning_attn. Cost: 4 T HV K V flops, one after the other.
+    Arguments, result and errors as chunk_lightning_attn. Cost: 4 T HV K V flops, one after the
+    other.
     """
     return fused_recurrent_simple_gla(
         q,

@@ -47,8 +47,8 @@ def chunk_retention(
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
     Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats.
-    Source: Sun and others, "Retentive Network: A Successor to Transformer for Large Language Models"
-    (2023).
+    Source: Sun and others, "Retentive Network: A Successor to Transformer for Large Language
+    Models" (2023).
     """
     return chunk_simple_gla(
         q,

@@ -100,11 +100,24 @@ class Rows(IterableDataset):
         return np.random.default_rng([self.seed, epoch]).permutation(count).tolist()
 
 
-class Collator:
-    """Rows -> a batch for the model; "separator": [B, T]; "reset": [1, B * T] with cu_seqlens."""
+class Tally(NamedTuple):
+    """Where the row after a batch begins, its predicted tokens, the bytes of text they are."""
 
-    def __init__(self, packing: str, end: int) -> None:
-        self.packing, self.end = packing, end
+    position: Position
+    targets: int
+    text_bytes: int
+
+
+class Collator:
+    """Rows -> a batch for the model; "separator": [B, T]; "reset": [1, B * T] with cu_seqlens.
+
+    Args:
+        end: id of the end-of-text token.
+        token_bytes: bytes of text each id stands for, [vocabulary].
+    """
+
+    def __init__(self, packing: str, end: int, token_bytes: Tensor) -> None:
+        self.packing, self.end, self.token_bytes = packing, end, token_bytes
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         ids = torch.stack([row["input_ids"] for row in rows])
@@ -117,7 +130,9 @@ class Collator:
         if self.packing == "reset":
             batch = {name: x.view(1, -1) for name, x in batch.items()}
             batch["cu_seqlens"] = _offsets(begins.view(-1))
-        return {**batch, "position": rows[-1]["position"]}
+        predicted = ids[~begins]
+        text_bytes = int(self.token_bytes[predicted].sum())
+        return {**batch, "tally": Tally(rows[-1]["position"], len(predicted), text_bytes)}
 
 
 def _offsets(begins: Tensor) -> Tensor:

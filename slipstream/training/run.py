@@ -91,11 +91,10 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
         else:
             trainer._load_from_checkpoint(str(checkpoint))
             trainer.state = TrainerState.load_from_json(str(checkpoint / STATE))
-    speed = trainer.speed
-    rate = speed.total_tokens / max(speed.total_seconds, 1e-9)
-    if trainer.state.global_step < args.max_steps:
-        return Result(directory, trainer.state.global_step, None, rate)
-    return _finish(config, trainer, directory, rate)
+    step, rate = trainer.state.global_step, trainer.speed.mean_rate()
+    if step < args.max_steps:
+        return Result(directory, max(step, step_of(checkpoint) if checkpoint else 0), None, rate)
+    return _finish(trainer, directory, rate)
 
 
 def arguments(config: RunConfig) -> TrainingArguments:
@@ -149,6 +148,7 @@ def _trainer(
     tok = tokenizer.obtain(config.tokenizer, train_corpus, directory / "tokenizer")
     model = SlipstreamForCausalLM(_model_config(config, tok))
     held_rows = Rows(held_out, tok, data.row_tokens, epochs=1, limit=data.eval_rows)
+    collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
     board = TensorBoardCallback()
     board.logging_dir = str(directory / "tensorboard")
     trainer = LMTrainer(
@@ -156,9 +156,8 @@ def _trainer(
         args=args,
         train_dataset=Rows(train_corpus, tok, data.row_tokens, seed=args.seed),
         eval_dataset=held_rows,
-        data_collator=Collator(data.packing, tokenizer.end_of_text(tok)),
+        data_collator=collator,
         processing_class=tok,
-        token_bytes=tokenizer.token_bytes(tok),
         place=Place(train_corpus.fingerprint()),
         callbacks=[board, StopWhenAsked(interrupt)],
     )
@@ -195,7 +194,7 @@ def _continue_at(trainer: LMTrainer, checkpoint: Path) -> None:
     trainer.train_dataset.start = trainer.place.position = Position(*kept["position"])
 
 
-def _finish(config: RunConfig, trainer: LMTrainer, directory: Path, rate: float) -> Result:
+def _finish(trainer: LMTrainer, directory: Path, rate: float) -> Result:
     """The final model, its log and its score on all of the held-out text."""
     trainer.save_model()
     rows = trainer.eval_dataset

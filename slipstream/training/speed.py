@@ -22,6 +22,10 @@ class Speed(TrainerCallback):
         """Over the last WINDOW steps."""
         return sum(n for n, _ in self._steps) / max(sum(s for _, s in self._steps), 1e-9)
 
+    def mean_rate(self) -> float:
+        """Over all steps so far."""
+        return self.total_tokens / max(self.total_seconds, 1e-9)
+
     def seconds_per_step(self) -> float:
         return sum(s for _, s in self._steps) / max(len(self._steps), 1)
 

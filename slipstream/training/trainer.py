@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.rows import IGNORED, Position, Rows
+from slipstream.training.rows import Position, Rows, Tally
 from slipstream.training.speed import Speed
 
 
@@ -46,23 +46,23 @@ class StopWhenAsked(TrainerCallback):
 
 
 class LMTrainer(Trainer):
-    """Args besides Trainer's: token_bytes [vocabulary], bytes of text of each id; place."""
+    """Its batches are the Collator's, with a tally; its checkpoints remember the place."""
 
     model: SlipstreamForCausalLM  # pyright: ignore[reportIncompatibleVariableOverride]
     train_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
     eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, *, token_bytes: Tensor, place: Place, **options: Any) -> None:
-        self.token_bytes, self.place, self.speed = token_bytes, place, Speed()
+    def __init__(self, *, place: Place, **options: Any) -> None:
+        self.place, self.speed = place, Speed()
         callbacks = [*options.pop("callbacks", []), place, self.speed]
         super().__init__(callbacks=callbacks, **options)
         self._bytes = self._targets = 0  # since the last log
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Tensor:
-        self.place.position = inputs.pop("position")
-        targets, text = self._count(inputs["labels"])
-        self._targets += targets
-        self._bytes += text
+        tally: Tally = inputs.pop("tally")
+        self.place.position = tally.position
+        self._targets += tally.targets
+        self._bytes += tally.text_bytes
         self.speed.tokens += inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kw)
 
@@ -86,11 +86,11 @@ class LMTrainer(Trainer):
         was_training = self.model.training
         self.model.eval()
         for batch in self.get_eval_dataloader(eval_dataset):
-            batch.pop("position")
-            count, size = self._count(batch["labels"])
+            tally: Tally = batch.pop("tally")
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.model(**self._prepare_inputs(batch)).loss
-            nats, targets, text = nats + loss.item() * count, targets + count, text + size
+            nats += loss.item() * tally.targets
+            targets, text = targets + tally.targets, text + tally.text_bytes
         self.model.train(was_training)
         metrics = {
             f"{metric_key_prefix}_loss": nats / max(targets, 1),
@@ -101,8 +101,3 @@ class LMTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
-
-    def _count(self, labels: Tensor) -> tuple[int, int]:
-        """Predicted tokens of a batch and the bytes of text they stand for."""
-        ids = labels[labels != IGNORED]
-        return ids.numel(), int(self.token_bytes[ids.cpu()].sum())

@@ -85,13 +85,31 @@ def test_block_takes_any_strides(block: Block) -> None:
     assert_near(grads, want_grads, 64 * EPS[torch.float32])
 
 
+# Inductor takes seconds a block: a few of them, the rest are slow
+SAMPLE = {"rms_norm_gated-silu", "short_convolution-packed", "linear_cross_entropy-mean"}
+
+
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@every_block
-def test_block_compiles_fullgraph_without_recompiling(block: Block) -> None:
+@pytest.mark.parametrize(
+    ("block", "backend"),
+    [
+        *[pytest.param(b, "aot_eager", id=b.name) for b in BLOCKS],
+        *[
+            pytest.param(
+                b,
+                "inductor",
+                id=f"{b.name}-inductor",
+                marks=() if b.name in SAMPLE else pytest.mark.slow,
+            )
+            for b in BLOCKS
+        ],
+    ],
+)
+def test_block_compiles_fullgraph_without_recompiling(block: Block, backend: str) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, dynamic=True)
-    for n, T in enumerate((12, 31, 7)):
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    for n, T in enumerate((15, 31, 14)):
         args = block.inputs(T, 6)
         want, want_grads = with_grads(block, args)
         with torch._dynamo.config.patch(error_on_recompile=n > 0):

@@ -241,7 +241,9 @@ def test_operator_reverse_is_time_turned(op: Operator, lengths: tuple[int, ...] 
     size = Size(T=20) if lengths is None else packed(Size(), *lengths)
     args = op.inputs(size)
     parts = []
-    for n, (begin, length) in enumerate([(0, 20)] if lengths is None else [(0, 5), (5, 0), (5, 15)]):
+    for n, (begin, length) in enumerate(
+        [(0, 20)] if lengths is None else [(0, 5), (5, 0), (5, 15)]
+    ):
         cut = op.over_time(args, begin, begin + length)
         cut = {k: x if k in op.no_time else x.flip(1) for k, x in cut.items()}
         state = args["initial_state"]
@@ -276,6 +278,8 @@ def test_operator_rejects_wrong_arguments(op: Operator) -> None:
             op({**args, name: x.long()})
         with pytest.raises(TypeError, match=rf"\b{name}\b.*want"):
             op({**args, name: [1.0]})
+        with pytest.raises(ValueError, match=r"want device"):
+            op({**args, name: x.to("meta")})
     state = args["initial_state"]
     short = tuple(x[:-1] for x in state) if isinstance(state, tuple) else state[:-1]
     with pytest.raises(ValueError, match="initial_state"):

@@ -11,6 +11,8 @@ from slipstream.training.tokenizer import END, obtain, token_bytes
 
 DOCUMENTS = [f"Document {i}: " + "the quick brown füchs 🦊\n" * (1 + i % 5) for i in range(12)]
 
+SIZES = torch.tensor([0, 1, 1, 1, 1, 2, 2, 3, 4])
+
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
@@ -76,15 +78,16 @@ def test_rows_of_empty_files_are_an_error(tmp_path, tokenizer) -> None:
 
 def test_collator_separator_keeps_rows() -> None:
     rows = [{"input_ids": torch.tensor([5, 0, 7]), "position": Position(token=i)} for i in (1, 2)]
-    batch = Collator("separator", end=0)(rows)
+    batch = Collator("separator", end=0, token_bytes=SIZES)(rows)
     assert batch["input_ids"].tolist() == [[5, 0, 7]] * 2
     assert batch["labels"].tolist() == [[-100, 0, 7]] * 2
-    assert batch["position"] == Position(token=2)
+    assert batch["tally"] == (Position(token=2), 4, 2 * (0 + 3))
 
 
 def test_collator_reset_starts_documents_afresh() -> None:
     rows = [{"input_ids": torch.tensor([5, 0, 7, 8]), "position": Position()}] * 2
-    batch = Collator("reset", end=0)(rows)
+    batch = Collator("reset", end=0, token_bytes=SIZES)(rows)
     assert batch["input_ids"].tolist() == [[5, 0, 7, 8, 5, 0, 7, 8]]
     assert batch["labels"].tolist() == [[-100, 0, -100, 8, -100, 0, -100, 8]]
     assert batch["cu_seqlens"].tolist() == [0, 2, 4, 6, 8]
+    assert batch["tally"] == (Position(), 4, 2 * (0 + 4))

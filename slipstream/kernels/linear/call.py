@@ -7,10 +7,10 @@ argument checks under the user's names, default scale, autocast, reversed time, 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.core.autocast import autocast_dtype
 from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
@@ -53,7 +53,7 @@ def run(
     if options.state_v_first and terms.initial_state is not None:
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
-    check(terms, names or {}, options)
+    check(terms, names or {}, options, recurrent)
     terms = _autocast(terms)
     if options.reverse:
         terms = _reversed(terms)
@@ -75,7 +75,7 @@ def plan_for(terms: Terms, impl: str | None) -> Plan:
     return choose(CANDIDATES, terms, impl)
 
 
-def check(terms: Terms, names: Mapping[str, str], options: Options) -> None:
+def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> None:
     """ValueError or TypeError, under the user's names, for anything that does not fit."""
     named = {name: names.get(name, name) for name in Terms._fields}
     checks.expect_rank(named["q"], terms.q, 4, "[B, T, H, K]")
@@ -88,12 +88,14 @@ def check(terms: Terms, names: Mapping[str, str], options: Options) -> None:
         if (x := getattr(terms, name)) is not None:
             checks.expect_shape(named[name], x, (B, T, H, K))
     if terms.g is not None:
+        checks.expect_tensor(named["g"], terms.g)
         wide = terms.g.dim() == 4
         checks.expect_shape(named["g"], terms.g, (B, T, HV, K) if wide else (B, T, HV))
     if terms.gv is not None:
         checks.expect_shape(named["gv"], terms.gv, (B, T, HV, V))
     if terms.beta is not None:
-        wide = terms.beta.dim() == 4
+        checks.expect_tensor(named["beta"], terms.beta)
+        wide = recurrent and terms.beta.dim() == 4
         checks.expect_shape(named["beta"], terms.beta, (B, T, HV, V) if wide else (B, T, HV))
     if terms.u is not None:
         checks.expect_shape(named["u"], terms.u, (HV, K))
@@ -107,16 +109,17 @@ def check(terms: Terms, names: Mapping[str, str], options: Options) -> None:
     checks.expect_one_device(given)
     given.pop("cu_seqlens")
     checks.expect_floating(given)
-    if not torch.is_autocast_enabled(terms.q.device.type):
-        checks.expect_one_dtype({named[n]: getattr(terms, n) for n in ("q", "k", "v", "p", "a", "b")})
+    if autocast_dtype(terms.q) is None:
+        checks.expect_one_dtype(
+            {named[n]: getattr(terms, n) for n in ("q", "k", "v", "p", "a", "b")}
+        )
 
 
 def _autocast(terms: Terms) -> Terms:
     """Under autocast the activations take its dtype; gates and states keep theirs."""
-    device = terms.q.device.type
-    if not torch.is_autocast_enabled(device) or terms.q.dtype == torch.float64:
+    dtype = autocast_dtype(terms.q)
+    if dtype is None:
         return terms
-    dtype = torch.get_autocast_dtype(device)
     cast = {
         name: x.to(dtype)
         for name in ("q", "k", "v", "p", "a", "b")

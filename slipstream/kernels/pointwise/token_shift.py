@@ -45,4 +45,5 @@ def _dense(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[
         state = x.new_zeros(sequences, x.shape[2])
     if x.shape[1] == 0:
         return x, state
-    return torch.cat([state[:, None], x[:, :-1]], dim=1), x[:, -1]
+    # a copy: a state that were a view would keep all of x alive
+    return torch.cat([state[:, None], x[:, :-1]], dim=1), x[:, -1].clone()

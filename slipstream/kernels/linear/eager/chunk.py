@@ -144,9 +144,7 @@ def split_gates(
     return ChannelGate(g, kinds), value_gate
 
 
-def _recurrent_step(
-    rows: Rows, intra: Intra, factors: Step, span: Span
-) -> tuple[Step, Tensor]:
+def _recurrent_step(rows: Rows, intra: Intra, factors: Step, span: Span) -> tuple[Step, Tensor]:
     """The step of a delta or dplr transition, and L^-1."""
     second = intra.scores[:, :, 1]  # [n, C, C, w]
     lower = second[..., -1].neg()

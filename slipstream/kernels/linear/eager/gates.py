@@ -203,7 +203,9 @@ class ChannelGate:
             square = square.reshape(-1, side * R.shape[2], side * W.shape[2])
             K = g.shape[-1]
             dlater = torch.bmm(square, earlier.view(-1, side * W.shape[2], K)).view(later.shape)
-            dearlier = torch.bmm(square.mT, later.view(-1, side * R.shape[2], K)).view(earlier.shape)
+            dearlier = torch.bmm(square.mT, later.view(-1, side * R.shape[2], K)).view(
+                earlier.shape
+            )
             later.mul_(dlater)  # r_i . dr_i: the gradient of the exponent
             earlier.mul_(dearlier)
             scan.leave_seam(side, *self._by_kind(later), earlier.sum(3))

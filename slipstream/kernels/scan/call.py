@@ -1,0 +1,54 @@
+"""From an operator's arguments to the scan: checks, reversed time, choice, call."""
+
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.core.plan import Candidate, choose
+from slipstream.kernels.scan.op import scan
+from slipstream.kernels.scan.reference import scan_reference
+
+CANDIDATES = (
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
+)
+
+
+def run(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    impl: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """h [B, T, D] in x's dtype, and the final state [N, D] if asked for."""
+    check(x, g, initial_state, cu_seqlens)
+    if reverse:  # packed sequences also change their order
+        x, g = x.flip(1), g.flip(1)
+        if cu_seqlens is not None:
+            cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
+            initial_state = None if initial_state is None else initial_state.flip(0)
+    plan = choose(CANDIDATES, x, impl)
+    if plan.impl == "reference":
+        h, final = scan_reference(x, g, initial_state, cu_seqlens)
+    else:
+        h, final = scan(x, g, initial_state, cu_seqlens, plan.impl)
+    if reverse:
+        h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
+    return h, final if output_final_state else None
+
+
+def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    checks.expect_rank("x", x, 3, "[B, T, D]")
+    B, _, D = x.shape
+    checks.expect_shape("g", g, x.shape)
+    sequences = B
+    if cu_seqlens is not None:
+        checks.expect_cu_seqlens(cu_seqlens, B)
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        checks.expect_shape("initial_state", initial_state, (sequences, D))
+    given = {"x": x, "g": g, "initial_state": initial_state}
+    checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
+    checks.expect_floating(given)

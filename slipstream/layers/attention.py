@@ -1,0 +1,146 @@
+"""Causal softmax attention with rotary positions and grouped heads."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    State,
+    expect_divisor,
+    next_lengths,
+    normal,
+    token_positions,
+)
+from slipstream.ops.attention import attention
+from slipstream.ops.norm import rms_norm
+from slipstream.ops.rotary import rotary_embedding, rotary_tables
+
+
+class Attention(Mixer):
+    """Softmax attention, the layer of a transformer.
+
+        q, k = rotary(x W_q), rotary(x W_k);  y = softmax(q k^T / sqrt(K), causal) (x W_v) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H, of queries.
+        num_kv_heads: HKV, of keys and values, a divisor of H; None is H.
+        head_dim: K; None is D / H.
+        rotary_dim: how many features of a head turn; None is all, 0 none.
+        rotary_base: of the angles.
+        qk_norm: an rms norm with a weight [K] on each head's query and key, before they turn.
+        window_size: each token sees so many last ones, itself included; None is all.
+        norm_eps: of qk_norm.
+        mode: None; this layer has no recurrent form. layer_idx: as Mixer.
+
+    State: k and v [N, S, HKV, K], each sequence from index 0, and length [N] <= S.
+    Source: Vaswani et al., Attention Is All You Need, 2017; Su et al., RoFormer, 2021;
+        Ainslie et al., GQA, 2023.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_dim: int | None = None,
+        rotary_base: float = 10000.0,
+        qk_norm: bool = False,
+        window_size: int | None = None,
+        norm_eps: float = 1e-6,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
+        self.head_dim = head_dim
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.rotary_base, self.window_size, self.norm_eps = rotary_base, window_size, norm_eps
+        heads = num_heads + 2 * self.num_kv_heads
+        self.qkv_proj = normal(nn.Linear(hidden_size, heads * head_dim, bias=False))
+        self.o_proj = normal(nn.Linear(num_heads * head_dim, hidden_size, bias=False))
+        self.q_norm = nn.Parameter(torch.ones(head_dim)) if qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(head_dim)) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+        shared: dict[str, Any] | None = None,
+    ) -> Mixed:
+        at = token_positions(x, cu_seqlens, positions, state)
+        q, k, v = self._project(x, at)
+        cache = lengths = None
+        if state is not None or use_cache:
+            cache = _extended(k, v, cu_seqlens, state)
+        if state is not None and cache is not None:  # else the new keys are all there are
+            k, v, lengths = cache["k"], cache["v"], cache["length"]
+        o = attention(
+            q,
+            k,
+            v,
+            window_size=self.window_size,
+            cu_seqlens=cu_seqlens,
+            key_lengths=lengths,
+        )
+        return self.o_proj(o.flatten(-2)), cache if use_cache else None
+
+    def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is None:
+            qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
+        else:
+            q, k, v = qkv.split(heads, dim=2)
+            q = rms_norm(q, self.q_norm, eps=self.norm_eps)
+            qk = torch.cat([q, rms_norm(k, self.k_norm, eps=self.norm_eps)], dim=2)
+        if self.rotary_dim:
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            cos, sin = rotary_tables(at, self.rotary_dim, base=self.rotary_base, dtype=wide)
+            qk = rotary_embedding(qk, cos, sin)
+        q, k = qk.split(heads[:2], dim=2)
+        return q, k, v
+
+
+def _extended(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: State | None) -> State:
+    """The cache with the new keys and values, each sequence's right behind its old ones."""
+    lengths = next_lengths(k, cu_seqlens, state)
+    if state is None and cu_seqlens is None:
+        # as copies, for these are views of much more
+        return {"k": k.contiguous(), "v": v.contiguous(), "length": lengths}
+    if cu_seqlens is None:
+        sequences, room = k.shape[:2]
+        sequence = torch.arange(sequences, device=k.device)[:, None]
+        index = torch.arange(room, device=k.device)
+    else:
+        new = cu_seqlens.diff()
+        sequences = new.shape[0]
+        # the one host sync: a prefill has to know how long its longest sequence is
+        room = int(new.max()) if sequences else 0
+        token = torch.arange(k.shape[1], device=k.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+        index = token - cu_seqlens[:-1].long()[sequence]
+        k, v = k[0], v[0]
+    if state is not None:
+        index = index + state["length"][sequence]
+    grown = {"length": lengths}
+    for name, x in (("k", k), ("v", v)):
+        if state is None:
+            old = x.new_zeros(sequences, room, *x.shape[-2:])
+        else:
+            old = F.pad(state[name], (0, 0, 0, 0, 0, room))
+        grown[name] = old.index_put((sequence, index), x)
+    return grown

@@ -1,0 +1,111 @@
+"""Gated DeltaNet, in the form that Qwen3-Next uses."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    ShortConvolution,
+    State,
+    decay_parameters,
+    expect_divisor,
+    kept,
+    normal,
+    past,
+)
+from slipstream.ops.gated_delta_rule import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+)
+from slipstream.ops.norm import l2_norm, rms_norm_gated
+
+
+class GatedDeltaNet(Mixer):
+    """The gated delta rule behind short convolutions, with a gated norm after it.
+
+        q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
+        g = -exp(A_log) softplus(x W_a + dt_bias);  beta = sigmoid(x W_b)
+        y = (rms_norm_per_head(gated_delta_rule(q, k, v, g, beta)) * silu(x W_z)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H, heads of queries and keys.
+        num_v_heads: HV, heads of values, a multiple of H; None is H.
+        head_dim: K; None is D / H.
+        head_v_dim: V; None is K.
+        conv_size: taps of the convolution.
+        allow_neg_eigval: beta in (0, 2).
+        norm_eps: of the norm, whose weight [V] the heads share.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, section 3.4, and Qwen3-Next.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_v_heads: int | None = None,
+        head_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-6,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        self.qkv_proj = normal(nn.Linear(hidden_size, 2 * self.keys + self.values, bias=False))
+        self.z_proj = normal(nn.Linear(hidden_size, self.values, bias=False))
+        self.ab_proj = normal(nn.Linear(hidden_size, 2 * self.num_v_heads, bias=False))
+        self.o_proj = normal(nn.Linear(self.values, hidden_size, bias=False))
+        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
+        self.A_log, self.dt_bias = decay_parameters(self.num_v_heads, self.num_v_heads)
+        self.norm_weight = nn.Parameter(torch.ones(self.head_v_dim))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+        shared: dict[str, Any] | None = None,
+    ) -> Mixed:
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
+        rule = fused_recurrent_gated_delta_rule if self.recurrent(x) else chunk_gated_delta_rule
+        o, recurrent = rule(
+            q,
+            k,
+            v,
+            g=a,
+            beta=b,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            use_gate_in_kernel=True,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            cu_seqlens=cu_seqlens,
+        )
+        z = self.z_proj(x).view_as(o)
+        o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
+        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent, conv=conv)

@@ -1,0 +1,102 @@
+"""Kimi delta attention, the linear layer of Kimi Linear."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    ShortConvolution,
+    State,
+    decay_parameters,
+    expect_divisor,
+    kept,
+    normal,
+    past,
+)
+from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
+from slipstream.ops.norm import l2_norm, rms_norm_gated
+
+
+class KimiDeltaAttention(Mixer):
+    """The delta rule with a decay per channel, behind short convolutions.
+
+        q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
+        g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias);  beta = sigmoid(x W_b)
+        y = (rms_norm_per_head(kda(q, k, v, g, beta)) * sigmoid(x W_g1 W_g2 + b_g)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K, and rank of the two low-rank gates; None is D / H.
+        head_v_dim: V; None is K.
+        conv_size: taps of the convolution.
+        norm_eps: of the norm, whose weight [V] the heads share.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, H, K, V] and conv [N, 2 H K + H V, W].
+    Source: Kimi Team, Kimi Linear, 2025, section 4.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.norm_eps = norm_eps
+        self.keys, self.values = num_heads * head_dim, num_heads * self.head_v_dim
+        self.qkv_proj = normal(nn.Linear(hidden_size, 2 * self.keys + self.values, bias=False))
+        self.f_down = normal(nn.Linear(hidden_size, head_dim, bias=False))
+        self.f_up = normal(nn.Linear(head_dim, self.keys, bias=False))
+        self.b_proj = normal(nn.Linear(hidden_size, num_heads, bias=False))
+        self.g_down = normal(nn.Linear(hidden_size, head_dim, bias=False))
+        self.g_up = normal(nn.Linear(head_dim, self.values))
+        self.o_proj = normal(nn.Linear(self.values, hidden_size, bias=False))
+        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
+        self.A_log, self.dt_bias = decay_parameters(num_heads, self.keys)
+        self.norm_weight = nn.Parameter(torch.ones(self.head_v_dim))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+        shared: dict[str, Any] | None = None,
+    ) -> Mixed:
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        kda = fused_recurrent_kda if self.recurrent(x) else chunk_kda
+        o, recurrent = kda(
+            q,
+            k,
+            v.unflatten(-1, (self.num_heads, self.head_v_dim)),
+            self.f_up(self.f_down(x)).view_as(q),
+            self.b_proj(x),
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            use_gate_in_kernel=True,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_beta_sigmoid_in_kernel=True,
+            cu_seqlens=cu_seqlens,
+        )
+        gate = self.g_up(self.g_down(x)).view_as(o)
+        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
+        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent, conv=conv)

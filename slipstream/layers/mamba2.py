@@ -1,0 +1,118 @@
+"""The layer of Mamba-2, its state space duality (SSD) as linear attention."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    ShortConvolution,
+    State,
+    decay_parameters,
+    expect_divisor,
+    kept,
+    past,
+)
+from slipstream.ops.norm import rms_norm_gated
+from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+
+class Mamba2(Mixer):
+    """A selective state space with a scalar decay per head.
+
+        z, xBC, dt = x W_in;  u, B, C = silu(conv(xBC));  step = softplus(dt + dt_bias)
+        S_t = exp(-exp(A_log) step_t) S_{t-1} + B_t (step_t u_t)^T;  o_t = S_t^T C_t + D u_t
+        y = rms_norm(o * silu(z)) W_out
+
+    Args:
+        hidden_size: D.
+        num_heads: H; None is the inner width by head_dim.
+        head_dim: P, width of u's heads, 64 in the paper; None is the inner width by num_heads.
+        state_size: N, rows of the state.
+        n_groups: G, heads of B and C, a divisor of H; the norm is over as many groups.
+        expand: inner width by D.
+        conv_size: taps of the convolution, which has a bias.
+        norm_eps: of the norm.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [sequences, H, N, P] and conv [sequences, H P + 2 G N, W].
+    Source: Dao and Gu, Transformers are SSMs, 2024, section 8.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        state_size: int = 128,
+        n_groups: int = 1,
+        expand: int = 2,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        self.inner = expand * hidden_size
+        if num_heads is None:
+            head_dim = head_dim or 64
+            expect_divisor("head_dim", head_dim, "expand * hidden_size", self.inner)
+            num_heads = self.inner // head_dim
+        expect_divisor("num_heads", num_heads, "expand * hidden_size", self.inner)
+        if head_dim is not None and num_heads * head_dim != self.inner:
+            raise ValueError(
+                f"head_dim: want expand * hidden_size / num_heads = {self.inner // num_heads}, "
+                f"got {head_dim}"
+            )
+        expect_divisor("n_groups", n_groups, "num_heads", num_heads)
+        self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
+        self.norm_eps = norm_eps
+        channels = self.inner + 2 * n_groups * state_size
+        # torch's own init, as the reference code of the paper leaves it
+        self.in_proj = nn.Linear(hidden_size, self.inner + channels + num_heads, bias=False)
+        self.out_proj = nn.Linear(self.inner, hidden_size, bias=False)
+        self.conv = ShortConvolution(channels, conv_size, bias=True)
+        self.A_log, self.dt_bias = decay_parameters(num_heads, num_heads)
+        self.D = nn.Parameter(torch.ones(num_heads))
+        self.norm_weight = nn.Parameter(torch.ones(self.inner))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+        shared: dict[str, Any] | None = None,
+    ) -> Mixed:
+        groups = self.n_groups * self.state_size
+        z, xbc, dt = self.in_proj(x).split(
+            [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
+        )
+        xbc, conv = self.conv(xbc, past(state, "conv"), use_cache, cu_seqlens)
+        u, b, c = xbc.split([self.inner, groups, groups], dim=-1)
+        u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
+        b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # [B, T, H]
+        ssd = fused_recurrent_simple_gla if self.recurrent(x) else chunk_simple_gla
+        o, recurrent = ssd(
+            c,
+            b,
+            u * step.to(u.dtype)[..., None],
+            -self.A_log.to(wide).exp() * step,
+            scale=1.0,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        o = torch.addcmul(o, u, self.D.to(u.dtype)[:, None]).flatten(-2)
+        size = self.inner // self.n_groups
+        o = rms_norm_gated(
+            o, z, self.norm_weight, eps=self.norm_eps, norm_before_gate=False, group_size=size
+        )
+        return self.out_proj(o), kept(use_cache, recurrent=recurrent, conv=conv)

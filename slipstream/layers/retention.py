@@ -1,0 +1,100 @@
+"""Multi-scale retention, the layer of RetNet."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    State,
+    expect_divisor,
+    kept,
+    next_lengths,
+    past,
+    token_positions,
+    xavier,
+)
+from slipstream.ops.norm import rms_norm_gated
+from slipstream.ops.retention import chunk_retention, fused_recurrent_retention
+from slipstream.ops.rotary import rotary_embedding, rotary_tables
+
+
+class MultiScaleRetention(Mixer):
+    """Retention with rotary positions, a norm per head and an output gate.
+
+        q, k = rotary(x W_q), rotary(x W_k);  o = retention(q, k, x W_v)
+        y = (rms_norm_per_head(o) * silu(x W_g)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H; head h decays by 1 - 2^(-5-h) a token.
+        head_dim: K, of queries and keys; None is D / H.
+        expand_v: V / K, 2 in the paper.
+        rotary_base: of the angles; None leaves them out.
+        norm_eps: of the norm.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, H, K, V] and length [N].
+    Source: Sun et al., Retentive Network, 2023, section 2.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        expand_v: float = 2.0,
+        rotary_base: float | None = 10000.0,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.value_dim = (
+            num_heads,
+            head_dim,
+            int(head_dim * expand_v),
+        )
+        self.rotary_base, self.norm_eps = rotary_base, norm_eps
+        keys, values = num_heads * head_dim, num_heads * self.value_dim
+        self.q_proj = xavier(nn.Linear(hidden_size, keys, bias=False))
+        self.k_proj = xavier(nn.Linear(hidden_size, keys, bias=False))
+        self.v_proj = xavier(nn.Linear(hidden_size, values, bias=False))
+        self.g_proj = xavier(nn.Linear(hidden_size, values, bias=False))
+        self.o_proj = xavier(nn.Linear(values, hidden_size, bias=False), gain=0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+        shared: dict[str, Any] | None = None,
+    ) -> Mixed:
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.value_dim))
+        if self.rotary_base is not None:
+            at = token_positions(x, cu_seqlens, positions, state)
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            cos, sin = rotary_tables(at, self.head_dim, base=self.rotary_base, dtype=wide)
+            q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
+        retention = fused_recurrent_retention if self.recurrent(x) else chunk_retention
+        o, recurrent = retention(
+            q,
+            k,
+            v,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        o = rms_norm_gated(o, self.g_proj(x).view_as(o), eps=self.norm_eps)
+        length = next_lengths(x, cu_seqlens, state) if use_cache else None
+        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent, length=length)

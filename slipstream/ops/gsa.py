@@ -1,0 +1,179 @@
+"""Gated slot attention (GSA): softmax attention over a fixed number of slots that forget."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.core.autocast import autocast_dtype
+from slipstream.kernels.linear.call import Options
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._wide import result_dtype, run_wide, widen
+
+States = tuple[Tensor, Tensor]
+
+
+def chunk_gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, States | None]:
+    """Gated slot attention, chunkwise: M slots hold keys and values; a query attends to slots.
+
+        Sk_t = Sk_{t-1} diag(exp(g_t)) + k_t s_t^T          [K, M]
+        p_t = softmax(scale * Sk_t^T q_t)
+        Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T          [M, V]
+        o_t = Sv_t^T p_t
+
+    Without g each slot is the mean of what was written to it, weighted by exp(s) (ABC attention):
+    s_t becomes exp(s_t - z_t) and g_t = z_{t-1} - z_t, where z_t = logsumexp(s_1 .. s_t).
+
+    Args:
+        q: queries [B, T, HQ, K], HQ a multiple of H: head hq reads the rest of head
+            hq // (HQ // H).
+        k: keys [B, T, H, K].
+        v: values [B, T, H, V].
+        s: how much is written to each slot [B, T, H, M].
+        g: log decay of each slot [B, T, H, M], at most 0, float32.
+        scale: factor on the scores; K^-0.5 if None.
+        initial_state: states before the first token, a tuple (Sk [N, H, K, M], Sv [N, H, M, V]),
+            float32; zeros if None.
+        output_final_state: return the states after the last token too.
+        state_v_first: states are [N, H, M, K] and [N, H, V, M] instead.
+        reverse: run time backwards; the final states are then those before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HQ, V] in q's dtype, and the final states, a tuple like initial_state, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+        NotImplementedError: no g, but cu_seqlens or initial_state.
+
+    Cost: for chunks of C, 2 T HQ (2 M (K + V) + C (K + V + 2 M) / 2) flops; states H M (K + V)
+    floats.
+    Source: Zhang and others, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling"
+    (2024); without g, Peng and others, "ABC: Attention with Bounded-memory Control" (2022).
+    """
+    options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=False)
+
+
+def fused_recurrent_gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, States | None]:
+    """Gated slot attention, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_gsa. Cost: 4 T HQ M (K + V) flops, one after the other.
+    """
+    options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
+    return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=True)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None,
+    initial_state: States | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    *,
+    recurrent: bool,
+) -> tuple[Tensor, States | None]:
+    _check(q, k, v, s, g)
+    if g is None:
+        if cu_seqlens is not None or initial_state is not None:
+            given = "initial_state" if cu_seqlens is None else "cu_seqlens"
+            raise NotImplementedError(
+                f"{given}: not without g, whose slots are normalised over one whole sequence; "
+                "pass g, or each sequence whole and alone"
+            )
+        s, g = _abc(s, options.reverse)
+    dtype, group = result_dtype(q), q.shape[2] // k.shape[2]
+    keys, values = (None, None) if initial_state is None else initial_state
+    if initial_state is not None:
+        _check_states(initial_state, k, v, s, cu_seqlens, options.state_v_first)
+    if group > 1:
+        k, v, s, g = (x.repeat_interleave(group, dim=2) for x in (k, v, s, g))
+        keys, values = (
+            None if x is None else x.repeat_interleave(group, dim=1) for x in (keys, values)
+        )
+    slots = Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu_seqlens)
+    scores, keys = run_wide(slots, options, recurrent=recurrent, names={"v": "s", "gv": "g"})
+    reads = Terms(scores.softmax(-1), s, v, g=g, initial_state=values, cu_seqlens=cu_seqlens)
+    o, values = run_wide(reads, options._replace(scale=1.0), recurrent=recurrent)
+    if keys is None or values is None:
+        return o.to(dtype), None
+    return o.to(dtype), (keys[:, ::group], values[:, ::group])
+
+
+def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Slot weights and log decays that keep each slot a weighted mean."""
+    s = widen(s)
+    z = (s.flip(1) if reverse else s).logcumsumexp(1)
+    g = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1] - z[:, 1:]], dim=1)
+    if reverse:
+        z, g = z.flip(1), g.flip(1)
+    return (s - z).exp(), g
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> None:
+    checks.expect_rank("q", q, 4, "[B, T, HQ, K]")
+    checks.expect_rank("k", k, 4, "[B, T, H, K]")
+    checks.expect_rank("v", v, 4, "[B, T, H, V]")
+    checks.expect_rank("s", s, 4, "[B, T, H, M]")
+    B, T, HQ, K = q.shape
+    H = k.shape[2]
+    checks.expect_multiple("heads of q", HQ, "heads of k", H)
+    checks.expect_shape("k", k, (B, T, H, K))
+    checks.expect_shape("v", v, (B, T, H, v.shape[3]))
+    checks.expect_shape("s", s, (B, T, H, s.shape[3]))
+    if g is not None:
+        checks.expect_shape("g", g, s.shape)
+    checks.expect_floating({"q": q, "k": k, "v": v, "s": s, "g": g})
+    if autocast_dtype(q) is None:
+        checks.expect_one_dtype({"q": q, "k": k, "v": v, "s": s})
+
+
+def _check_states(
+    states: States, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | None, v_first: bool
+) -> None:
+    if not isinstance(states, tuple) or len(states) != 2:
+        raise TypeError(
+            "initial_state: want a tuple (Sk [N, H, K, M], Sv [N, H, M, V]), "
+            f"got {type(states).__name__}"
+        )
+    N = k.shape[0]
+    if cu_seqlens is not None:
+        checks.expect_cu_seqlens(cu_seqlens, N)
+        N = cu_seqlens.shape[0] - 1
+    H, K, M, V = k.shape[2], k.shape[3], s.shape[3], v.shape[3]
+    shapes = [(N, H, M, K), (N, H, V, M)] if v_first else [(N, H, K, M), (N, H, M, V)]
+    for i, (state, shape) in enumerate(zip(states, shapes, strict=True)):
+        checks.expect_shape(f"initial_state[{i}]", state, shape)

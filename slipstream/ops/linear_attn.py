@@ -1,0 +1,140 @@
+"""Linear attention, with or without its normaliser."""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.linear.call import Options, check, run
+from slipstream.kernels.linear.terms import Terms
+from slipstream.ops._wide import result_dtype, run_wide
+
+State = Tensor | tuple[Tensor, Tensor]
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, State | None]:
+    """Linear attention, chunkwise: a state that sums up the past and never forgets.
+
+        S_t = S_{t-1} + k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    and, with normalize, the weights of the values sum to 1:
+
+        z_t = z_{t-1} + k_t
+        o_t = scale * S_t^T q_t / (scale * z_t . q_t + 1e-10)
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; with normalize positive ones, or the sum they are
+            divided by may vanish.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None. With
+            normalize a tuple of it and z [N, 1, HV, K].
+        output_final_state: return the state after the last token too.
+        normalize: divide by the sum of the weights.
+        state_v_first: states are [N, HV, V, K] instead; z is as ever.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        impl: "eager" or "reference" to insist on one; chosen if None.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state, of the form of initial_state, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats. The
+    normaliser is one more column of v.
+    Source: Katharopoulos, Vyas, Pappas, Fleuret, "Transformers are RNNs: Fast Autoregressive
+    Transformers with Linear Attention" (2020).
+    """
+    options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=False)
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, State | None]:
+    """Linear attention, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_linear_attn, but that normalize is False by default.
+    Cost: 4 T HV K V flops, one after the other.
+    """
+    options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
+    return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=True)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: State | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    normalize: bool,
+    *,
+    recurrent: bool,
+) -> tuple[Tensor, State | None]:
+    terms = Terms(q, k, v, cu_seqlens=cu_seqlens)
+    if normalize:
+        return _normalized(terms, initial_state, options, recurrent)
+    if isinstance(initial_state, tuple):
+        raise TypeError("initial_state: want a tensor without normalize, got a tuple")
+    return run(terms._replace(initial_state=initial_state), options, recurrent=recurrent)
+
+
+def _normalized(
+    terms: Terms, initial_state: State | None, options: Options, recurrent: bool
+) -> tuple[Tensor, State | None]:
+    """The sum of the weights is what a value of 1 would come out as: one more column of v."""
+    check(terms, {}, options, recurrent)
+    ones = terms.v.new_ones(*terms.v.shape[:3], 1)
+    state = None
+    if initial_state is not None:
+        state = _joined(initial_state, terms.state_shape, options.state_v_first)
+    terms = terms._replace(v=torch.cat([terms.v, ones], dim=-1), initial_state=state)
+    o, state = run_wide(terms, options._replace(state_v_first=False), recurrent=recurrent)
+    o = (o[..., :-1] / (o[..., -1:] + 1e-10)).to(result_dtype(terms.q))
+    if state is None:
+        return o, None
+    kv, z = state[..., :-1], state[..., -1].unsqueeze(1)  # [N, HV, K, V], [N, 1, HV, K]
+    return o, (kv.mT if options.state_v_first else kv, z)
+
+
+def _joined(state: State, shape: tuple[int, int, int, int], v_first: bool) -> Tensor:
+    """(kv, z) as one state [N, HV, K, V + 1]."""
+    N, HV, K, V = shape
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise TypeError(
+            "initial_state: want a tuple (kv [N, HV, K, V], z [N, 1, HV, K]) with normalize, "
+            f"got {type(state).__name__}"
+        )
+    kv, z = state
+    checks.expect_shape("initial_state[0]", kv, (N, HV, V, K) if v_first else shape)
+    checks.expect_shape("initial_state[1]", z, (N, 1, HV, K))
+    return torch.cat([kv.mT if v_first else kv, z.squeeze(1).unsqueeze(-1).to(kv.dtype)], dim=-1)

@@ -1,0 +1,241 @@
+"""What holds for every layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import layers
+from slipstream.layers import Mixer
+
+D, H = 24, 2
+LAYERS: dict[str, dict[str, Any]] = {
+    "MultiScaleRetention": {},
+    "GatedLinearAttention": {},
+    "GatedDeltaNet": {},
+    "GatedDeltaNet-grouped": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5},
+    "KimiDeltaAttention": {"head_v_dim": 10},
+    "RWKV7": {},
+    "RWKV7-later": {"layer_idx": 1, "num_layers": 3},
+    "Mamba2": {"state_size": 7, "n_groups": 2},
+    "Attention": {},
+    "Attention-grouped": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "rotary_dim": 4,
+        "qk_norm": True,
+        "window_size": 5,
+    },
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def make(name: str, **options: Any) -> Mixer:
+    """A layer whose weights are all away from the values they begin with, none of them 0 or 1."""
+    given = {"hidden_size": D, "num_heads": H, **LAYERS[name], **options}
+    layer = getattr(layers, name.split("-")[0])(**given)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer
+
+
+def shared_for(name: str, x: Tensor) -> dict[str, Any] | None:
+    """What an earlier layer of the model would have left."""
+    if name != "RWKV7-later":
+        return None
+    return {"rwkv7_first_layer": 0, "rwkv7_first_value": x.sin()}
+
+
+def run(layer: Mixer, name: str, x: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    return layer(x, shared=shared_for(name, x), **options)
+
+
+def offsets(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+def assert_state_near(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        if name in ("k", "v"):  # what lies behind a sequence's end is nobody's
+            for n, length in enumerate(want["length"].tolist()):
+                torch.testing.assert_close(got[name][n, :length], x[n, :length])
+        else:
+            torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-4)
+
+
+@every_layer
+def test_layer_split_equals_whole(name: str) -> None:
+    layer, x = make(name), torch.randn(2, 23, D)
+    whole, end = run(layer, name, x, use_cache=True)
+    parts, state = [], None
+    for begin, stop in [(0, 1), (1, 14), (14, 15), (15, 23)]:
+        given = None if state is None else {key: value.clone() for key, value in state.items()}
+        y, after = run(layer, name, x[:, begin:stop], state=state, use_cache=True)
+        if given is not None:
+            assert state is not None
+            assert all(torch.equal(given[key], state[key]) for key in given)
+        parts.append(y)
+        state = after
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    assert state is not None
+    assert_state_near(state, end)
+
+
+@every_layer
+def test_layer_decodes_as_it_trains(name: str) -> None:
+    layer, x = make(name), torch.randn(2, 21, D)
+    whole, _ = run(layer, name, x)
+    with torch.no_grad():
+        y, state = run(layer, name, x[:, :15], use_cache=True)
+        parts = [y]
+        for t in range(15, 21):
+            y, state = run(layer, name, x[:, t : t + 1], state=state, use_cache=True)
+            parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@every_layer
+def test_layer_packed_equals_separate(name: str) -> None:
+    layer, lengths = make(name), (4, 0, 17, 1)
+    x, more = torch.randn(1, 22, D), torch.randn(1, 9, D)
+    y, state = run(layer, name, x, cu_seqlens=offsets(lengths), use_cache=True)
+    again = (2, 3, 0, 4)
+    z, end = run(layer, name, more, cu_seqlens=offsets(again), state=state, use_cache=True)
+    ys = zip(x.split(lengths, 1), more.split(again, 1))
+    for n, (first, second) in enumerate(ys):
+        want, want_end = run(layer, name, torch.cat([first, second], 1), use_cache=True)
+        got = torch.cat([y.split(lengths, 1)[n], z.split(again, 1)[n]], 1)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert_state_near({key: value[n : n + 1] for key, value in end.items()}, want_end)
+
+
+@every_layer
+def test_layer_decodes_a_packed_prefill_as_a_batch(name: str) -> None:
+    layer, lengths = make(name), (4, 11, 1)
+    x, more = torch.randn(1, 16, D), torch.randn(3, 2, D)
+    with torch.no_grad():
+        _, state = run(layer, name, x, cu_seqlens=offsets(lengths), use_cache=True)
+        y, state = run(layer, name, more[:, :1], state=state, use_cache=True)
+        z, _ = run(layer, name, more[:, 1:], state=state, use_cache=True)
+    for n, first in enumerate(x.split(lengths, 1)):
+        want, _ = run(layer, name, torch.cat([first, more[n : n + 1]], 1))
+        got = torch.cat([y, z], 1)[n : n + 1]
+        torch.testing.assert_close(got, want[:, -2:], rtol=1e-4, atol=1e-4)
+
+
+@every_layer
+def test_layer_is_batch_invariant(name: str) -> None:
+    layer, x = make(name), torch.randn(3, 9, D)
+    y, _ = run(layer, name, x)
+    x = x.clone()
+    x[0] = torch.nan
+    again, _ = run(layer, name, x)
+    torch.testing.assert_close(again[1:], y[1:], rtol=1e-5, atol=1e-5)
+
+
+@every_layer
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_layer_grads_reach_every_parameter(name: str, is_packed: bool) -> None:
+    layer = make(name)
+    x = torch.randn(1 if is_packed else 2, 20, D, requires_grad=True)
+    y, _ = run(layer, name, x, cu_seqlens=offsets((7, 13)) if is_packed else None)
+    y.square().sum().backward()
+    for key, parameter in [*layer.named_parameters(), ("x", x)]:
+        assert parameter.grad is not None, key
+        assert parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@every_layer
+def test_layer_chunk_equals_fused_recurrent(name: str) -> None:
+    layer, x = make(name, mode="chunk"), torch.randn(2, 40, D)
+    y, state = run(layer, name, x, use_cache=True)
+    layer.mode = "fused_recurrent"
+    z, end = run(layer, name, x, use_cache=True)
+    torch.testing.assert_close(z, y, rtol=1e-4, atol=1e-4)
+    assert_state_near(end, state)
+
+
+@every_layer
+def test_layer_in_bfloat16_stays_near_float32(name: str) -> None:
+    layer, x = make(name), torch.randn(2, 20, D)
+    want, _ = run(layer, name, x)
+    layer.to(torch.bfloat16)
+    got, state = run(layer, name, x.bfloat16(), use_cache=True)
+    assert got.dtype == torch.bfloat16
+    assert "recurrent" not in state or state["recurrent"].dtype == torch.float32
+    assert (got.float() - want).norm() < 0.05 * want.norm()
+
+
+@every_layer
+def test_layer_in_float64(name: str) -> None:
+    layer, x = make(name), torch.randn(1, 5, D)
+    want, _ = run(layer, name, x)
+    got, _ = run(layer.double(), name, x.double())
+    torch.testing.assert_close(got.float(), want, rtol=1e-4, atol=1e-5)
+
+
+@every_layer
+def test_layer_takes_autocast(name: str) -> None:
+    layer, x = make(name), torch.randn(2, 20, D)
+    want, _ = run(layer, name, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = run(layer, name, x)
+    got.float().sum().backward()
+    assert (got.float() - want).norm() < 0.05 * want.norm()
+
+
+@every_layer
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 0)], ids=str)
+def test_layer_takes_nothing(name: str, shape: tuple[int, int]) -> None:
+    layer = make(name)
+    y, state = run(layer, name, torch.randn(*shape, D), use_cache=True)
+    assert y.shape == (*shape, D)
+    assert not any(x.isnan().any() for x in state.values())
+
+
+# torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@every_layer
+def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
+    torch._dynamo.reset()
+    layer = make(name)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, T in enumerate((37, 50, 29)):
+        x = torch.randn(1, T, D)
+        options = {"cu_seqlens": offsets((9, T - 9)), "shared": shared_for(name, x)}
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            y, _ = compiled(x, **options)
+        y.sum().backward()
+        torch.testing.assert_close(y, layer(x, **options)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_rwkv7_takes_the_first_value_from_the_first_such_layer() -> None:
+    first, second = make("RWKV7", layer_idx=2), make("RWKV7", layer_idx=3)
+    x, shared = torch.randn(1, 5, D), {}
+    y, _ = first(x, shared=shared)
+    v = shared["rwkv7_first_value"]
+    torch.testing.assert_close(first(x)[0], y)
+    again, _ = second(x, shared=shared)
+    assert shared["rwkv7_first_value"] is v
+    assert not torch.allclose(again, second(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "word"),
+    [
+        ("GatedDeltaNet", {"num_heads": 5}, "num_heads"),
+        ("GatedDeltaNet", {"num_v_heads": 3}, "num_heads"),
+        ("GatedDeltaNet", {"mode": "parallel"}, "mode"),
+        ("Attention", {"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads"),
+        ("RWKV7", {"head_dim": 5, "num_heads": 2}, "head_dim"),
+        ("Mamba2", {"head_dim": 5}, "head_dim"),
+        ("Mamba2", {"n_groups": 3}, "n_groups"),
+    ],
+)
+def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        make(name, **options)
