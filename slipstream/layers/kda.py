@@ -25,7 +25,7 @@ class KimiDeltaAttention(Mixer):
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
         g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias);  beta = sigmoid(x W_b)
-        y = (rms_norm_per_head(kda(q, k, v, g, beta)) * sigmoid(x W_g1 W_g2 + b_g)) W_o
+        y = (rms_norm_per_head(kda(q, k, v, g, beta)) * sigmoid(x W_g1 W_g2)) W_o
 
     Args:
         hidden_size: D.
@@ -63,7 +63,7 @@ class KimiDeltaAttention(Mixer):
         self.f_up = normal(nn.Linear(head_dim, self.keys, bias=False))
         self.b_proj = normal(nn.Linear(hidden_size, num_heads, bias=False))
         self.g_down = normal(nn.Linear(hidden_size, head_dim, bias=False))
-        self.g_up = normal(nn.Linear(head_dim, self.values))
+        self.g_up = normal(nn.Linear(head_dim, self.values, bias=False))
         self.o_proj = normal(nn.Linear(self.values, hidden_size, bias=False))
         self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
         self.A_log, self.dt_bias = decay_parameters(num_heads, self.keys)

@@ -158,7 +158,8 @@ class RWKV7(Mixer):
             return v
         if self.v_lora is None:
             raise ValueError("layer_idx: only the first RWKV7 layer of a model can be layer 0")
-        return torch.lerp(v, shared["rwkv7_first_value"], torch.sigmoid(self.v_lora(xv)))
+        first = shared["rwkv7_first_value"].to(v.dtype)
+        return torch.lerp(v, first, torch.sigmoid(self.v_lora(xv)).to(v.dtype))
 
 
 class Lora(nn.Module):

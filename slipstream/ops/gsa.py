@@ -116,9 +116,10 @@ def _run(
             )
         s, g = _abc(s, options.reverse)
     dtype, group = result_dtype(q), q.shape[2] // k.shape[2]
-    keys, values = (None, None) if initial_state is None else initial_state
+    keys = values = None
     if initial_state is not None:
         _check_states(initial_state, k, v, s, cu_seqlens, options.state_v_first)
+        keys, values = initial_state
     if group > 1:
         k, v, s, g = (x.repeat_interleave(group, dim=2) for x in (k, v, s, g))
         keys, values = (

@@ -43,15 +43,15 @@ def finish(*arguments: object) -> str:
 
 def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> str:
     """Runs until the line of a step is printed, sends the signal, waits for the end."""
-    process = start("train", config, f"output_dir={out}")
-    assert process.stdout is not None
     text, sent = "", False
-    for line in process.stdout:
-        text += line
-        if not sent and f"step {step:>6} " in line:
-            process.send_signal(number)
-            sent = True
-    assert process.wait(timeout=300) == 0, text
+    with start("train", config, f"output_dir={out}") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            text += line
+            if not sent and f"step {step:>6} " in line:
+                process.send_signal(number)
+                sent = True
+    assert process.returncode == 0, text
     assert sent, text
     return text
 
@@ -115,7 +115,6 @@ def test_generate_prints_text(trained) -> None:
     out = finish("generate", trained, "def main(", "--tokens", 12)
     assert out.startswith("def main(")
     assert len(out) > len("def main(\n")
-    assert out == finish("generate", trained / "checkpoint-9", "def main(", "--tokens", 12) or True
 
 
 def test_generate_without_a_model_says_so(tmp_path) -> None:

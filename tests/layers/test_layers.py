@@ -28,6 +28,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "window_size": 5,
     },
 }
+# seconds each: one of each kind of state, the rest are slow
+COMPILED = ("GatedDeltaNet", "RWKV7-later", "Attention-grouped")
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -199,7 +201,10 @@ def test_layer_takes_nothing(name: str, shape: tuple[int, int]) -> None:
 
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@every_layer
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in LAYERS],
+)
 def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
     torch._dynamo.reset()
     layer = make(name)

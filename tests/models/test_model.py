@@ -27,9 +27,14 @@ def config(name: str, **options) -> SlipstreamConfig:
 
 
 def model(name: str, **options) -> SlipstreamForCausalLM:
+    """Larger weights than a fresh model's, and no zeros: a mistake in a state has to show."""
     torch.manual_seed(0)
-    # larger weights than a fresh model's, so that no mistake hides in small numbers
-    return SlipstreamForCausalLM(config(name, initializer_range=0.2, **options)).eval()
+    m = SlipstreamForCausalLM(config(name, initializer_range=0.2, **options)).eval()
+    with torch.no_grad():
+        for p in m.model.layers.parameters():
+            if p.dim() > 1:
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return m
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -37,7 +42,7 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def assert_same(x: Tensor, y: Tensor) -> None:
-    torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(x, y, rtol=1e-4, atol=5e-5)
 
 
 @every_model

@@ -85,8 +85,10 @@ def test_block_takes_any_strides(block: Block) -> None:
     assert_near(grads, want_grads, 64 * EPS[torch.float32])
 
 
-# Inductor takes seconds a block: a few of them, the rest are slow
-SAMPLE = {"rms_norm_gated-silu", "short_convolution-packed", "linear_cross_entropy-mean"}
+# seconds a block: each of them traced and a few through Inductor; variants and the rest are slow
+INDUCTOR = {"rms_norm_gated-silu", "short_convolution-packed", "linear_cross_entropy-mean"}
+TRACED = {"rms_norm_gated-mamba2", "cross_entropy-mean", "linear_cross_entropy-none"}
+TRACED |= {"token_shift-packed", "attention-packed-cache"}
 
 
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx
@@ -94,16 +96,17 @@ SAMPLE = {"rms_norm_gated-silu", "short_convolution-packed", "linear_cross_entro
 @pytest.mark.parametrize(
     ("block", "backend"),
     [
-        *[pytest.param(b, "aot_eager", id=b.name) for b in BLOCKS],
-        *[
-            pytest.param(
-                b,
-                "inductor",
-                id=f"{b.name}-inductor",
-                marks=() if b.name in SAMPLE else pytest.mark.slow,
-            )
-            for b in BLOCKS
-        ],
+        pytest.param(
+            block,
+            backend,
+            id=f"{block.name}-{backend}",
+            marks=() if block.name in sample else pytest.mark.slow,
+        )
+        for backend, sample in (
+            ("aot_eager", TRACED | {b.name for b in BLOCKS if "-" not in b.name}),
+            ("inductor", INDUCTOR),
+        )
+        for block in BLOCKS
     ],
 )
 def test_block_compiles_fullgraph_without_recompiling(block: Block, backend: str) -> None:

@@ -1,18 +1,21 @@
 """The linear family chunk by chunk: everything in parallel over chunks but the walk of the state.
 
-A token reads with r rows and writes w rows of K, each write with a row of V as its value:
+    transition  reads   writes   values
+    none        q       k        v
+    delta       q, p    k        x,    x_i = beta_i (v_i - p_i^T D_i S_{i-1})
+    dplr        q, a    k, b     v, x, x_i = a_i^T S_{i-1}
 
-    transition  reads             writes   values
-    none        q                 k        v
-    delta       q, -beta p        k        x,    x_i = beta_i v_i + (-beta_i p_i)^T D_i S_{i-1}
-    dplr        q, a              k, b     v, x, x_i = a_i^T S_{i-1}
+Inside a chunk x depends on itself. With S the state before the chunk and M the scores of the second
+read against the write that carries x,
 
-Inside a chunk x depends on itself: L x = rhs + from_state_1 S, with S the state before the chunk,
-L = I - scores(row 1, last write) unit lower triangular, and rhs = beta v (delta) or scores(a, k) v
-(dplr). So x = rest + right S, with rest = L^-1 rhs and right = L^-1 from_state_1, and
+    delta       (I + beta M) x = beta (v - from_state(p) S)
+    dplr        (I - M) x      = scores(a, k) v + from_state(a) S
 
-    S' = total S + to_state^T values
-    o  = scale * (from_state_0 S + scores_0 values)
+so x = rest + right S, where rest and right come from the inverse of a unit lower triangular matrix,
+and
+
+    S' = total S + sum of to_state^T values
+    o  = scale * (from_state(q) S + sum of scores(q) values)
 
 MATH.md has the backward pass. Shapes as in gates.py.
 """
@@ -33,10 +36,10 @@ LOWEST_GATE = -1e4
 
 
 class Rows(NamedTuple):
-    """reads [n, C, r, K], writes [n, C, w, K]; v [n, C, V] and beta [n, C] as given."""
+    """reads and writes [n, C, K] each; v [n, C, V] and beta [n, C, 1] as given."""
 
-    reads: Tensor
-    writes: Tensor
+    reads: list[Tensor]
+    writes: list[Tensor]
     v: Tensor
     beta: Tensor | None
 
@@ -44,8 +47,8 @@ class Rows(NamedTuple):
 class Forward(NamedTuple):
     """A span computed: what its output and the backward pass need.
 
-    values [n, C, w, V]; met [n, K, V], the state before each chunk; step with x in place of rest;
-    inverse: L^-1 [n, C, C].
+    values [n, C, V] each; met [n, K, V], the state before each chunk; step with x in place of rest;
+    inverse [n, C, C] of the matrix in front of x.
     """
 
     span: Span
@@ -55,7 +58,7 @@ class Forward(NamedTuple):
     intra: Intra
     step: Step
     inverse: Tensor | None
-    values: Tensor
+    values: list[Tensor]
     met: Tensor
 
 
@@ -69,14 +72,16 @@ def chunk_forward(terms: Terms, scale: float, chunk: int) -> tuple[Tensor, Tenso
 
 
 def _output(f: Forward, terms: Terms, scale: float) -> Tensor:
-    n, C, w, V = f.values.shape
-    scores, from_state = f.intra.scores[:, :, 0], f.intra.from_state[:, :, 0]
+    q, scores = f.rows.reads[0], f.intra.scores[0]
+    from_state = f.gate.from_state(q, 0)
     if f.value_gate is None:
-        o = torch.bmm(scores.reshape(n, C, C * w), f.values.view(n, C * w, V))
+        o = scores[0] @ f.values[0]
+        for more, values in zip(scores[1:], f.values[1:]):
+            o.baddbmm_(more, values)
     else:
-        o = f.value_gate.forward(scores[..., 0], f.rows.v)
+        o = f.value_gate.forward(scores[0], f.rows.v)
     if terms.u is not None:
-        now = f.rows.reads[:, :, 0] * f.rows.writes[:, :, 0] * f.span.by_head(terms.u)
+        now = q * f.rows.writes[0] * f.span.by_head(terms.u)
         o.addcmul_(now.sum(-1, keepdim=True), f.rows.v)
     if f.value_gate is None:
         return o.baddbmm_(from_state, f.met, beta=scale, alpha=scale)
@@ -85,47 +90,44 @@ def _output(f: Forward, terms: Terms, scale: float) -> Tensor:
 
 def run_forward(terms: Terms, span: Span, carry: Carry) -> Forward:
     """Computes a span from the state in `carry` and leaves the state after it there."""
-    rows = split_rows(terms, span)
-    gate, value_gate = split_gates(terms, span)
+    rows = _split_rows(terms, span)
+    gate, value_gate = _split_gates(terms, span)
     intra = gate.forward(rows.reads, rows.writes)
-    factors = Step(
-        rows=None if intra.total is None else span.by_step(intra.total),
+    inverse = None
+    step = Step(
+        rows=None if intra.total is None else span.by_step(intra.total[:, :, None]),
         columns=None if value_gate is None else span.by_step(value_gate.total),
     )
-    if terms.transition == "none":
+    if terms.transition != "delta":
         kept = rows.v if value_gate is None else rows.v * value_gate.to_end
-        step = factors._replace(add=span.by_step(intra.to_state[:, :, 0].mT @ kept))
-        inverse = None
-    else:
-        step, inverse = _recurrent_step(rows, intra, factors, span)
+        step = step._replace(add=span.by_step(intra.to_state[0].mT @ kept))
+    if terms.transition != "none":
+        inverse = _inverse(intra.scores[1][-1], rows.beta)
+        right, rest = _solve(inverse, gate, rows, intra)
+        step = step._replace(
+            left=span.by_step(intra.to_state[-1]),
+            right=span.by_step(right),
+            rest=span.by_step(rest),
+        )
     met = walk(step, carry, span, reverse=False)
-    if step.rest is None:
-        values = rows.v[:, :, None]
-    else:
-        x = step.rest.view(rows.v.shape)
-        values = x[:, :, None] if terms.a is None else torch.stack([rows.v, x], dim=2)
+    values = [rows.v] if terms.transition != "delta" else []
+    if step.rest is not None:
+        values.append(step.rest.view(rows.v.shape))
     return Forward(span, rows, gate, value_gate, intra, step, inverse, values, met)
 
 
-def split_rows(terms: Terms, span: Span) -> Rows:
-    K = terms.q.shape[-1]
-    two = terms.transition != "none"
-    reads, v = span.empty(2 if two else 1, K), span.split(terms.v)
-    span.split(terms.q, out=reads[:, :, 0])
-    writes = span.empty(2 if terms.b is not None else 1, K)
-    span.split(terms.k, out=writes[:, :, 0])
-    beta = None
+def _split_rows(terms: Terms, span: Span) -> Rows:
+    reads, writes, beta = [span.split(terms.q)], [span.split(terms.k)], None
     if terms.beta is not None:
-        beta = span.split(terms.beta)
-        p = writes[:, :, 0] if terms.p is None else span.split(terms.p)
-        torch.mul(p, -beta[:, :, None], out=reads[:, :, 1])
+        beta = span.split(terms.beta)[:, :, None]
+        reads.append(writes[0] if terms.p is None else span.split(terms.p))
     if terms.a is not None and terms.b is not None:
-        span.split(terms.a, out=reads[:, :, 1])
-        span.split(terms.b, out=writes[:, :, 1])
-    return Rows(reads, writes, v, beta)
+        reads.append(span.split(terms.a))
+        writes.append(span.split(terms.b))
+    return Rows(reads, writes, span.split(terms.v), beta)
 
 
-def split_gates(
+def _split_gates(
     terms: Terms, span: Span
 ) -> tuple[NoGate | ScalarGate | ChannelGate, ValueGate | None]:
     kinds = ("after",) if terms.u is None else ("before",)
@@ -144,22 +146,19 @@ def split_gates(
     return ChannelGate(g, kinds), value_gate
 
 
-def _recurrent_step(rows: Rows, intra: Intra, factors: Step, span: Span) -> tuple[Step, Tensor]:
-    """The step of a delta or dplr transition, and L^-1."""
-    second = intra.scores[:, :, 1]  # [n, C, C, w]
-    lower = second[..., -1].neg()
-    add = None
-    if rows.beta is not None:
-        rhs = rows.v * rows.beta[:, :, None]
-    else:
-        rhs = second[..., 0] @ rows.v
-        add = span.by_step(intra.to_state[:, :, 0].mT @ rows.v)
-    eye = torch.eye(span.chunk, dtype=lower.dtype, device=lower.device).expand_as(lower)
-    inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
-    step = factors._replace(
-        add=add,
-        left=span.by_step(intra.to_state[:, :, -1].contiguous()),
-        right=span.by_step(inverse @ intra.from_state[:, :, 1]),
-        rest=span.by_step(inverse @ rhs),
-    )
-    return step, inverse
+def _inverse(scores: Tensor, beta: Tensor | None) -> Tensor:
+    """(I + beta M)^-1, or (I - M)^-1 without beta."""
+    lower = scores.neg() if beta is None else scores * beta
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    return torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+
+
+def _solve(
+    inverse: Tensor, gate: NoGate | ScalarGate | ChannelGate, rows: Rows, intra: Intra
+) -> tuple[Tensor, Tensor]:
+    """right [n, C, K] and rest [n, C, V] of x = rest + right S."""
+    if rows.beta is None:
+        return gate.from_state(rows.reads[1], 1, inverse), inverse @ (intra.scores[1][0] @ rows.v)
+    by_beta = inverse * rows.beta.mT
+    rest = by_beta @ rows.v
+    return gate.from_state(rows.reads[1], 1, by_beta.neg_()), rest

@@ -5,11 +5,11 @@ computed again, and with do the gradient of o times scale and dS' that of the st
 the walk back makes dx and dS, the gradient of the state before it:
 
     dx = scores(q, last write)^T do + to_state dS'
-    dS = total dS' + from_state_0^T do + right^T dx
-    y  = L^-T dx
+    dS = total dS' + from_state(q)^T do + right^T dx
+    y  = inverse^T dx
 
-Then do and y are the gradients of what rows 0 and 1 of the reads bring in, and the rest is three
-products and the gates.
+Then do is the gradient of what q brings in, and y (dplr) or -beta y (delta) that of what the second
+read does; the rest is three products for each read and write, and the gates.
 """
 
 import torch
@@ -66,34 +66,36 @@ def _span_backward(
     """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it."""
     do = f.span.split(terms.v.new_zeros(()).expand(terms.v.shape) if do is None else do).mul_(scale)
     douts, after = _walk_back(f, do, dcarry)
+    grads = {}
     if f.value_gate is None:
-        d, dv = _chunk_back(f, douts, after)
-        dgv = None
+        d = _edges_back(f, douts, after)
     else:
-        d, dv, dgv = _chunk_back_with_value_gate(f, do, after)
+        d = _edges_back_with_value_gate(f, do, after, grads)
+    if f.rows.beta is not None:
+        _beta_back(f, douts[1], d, grads)
+    elif f.value_gate is None:
+        dv = f.intra.to_state[0] @ after
+        for row, dout in zip(f.intra.scores, douts):
+            dv.baddbmm_(row[0].mT, dout)
+        grads["v"] = dv
     inputs = f.gate.backward(f.rows.reads, f.rows.writes, f.intra, d)
-    grads = _by_term(terms, f, inputs, dv, dgv)
+    _by_term(terms, inputs, grads)
     if terms.u is not None:
         _add_bonus(terms, f, do, grads)
     return grads
 
 
-def _walk_back(f: Forward, do: Tensor, dcarry: Carry) -> tuple[Tensor, Tensor]:
-    """(do, y) [n, C, r, V] and the gradient of the state after each chunk [n, K, V]."""
-    from_state = f.intra.from_state[:, :, 0]
+def _walk_back(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Tensor], Tensor]:
+    """do and y [n, C, V], if there is an x, and the gradient of the state after each chunk."""
     seen = do if f.value_gate is None else do * f.value_gate.from_start
+    from_state = f.gate.from_state(f.rows.reads[0], 0)
     step = f.step._replace(add=f.span.by_step(from_state.mT @ seen))
-    if f.inverse is not None:
-        rest = f.intra.scores[:, :, 0, :, -1].mT @ do
-        step = step._replace(
-            left=f.step.right, right=f.step.left, rest=f.span.by_step(rest.contiguous())
-        )
-    after = walk(step, dcarry, f.span, reverse=True)
     if f.inverse is None:
-        return do[:, :, None], after
-    assert step.rest is not None
-    dx = step.rest.view(do.shape)
-    return torch.stack([do, f.inverse.mT @ dx], dim=2), after
+        return [do], walk(step, dcarry, f.span, reverse=True)
+    rest = f.span.by_step(f.intra.scores[0][-1].mT @ do)
+    step = step._replace(left=f.step.right, right=f.step.left, rest=rest)
+    after = walk(step, dcarry, f.span, reverse=True)
+    return [do, f.inverse.mT @ rest.view(do.shape)], after
 
 
 def _log_total(f: Forward, after: Tensor) -> Tensor | None:
@@ -101,83 +103,80 @@ def _log_total(f: Forward, after: Tensor) -> Tensor | None:
     if f.intra.total is None:
         return None
     kept = f.met * after if f.value_gate is None else f.met * after * f.value_gate.total
-    return kept.sum(-1) * f.intra.total[..., 0]
+    return kept.sum(-1) * f.intra.total
 
 
-def _chunk_back(f: Forward, douts: Tensor, after: Tensor) -> tuple[IntraGrads, Tensor]:
-    n, C, r, V = douts.shape
-    dout_rows, value_rows = douts.reshape(n, C * r, V), f.values.reshape(n, -1, V)
-    if f.rows.beta is not None:
-        dv = douts[:, :, 1]  # y, the gradient of rhs = beta v
-    else:  # v is a value of its own
-        dv = torch.bmm(f.intra.to_state[:, :, 0], after)
-        dv.baddbmm_(f.intra.scores[..., 0].reshape(n, C * r, C).mT, dout_rows)
-    d = IntraGrads(
-        scores=torch.bmm(dout_rows, value_rows.mT).view(f.intra.scores.shape),
-        from_state=torch.bmm(dout_rows, f.met.mT).view_as(f.rows.reads),
-        to_state=torch.bmm(value_rows, after.mT).view_as(f.rows.writes),
+def _edges_back(f: Forward, douts: list[Tensor], after: Tensor) -> IntraGrads:
+    return IntraGrads(
+        scores=[[dout @ values.mT for values in f.values] for dout in douts],
+        from_state=[dout @ f.met.mT for dout in douts],
+        to_state=[values @ after.mT for values in f.values],
         log_total=_log_total(f, after),
     )
-    return d, dv
 
 
-def _chunk_back_with_value_gate(
-    f: Forward, do: Tensor, after: Tensor
-) -> tuple[IntraGrads, Tensor, Tensor]:
-    gate, v, scores = f.value_gate, f.rows.v, f.intra.scores[:, :, 0, :, 0]
+def _beta_back(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor]) -> None:
+    """x = beta e with e = v - from_state(p) S - M x, of which y is the gradient before beta.
+
+    Turns the gradients of the second read's scores and from_state from y's to -beta y's.
+    """
+    beta = f.rows.beta
+    assert beta is not None
+    dscores, dfrom_state = d.scores[1][0], d.from_state[1]
+    seen = (dscores * f.intra.scores[1][0]).sum(-1)  # y . M x
+    seen += (dfrom_state * f.gate.from_state(f.rows.reads[1], 1)).sum(-1)
+    grads["beta"] = (y * f.rows.v).sum(-1) - seen
+    grads["v"] = y * beta
+    dscores.mul_(-beta)
+    dfrom_state.mul_(-beta)
+
+
+def _edges_back_with_value_gate(
+    f: Forward, do: Tensor, after: Tensor, grads: dict[str, Tensor]
+) -> IntraGrads:
+    """The same where the columns of the state decay too; also the gradients of v and gv."""
+    gate, v, scores = f.value_gate, f.rows.v, f.intra.scores[0][0]
     assert gate is not None
     seen = do * gate.from_start
     kept = v * gate.to_end
-    dkept = f.intra.to_state[:, :, 0] @ after
-    dtotal = f.met * after if f.intra.total is None else f.met * after * f.intra.total
-    dscores, dv, dgv = gate.backward(
+    dkept = f.intra.to_state[0] @ after
+    dtotal = f.met * after
+    if f.intra.total is not None:
+        dtotal *= f.intra.total[:, :, None]
+    dscores, dv, grads["gv"] = gate.backward(
         scores,
         v,
         do,
-        leave=seen * (f.intra.from_state[:, :, 0] @ f.met),
+        leave=seen * (f.gate.from_state(f.rows.reads[0], 0) @ f.met),
         enter=kept * dkept,
         dtotal=dtotal.sum(1) * gate.total[:, 0],
     )
-    d = IntraGrads(
-        scores=dscores.view(f.intra.scores.shape),
-        from_state=(seen @ f.met.mT).view_as(f.rows.reads),
-        to_state=(kept @ after.mT).view_as(f.rows.writes),
+    grads["v"] = dv.addcmul_(dkept, gate.to_end)
+    return IntraGrads(
+        scores=[[dscores]],
+        from_state=[seen @ f.met.mT],
+        to_state=[kept @ after.mT],
         log_total=_log_total(f, after),
     )
-    return d, dv.addcmul_(dkept, gate.to_end), dgv
 
 
-def _by_term(
-    terms: Terms,
-    f: Forward,
-    inputs: InputGrads,
-    dv: Tensor,
-    dgv: Tensor | None,
-) -> dict[str, Tensor]:
-    grads = {"q": inputs.reads[:, :, 0], "k": inputs.writes[:, :, 0], "v": dv}
-    if f.rows.beta is not None:
-        beta, dread = f.rows.beta[..., None], inputs.reads[:, :, 1]  # of -beta p
-        p = f.rows.writes[:, :, 0] if terms.p is None else f.span.split(terms.p)
-        grads["beta"] = (dv * f.rows.v).sum(-1) - (dread * p).sum(-1)
-        grads["v"] = dv * beta
-        if terms.p is None:
-            grads["k"] = grads["k"].addcmul(dread, beta, value=-1)
-        else:
-            grads["p"] = dread * -beta
+def _by_term(terms: Terms, inputs: InputGrads, grads: dict[str, Tensor]) -> None:
+    grads["q"], grads["k"] = inputs.reads[0], inputs.writes[0]
     if terms.a is not None:
-        grads["a"], grads["b"] = inputs.reads[:, :, 1], inputs.writes[:, :, 1]
+        grads["a"], grads["b"] = inputs.reads[1], inputs.writes[1]
+    elif terms.p is not None:
+        grads["p"] = inputs.reads[1]
+    elif terms.beta is not None:
+        grads["k"] = inputs.writes[0] + inputs.reads[1]
     if terms.g is not None and inputs.g is not None:
         # a scalar gate that had to be spread over the channels is summed again
         grads["g"] = inputs.g.sum(-1) if terms.g.dim() == inputs.g.dim() else inputs.g
-    if dgv is not None:
-        grads["gv"] = dgv
-    return grads
 
 
 def _add_bonus(terms: Terms, f: Forward, do: Tensor, grads: dict[str, Tensor]) -> None:
     """o_i has the term (q_i . (u k_i)) v_i."""
     assert terms.u is not None
-    q, k, v, u = f.rows.reads[:, :, 0], f.rows.writes[:, :, 0], f.rows.v, f.span.by_head(terms.u)
+    q, k, v, u = f.rows.reads[0], f.rows.writes[0], f.rows.v, f.span.by_head(terms.u)
     c = (q * k * u).sum(-1, keepdim=True)
     dc = (do * v).sum(-1, keepdim=True)
     grads["v"] = grads["v"].addcmul(c, do)

@@ -1,6 +1,6 @@
 """Decay inside a chunk: the decayed scores of its tokens and the factors to and from its edges.
 
-With G_i = g_1 + ... + g_i inside a chunk of C tokens, reads r_i and writes w_j,
+With G_i = g_1 + ... + g_i inside a chunk of C tokens, a read r and a write w, both [n, C, K],
 
     scores[i, j] = r_i^T diag(exp(G_i - G_j)) w_j     j <= i ("after"), j < i ("strict")
     scores[i, j] = r_i^T diag(exp(G_{i-1} - G_j)) w_j j < i  ("before": reads the state before D_i)
@@ -12,56 +12,56 @@ Every exponent is a sum of gates between two tokens and computed as such, never 
 larger numbers or a product of exp(G_i) and exp(-G_j): nothing overflows and nothing cancels,
 whatever the gates. Likewise the gradient of g_t is summed over the pairs i >= t > j alone.
 
-Shapes: n chunks; r and w reads and writes a token, so reads [n, C, r, K], writes [n, C, w, K],
-scores [n, C, r, C, w] with zeros where no read reaches a write.
+The three gates have one interface: forward, from_state and backward, over lists of reads and writes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.scan import ChannelScan, Seam, slices
+from slipstream.kernels.linear.eager.scan import (
+    ChannelScan,
+    Seam,
+    halves,
+    slices,
+    squares_of,
+)
 
-KINDS = ("after", "strict", "before")
+Rows = Sequence[Tensor]  # [n, C, K] each
 
 
 class Intra(NamedTuple):
-    """scores [n, C, r, C, w], from_state [n, C, r, K], to_state [n, C, w, K], total [n, K|1, 1]."""
+    """scores[r][w] [n, C, C], zero where r does not reach w; to_state[w] [n, C, K]; total [n, K|1]."""
 
-    scores: Tensor
-    from_state: Tensor
-    to_state: Tensor
+    scores: list[list[Tensor]]
+    to_state: list[Tensor]
     total: Tensor | None
 
 
 class IntraGrads(NamedTuple):
-    """Gradients of the fields of Intra, that of `total` as d/dG_C, [n, K]; scores unmasked."""
+    """Gradients of scores (where they are not zero), from_state and to_state, and d/dG_C [n, K]."""
 
-    scores: Tensor
-    from_state: Tensor
-    to_state: Tensor
+    scores: list[list[Tensor]]
+    from_state: list[Tensor]
+    to_state: list[Tensor]
     log_total: Tensor | None
 
 
 class InputGrads(NamedTuple):
-    reads: Tensor
-    writes: Tensor
+    reads: list[Tensor]
+    writes: list[Tensor]
     g: Tensor | None
 
 
-def _mask(kinds: tuple[str, ...], chunk: int, like: Tensor) -> Tensor:
-    """[C, r, C, 1]: 1 where a read of the kind reaches the write."""
-    lower = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device)
-    masks = [lower.tril() if kind == "after" else lower.tril(-1) for kind in kinds]
-    return torch.stack(masks, dim=1)[..., None]
-
-
-def _products(reads: Tensor, writes: Tensor) -> Tensor:
-    """All r_i^T w_j as [n, C, r, C, w]."""
-    n, C, r, K = reads.shape
-    raw = torch.bmm(reads.view(n, C * r, K), writes.view(n, -1, K).mT)
-    return raw.view(n, C, r, C, writes.shape[2])
+def _products_back(reads: Rows, writes: Rows, d: IntraGrads) -> tuple[list[Tensor], list[Tensor]]:
+    """Adds to the gradients at the edges, in place, those through undecayed scores."""
+    for r, read in enumerate(reads):
+        for w, write in enumerate(writes):
+            d.from_state[r].baddbmm_(d.scores[r][w], write)
+            d.to_state[w].baddbmm_(d.scores[r][w].mT, read)
+    return d.from_state, d.to_state
 
 
 class NoGate:
@@ -70,18 +70,25 @@ class NoGate:
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self.kinds = kinds
 
-    def forward(self, reads: Tensor, writes: Tensor) -> Intra:
-        scores = _products(reads, writes)
-        scores.mul_(_mask(self.kinds, reads.shape[1], reads))
-        return Intra(scores, reads, writes, None)
+    def _mask(self, scores: Tensor, kind: str) -> Tensor:
+        return scores.tril_(0 if kind == "after" else -1)
 
-    def backward(self, reads: Tensor, writes: Tensor, intra: Intra, d: IntraGrads) -> InputGrads:
-        n, C, r, K = reads.shape
-        w = writes.shape[2]
-        raw = d.scores.mul_(_mask(self.kinds, C, reads)).view(n, C * r, C * w)
-        dreads = torch.baddbmm(d.from_state.view(n, C * r, K), raw, writes.view(n, C * w, K))
-        dwrites = torch.baddbmm(d.to_state.view(n, C * w, K), raw.mT, reads.view(n, C * r, K))
-        return InputGrads(dreads.view(reads.shape), dwrites.view(writes.shape), None)
+    def forward(self, reads: Rows, writes: Rows) -> Intra:
+        scores = [
+            [self._mask(read @ write.mT, kind) for write in writes]
+            for read, kind in zip(reads, self.kinds)
+        ]
+        return Intra(scores, list(writes), None)
+
+    def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
+        """What read r reads of the state, from the left times a matrix [n, C, C] if given."""
+        return read if left is None else left @ read
+
+    def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:
+        for kind, row in zip(self.kinds, d.scores):
+            for scores in row:
+                self._mask(scores, kind)
+        return InputGrads(*_products_back(reads, writes, d), None)
 
 
 class ScalarGate:
@@ -94,38 +101,42 @@ class ScalarGate:
         between = (G[:, :, None] - G[:, None, :]).to(g.dtype)
         above = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)
         self.decay = between.masked_fill_(above, -torch.inf).exp_()  # [n, C, C]
-        self.from_start = G.exp().to(g.dtype)[:, :, None, None]
-        self.to_end = (G[:, -1:] - G).exp_().to(g.dtype)[:, :, None, None]
-        self.total = self.from_start[:, -1]  # [n, 1, 1]
+        self.from_start = G.exp().to(g.dtype)[:, :, None]
+        self.to_end = (G[:, -1:] - G).exp_().to(g.dtype)[:, :, None]
+        self.total = self.from_start[:, -1]  # [n, 1]
 
-    def forward(self, reads: Tensor, writes: Tensor) -> Intra:
-        scores = self._decayed(_products(reads, writes))
-        return Intra(scores, reads * self.from_start, writes * self.to_end, self.total)
-
-    def _decayed(self, scores: Tensor) -> Tensor:
-        scores.mul_(self.decay[:, :, None, :, None])
-        for r, kind in enumerate(self.kinds):
-            if kind == "strict":
-                scores[:, :, r].diagonal(dim1=1, dim2=2).zero_()
+    def _decayed(self, scores: Tensor, kind: str) -> Tensor:
+        scores.mul_(self.decay)
+        if kind == "strict":
+            scores.diagonal(dim1=1, dim2=2).zero_()
         return scores
 
-    def backward(self, reads: Tensor, writes: Tensor, intra: Intra, d: IntraGrads) -> InputGrads:
-        n, C, r, K = reads.shape
-        w = writes.shape[2]
+    def forward(self, reads: Rows, writes: Rows) -> Intra:
+        scores = [
+            [self._decayed(read @ write.mT, kind) for write in writes]
+            for read, kind in zip(reads, self.kinds)
+        ]
+        return Intra(scores, [write * self.to_end for write in writes], self.total)
+
+    def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
+        """As NoGate's; a matrix from the left takes the factors, being the smaller of the two."""
+        return read * self.from_start if left is None else (left * self.from_start.mT) @ read
+
+    def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:
+        C = reads[0].shape[1]
         assert d.log_total is not None
         # P[i, j]: what scaling the decay from j to i would do; g_t is in those with i >= t > j.
-        P = (d.scores * intra.scores).sum((2, 4))
-        ones = torch.ones(C, C, dtype=P.dtype, device=P.device)
-        dg = (torch.matmul(ones.triu(), P).mul_(ones.tril(-1))).sum(-1)
-        leave = (d.from_state * intra.from_state).sum((2, 3))  # [n, C] through exp(G_i)
-        enter = (d.to_state * intra.to_state).sum((2, 3))  # [n, C] through exp(G_C - G_j)
-        dg += leave @ ones.tril() + enter @ ones.triu(1) + d.log_total.sum(-1, keepdim=True)
-        raw = self._decayed(d.scores).view(n, C * r, C * w)
-        dreads = d.from_state.mul_(self.from_start).view(n, C * r, K)
-        dwrites = d.to_state.mul_(self.to_end).view(n, C * w, K)
-        dreads.baddbmm_(raw, writes.view(n, C * w, K))
-        dwrites.baddbmm_(raw.mT, reads.view(n, C * r, K))
-        return InputGrads(dreads.view(reads.shape), dwrites.view(writes.shape), dg)
+        P = sum(x * y for dx, xs in zip(d.scores, intra.scores) for x, y in zip(dx, xs))
+        ones = torch.ones(C, C, dtype=self.decay.dtype, device=self.decay.device)
+        dg = torch.matmul(ones.triu(), P).mul_(ones.tril(-1)).sum(-1)
+        dg += d.log_total.sum(-1, keepdim=True)
+        leave = sum((x.mul_(self.from_start) * read).sum(-1) for x, read in zip(d.from_state, reads))
+        enter = sum((x.mul_(self.to_end) * write).sum(-1) for x, write in zip(d.to_state, writes))
+        dg += leave @ ones.tril() + enter @ ones.triu(1)  # i >= t, and j < t
+        for kind, row in zip(self.kinds, d.scores):
+            for scores in row:
+                self._decayed(scores, kind)
+        return InputGrads(*_products_back(reads, writes, d), dg)
 
 
 class ChannelGate:
@@ -139,109 +150,103 @@ class ChannelGate:
 
     def __init__(self, g: Tensor, kinds: tuple[str, ...]) -> None:
         self.g, self.kinds = g, kinds
+        # of the kinds there are
+        self.from_start = {kind == "before": torch.empty_like(g) for kind in kinds}
 
-    def forward(self, reads: Tensor, writes: Tensor) -> Intra:
-        n, C, r, K = reads.shape
-        w = writes.shape[2]
-        scores = reads.new_zeros(n, C, r, C, w)
-        from_state, to_state = torch.empty_like(reads), torch.empty_like(writes)
-        total = reads.new_empty(n, K, 1)
-        for cut in slices(n, C * K * (r + w)):
-            R, W, A = reads[cut], writes[cut], scores[cut]
+    def forward(self, reads: Rows, writes: Rows) -> Intra:
+        n, C, K = self.g.shape
+        scores = [[self.g.new_zeros(n, C, C) for _ in writes] for _ in reads]
+        to_state = [torch.empty_like(write) for write in writes]
+        total = self.g.new_empty(n, K)
+        for cut in slices(n, C * K * (len(reads) + len(writes))):
             scan = ChannelScan(self.g[cut])
             for side, seam in scan.up():
-                later, earlier = self._to_seam(R, W, side, seam)
-                _square(A, side).copy_(_square_of(later, earlier, r, w))
-            for i, kind in enumerate(self.kinds):
-                if kind == "after":  # a token reads its own write undecayed
-                    own = (R[:, :, i : i + 1] * W).sum(-1)  # [n, C, w]
-                    A[:, :, i].diagonal(dim1=1, dim2=2).copy_(own.mT)
-                torch.mul(R[:, :, i], self._read(scan, kind), out=from_state[cut, :, i])
-            torch.mul(W, scan.to_end()[:, :, None], out=to_state[cut])
-            total[cut] = scan.total().exp()[:, :, None]
-        return Intra(scores, from_state, to_state, total)
+                later = self._later(reads, cut, side, seam)
+                earlier = [halves(write[cut], side)[:, :, 0] * seam.rest for write in writes]
+                for r, row in enumerate(scores):
+                    for w, square in enumerate(row):
+                        squares_of(square[cut], side).copy_(later[r] @ earlier[w].mT)
+            for before, factor in self.from_start.items():
+                factor[cut] = scan.from_start_before() if before else scan.from_start()
+            for w, write in enumerate(writes):
+                torch.mul(write[cut], scan.to_end(), out=to_state[w][cut])
+            total[cut] = scan.total().exp()
+        for r, kind in enumerate(self.kinds):
+            if kind == "after":  # a token reads its own write undecayed
+                for w, write in enumerate(writes):
+                    own = (reads[r] * write).sum(-1)
+                    scores[r][w].diagonal(dim1=1, dim2=2).copy_(own)
+        return Intra(scores, to_state, total)
 
-    @staticmethod
-    def _read(scan: ChannelScan, kind: str) -> Tensor:
-        return scan.from_start_before() if kind == "before" else scan.from_start()
+    def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
+        """As NoGate's."""
+        out = read * self.from_start[self.kinds[r] == "before"]
+        return out if left is None else left @ out
 
-    def _to_seam(self, R: Tensor, W: Tensor, side: int, seam: Seam):
-        """The later halves' reads and the earlier halves' writes, decayed to the seam between."""
-        later = _halves(R, side)[:, :, 1]  # [n, m, s, r, K]
-        if all(kind == "before" for kind in self.kinds):
-            later = later * seam.before[:, :, :, None]
-        elif "before" not in self.kinds:
-            later = later * seam.after[:, :, :, None]
-        else:
-            factors = [seam.before if kind == "before" else seam.after for kind in self.kinds]
-            later = later * torch.stack(factors, dim=3)
-        return later, _halves(W, side)[:, :, 0] * seam.rest[:, :, :, None]
+    def _later(self, reads: Rows, cut: slice, side: int, seam: Seam) -> list[Tensor]:
+        """The reads of the later halves, decayed from the seam, [n, m, side, K] each."""
+        return [
+            halves(read[cut], side)[:, :, 1] * (seam.before if kind == "before" else seam.after)
+            for read, kind in zip(reads, self.kinds)
+        ]
 
-    def backward(self, reads: Tensor, writes: Tensor, intra: Intra, d: IntraGrads) -> InputGrads:
-        dreads, dwrites, dg = (torch.empty_like(x) for x in (reads, writes, self.g))
+    def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:
+        n, C, K = self.g.shape
+        dg = torch.empty_like(self.g)
+        for cut in slices(n, 4 * C * K * (len(reads) + len(writes))):
+            self._backward(cut, reads, writes, d, dg)
+        for r, kind in enumerate(self.kinds):
+            if kind == "after":
+                for w, write in enumerate(writes):
+                    own = d.scores[r][w].diagonal(dim1=1, dim2=2)[..., None]
+                    d.from_state[r].addcmul_(own, write)
+                    d.to_state[w].addcmul_(own, reads[r])
+        return InputGrads(d.from_state, d.to_state, dg)
+
+    def _backward(
+        self, cut: slice, reads: Rows, writes: Rows, d: IntraGrads, dg: Tensor
+    ) -> None:
+        """A slice of chunks, but for the diagonals; d.from_state and to_state become the result."""
         assert d.log_total is not None
-        C, r, K = reads.shape[1:]
-        for cut in slices(reads.shape[0], 4 * C * K * (r + writes.shape[2])):
-            part = IntraGrads(*(x[cut] for x in d if x is not None))
-            out = self._backward(self.g[cut], reads[cut], writes[cut], part)
-            dreads[cut], dwrites[cut], dg[cut] = out
-        return InputGrads(dreads, dwrites, dg)
-
-    def _backward(self, g: Tensor, R: Tensor, W: Tensor, d: IntraGrads):
-        scan = ChannelScan(g)
+        scan = ChannelScan(self.g[cut])
         seams = list(scan.up())
-        dR = torch.empty_like(R)
-        for i, kind in enumerate(self.kinds):
-            torch.mul(d.from_state[:, :, i], self._read(scan, kind), out=dR[:, :, i])
-        dW = d.to_state * scan.to_end()[:, :, None]
-        scan.start_down(d.log_total)
-        scan.leave(*self._by_kind(R * dR), (W * dW).sum(2))
+        for x, kind in zip(d.from_state, self.kinds):
+            x[cut] *= self.from_start[kind == "before"][cut]
+        for x in d.to_state:
+            x[cut] *= scan.to_end()
+        scan.start_down(d.log_total[cut])
+        leaving = [read[cut] * x[cut] for read, x in zip(reads, d.from_state)]
+        entering = [write[cut] * x[cut] for write, x in zip(writes, d.to_state)]
+        scan.leave(*self._by_kind(leaving), _sum(entering))
         for side, seam in reversed(seams):
             scan.split(side)
-            later, earlier = self._to_seam(R, W, side, seam)
-            square = _square(d.scores, side).permute(0, 5, 1, 2, 3, 4)  # [n, m, s, r, s, w]
-            square = square.reshape(-1, side * R.shape[2], side * W.shape[2])
-            K = g.shape[-1]
-            dlater = torch.bmm(square, earlier.view(-1, side * W.shape[2], K)).view(later.shape)
-            dearlier = torch.bmm(square.mT, later.view(-1, side * R.shape[2], K)).view(
-                earlier.shape
-            )
-            later.mul_(dlater)  # r_i . dr_i: the gradient of the exponent
-            earlier.mul_(dearlier)
-            scan.leave_seam(side, *self._by_kind(later), earlier.sum(3))
-            for i, kind in enumerate(self.kinds):
-                dlater[:, :, :, i].mul_(seam.before if kind == "before" else seam.after)
-            _halves(dR, side)[:, :, 1] += dlater
-            _halves(dW, side)[:, :, 0] += dearlier.mul_(seam.rest[:, :, :, None])
-        for i, kind in enumerate(self.kinds):
-            if kind == "after":
-                own = d.scores[:, :, i].diagonal(dim1=1, dim2=2).mT  # [n, C, w]
-                dR[:, :, i] += (own[..., None] * W).sum(2)
-                dW += own[..., None] * R[:, :, i : i + 1]
-        return dR, dW, scan.gradient()
+            later = self._later(reads, cut, side, seam)
+            earlier = [halves(write[cut], side)[:, :, 0] * seam.rest for write in writes]
+            squares = [[squares_of(x[cut], side).contiguous() for x in row] for row in d.scores]
+            dlater = [_sum([s @ e for s, e in zip(row, earlier)]) for row in squares]
+            dearlier = [
+                _sum([row[w].mT @ x for row, x in zip(squares, later)]) for w in range(len(writes))
+            ]
+            for x, dx in zip((*later, *earlier), (*dlater, *dearlier)):
+                x.mul_(dx)  # r_i . dr_i: the gradient of the exponent
+            scan.leave_seam(side, *self._by_kind(later), _sum(earlier))
+            for x, dx, kind in zip(d.from_state, dlater, self.kinds):
+                factor = seam.before if kind == "before" else seam.after
+                halves(x[cut], side)[:, :, 1].addcmul_(dx, factor)
+            for x, dx in zip(d.to_state, dearlier):
+                halves(x[cut], side)[:, :, 0].addcmul_(dx, seam.rest)
+        dg[cut] = scan.gradient()
 
-    def _by_kind(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """x [..., r, K] summed over the reads after the decay, and over those before it."""
-        after = [x[..., i, :] for i, kind in enumerate(self.kinds) if kind != "before"]
-        before = [x[..., i, :] for i, kind in enumerate(self.kinds) if kind == "before"]
-        return tuple(torch.stack(xs).sum(0) if xs else None for xs in (after, before))  # type: ignore
+    def _by_kind(self, rows: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Summed over the reads after the decay, and over those before it."""
+        after = [x for x, kind in zip(rows, self.kinds) if kind != "before"]
+        before = [x for x, kind in zip(rows, self.kinds) if kind == "before"]
+        return _sum(after) if after else None, _sum(before) if before else None
 
 
-def _halves(x: Tensor, side: int) -> Tensor:
-    """[n, C, ...] as [n, m, 2, side, ...]: m blocks of an earlier and a later half."""
-    return x.view(x.shape[0], -1, 2, side, *x.shape[2:])
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0]
+    for x in tensors[1:]:
+        total = total + x
+    return total
 
-
-def _square(scores: Tensor, side: int) -> Tensor:
-    """The squares of one side in scores [n, C, r, C, w], as a view [n, s, r, s, w, m]."""
-    n, C, r, _, w = scores.shape
-    m = C // (2 * side)
-    blocks = scores.view(n, m, 2, side, r, m, 2, side, w)[:, :, 1, :, :, :, 0]
-    return blocks.diagonal(dim1=1, dim2=4)
-
-
-def _square_of(later: Tensor, earlier: Tensor, r: int, w: int) -> Tensor:
-    """later [n, m, s, r, K], earlier [n, m, s, w, K] to the layout of _square."""
-    n, m, side, _, K = later.shape
-    out = torch.bmm(later.view(n * m, side * r, K), earlier.view(n * m, side * w, K).mT)
-    return out.view(n, m, side, r, side, w).permute(0, 2, 3, 4, 5, 1)

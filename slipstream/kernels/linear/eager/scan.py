@@ -27,6 +27,19 @@ def slices(chunks: int, elements_each: int) -> Iterator[slice]:
         yield slice(start, min(start + step, chunks))
 
 
+def halves(x: Tensor, side: int) -> Tensor:
+    """[n, C, ...] as [n, m, 2, side, ...]: m blocks of an earlier and a later half."""
+    return x.view(x.shape[0], -1, 2, side, *x.shape[2:])
+
+
+def squares_of(scores: Tensor, side: int) -> Tensor:
+    """Scores [n, C, C] of later halves against earlier ones, as a view [n, m, side, side]."""
+    n, C, _ = scores.shape
+    m = C // (2 * side)
+    blocks = scores.view(n, m, 2, side, m, 2, side)[:, :, 1, :, :, 0]
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
 class Seam(NamedTuple):
     """Factors between the halves of each block, [n, m, side, K].
 
@@ -45,16 +58,13 @@ class ChannelScan:
         self.g, self.sums = g, g  # sums: total of each block, [n, blocks, K]
         self.before, self.rest = torch.zeros_like(g), torch.zeros_like(g)
 
-    def _halves(self, x: Tensor, side: int) -> Tensor:
-        return x.view(x.shape[0], -1, 2, side, self.width)
-
     def up(self) -> Iterator[tuple[int, Seam]]:
         """Sides 1, 2, ..., C/2, each with the factors of its seams."""
         side = 1
         while side < self.chunk:
-            before = self._halves(self.before, side)[:, :, 1]
-            rest = self._halves(self.rest, side)[:, :, 0]
-            after = before + self._halves(self.g, side)[:, :, 1]
+            before = halves(self.before, side)[:, :, 1]
+            rest = halves(self.rest, side)[:, :, 0]
+            after = before + halves(self.g, side)[:, :, 1]
             yield side, Seam(after.exp_(), before.exp(), rest.exp())
             sums = self.sums.view(self.sums.shape[0], -1, 2, self.width)
             before += sums[:, :, 0, None]
@@ -89,8 +99,8 @@ class ChannelScan:
         self, side: int, after: Tensor | None, before: Tensor | None, rest: Tensor
     ) -> None:
         """The same for the factors of a Seam."""
-        later = (self._halves(x, side)[:, :, 1] for x in (self.dbefore, self.dg))
-        self._leave(*later, self._halves(self.drest, side)[:, :, 0], after, before, rest)
+        later = (halves(x, side)[:, :, 1] for x in (self.dbefore, self.dg))
+        self._leave(*later, halves(self.drest, side)[:, :, 0], after, before, rest)
 
     @staticmethod
     def _leave(
@@ -110,8 +120,8 @@ class ChannelScan:
 
     def split(self, side: int) -> None:
         """From blocks of 2 * side to blocks of side."""
-        earlier = self.dsums + self._halves(self.dbefore, side)[:, :, 1].sum(2)
-        later = self.dsums + self._halves(self.drest, side)[:, :, 0].sum(2)
+        earlier = self.dsums + halves(self.dbefore, side)[:, :, 1].sum(2)
+        later = self.dsums + halves(self.drest, side)[:, :, 0].sum(2)
         self.dsums = torch.stack([earlier, later], dim=2).flatten(1, 2)
 
     def gradient(self) -> Tensor:

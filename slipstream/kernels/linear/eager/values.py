@@ -9,7 +9,7 @@ applied to. Only the additive transition has it in chunks.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.scan import ChannelScan, Seam, slices
+from slipstream.kernels.linear.eager.scan import ChannelScan, Seam, halves, slices, squares_of
 
 
 class ValueGate:
@@ -34,9 +34,9 @@ class ValueGate:
         o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * v
         for cut in self._slices():
             for side, seam in ChannelScan(self.gv[cut]).up():
-                squares = _squares(scores[cut], side)  # [n, m, s, s]
-                earlier = _half(v[cut], side, 0) * seam.rest
-                _half(o[cut], side, 1).add_((squares @ earlier) * seam.after)
+                squares = squares_of(scores[cut], side)  # [n, m, s, s]
+                earlier = halves(v[cut], side)[:, :, 0] * seam.rest
+                halves(o[cut], side)[:, :, 1].add_((squares @ earlier) * seam.after)
         return o
 
     def backward(
@@ -75,24 +75,11 @@ class ValueGate:
         dscores: Tensor,
         dv: Tensor,
     ) -> None:
-        earlier = _half(v, side, 0) * seam.rest  # [n, m, s, V]
-        later = _half(do, side, 1) * seam.after
-        squares = _squares(scores, side)
+        earlier = halves(v, side)[:, :, 0] * seam.rest  # [n, m, s, V]
+        later = halves(do, side)[:, :, 1] * seam.after
+        squares = squares_of(scores, side)
         out = squares @ earlier
         dearlier = squares.mT @ later
         scan.leave_seam(side, later * out, None, earlier * dearlier)
-        _squares(dscores, side).copy_(later @ earlier.mT)
-        _half(dv, side, 0).add_(dearlier.mul_(seam.rest))
-
-
-def _half(x: Tensor, side: int, which: int) -> Tensor:
-    """Earlier (0) or later (1) halves of the blocks of 2 * side tokens, [n, m, side, V]."""
-    return x.view(x.shape[0], -1, 2, side, x.shape[-1])[:, :, which]
-
-
-def _squares(scores: Tensor, side: int) -> Tensor:
-    """Scores of later halves against earlier ones, as a view [n, m, side, side]."""
-    n, C, _ = scores.shape
-    m = C // (2 * side)
-    blocks = scores.view(n, m, 2, side, m, 2, side)[:, :, 1, :, :, 0]
-    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+        squares_of(dscores, side).copy_(later @ earlier.mT)
+        halves(dv, side)[:, :, 0].add_(dearlier.mul_(seam.rest))

@@ -1,0 +1,86 @@
+"""Tiles of the walk by architecture, widths and dtype: a table, and what a device can hold.
+
+C tokens a chunk, BX columns of the state a program; the state has BD = next power of two of D rows.
+Shared memory is what the compiler reports for the tile (tests/kernels/linear/
+test_triton_compiles.py checks each row against SHARED_LIMIT).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    C: int
+    BX: int
+    warps: int
+    stages: int
+
+
+# bytes of shared memory one program may use
+SHARED_LIMIT = {
+    "sm_70": 96 * 1024,
+    "sm_75": 64 * 1024,
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_90": 227 * 1024,
+}
+# Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
+NARROWEST = {"sm_90": 64}
+# Chunks from one anchor of the gate's gradient to the next (walk.py): an anchor costs as much to
+# write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
+SPAN = 16
+
+# (family, bytes an element, BD) -> Tile; BX is cut to the width there is
+TILES = {
+    ("sm_70", 2, 64): Tile(32, 32, 4, 1),
+    ("sm_70", 2, 128): Tile(32, 32, 4, 1),
+    ("sm_70", 2, 256): Tile(16, 16, 4, 1),
+    ("sm_70", 4, 64): Tile(32, 32, 4, 1),
+    ("sm_70", 4, 128): Tile(16, 32, 4, 1),
+    ("sm_70", 4, 256): Tile(16, 16, 4, 1),
+    ("sm_80", 2, 64): Tile(64, 64, 4, 3),
+    ("sm_80", 2, 128): Tile(64, 64, 4, 2),
+    ("sm_80", 2, 256): Tile(64, 32, 4, 2),
+    ("sm_80", 4, 64): Tile(32, 64, 4, 2),
+    ("sm_80", 4, 128): Tile(32, 32, 4, 2),
+    ("sm_80", 4, 256): Tile(32, 32, 4, 1),
+    ("sm_86", 2, 64): Tile(64, 64, 4, 2),
+    ("sm_86", 2, 128): Tile(32, 64, 4, 2),
+    ("sm_86", 2, 256): Tile(32, 32, 4, 2),
+    ("sm_86", 4, 64): Tile(32, 32, 4, 2),
+    ("sm_86", 4, 128): Tile(32, 32, 4, 1),
+    ("sm_86", 4, 256): Tile(16, 32, 4, 1),
+    ("sm_90", 2, 64): Tile(64, 64, 4, 3),
+    ("sm_90", 2, 128): Tile(64, 128, 4, 3),
+    ("sm_90", 2, 256): Tile(64, 64, 4, 2),
+    ("sm_90", 4, 64): Tile(64, 64, 4, 2),
+    ("sm_90", 4, 128): Tile(64, 64, 4, 1),
+    ("sm_90", 4, 256): Tile(64, 64, 8, 1),
+    ("interpreter", 2, 64): Tile(16, 32, 4, 1),
+    ("interpreter", 4, 64): Tile(16, 16, 4, 1),
+}
+
+
+def family(capability: tuple[int, int]) -> str:
+    """The row of the tables for a device: sm_86 stands for all with 99 KB of shared memory."""
+    if capability[0] < 8:
+        return "sm_75" if capability == (7, 5) else "sm_70"
+    if capability == (8, 0):
+        return "sm_80"
+    if capability[0] in (9, 10, 11):
+        return "sm_90"
+    return "sm_86"
+
+
+def power_of_two(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def choose(family: str, D: int, X: int, bytes_each: int) -> tuple[Tile, int]:
+    """The tile and BD for a walk with a state of D x X."""
+    narrowest = NARROWEST.get(family, 16)
+    BD = max(narrowest, power_of_two(D))
+    row = "sm_70" if family == "sm_75" else family
+    tile = TILES.get((row, bytes_each, max(64, BD))) or TILES[(row, bytes_each, 64)]
+    BX = min(tile.BX, max(narrowest, power_of_two(X)))
+    return Tile(tile.C, BX, tile.warps, tile.stages), BD

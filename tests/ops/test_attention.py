@@ -1,0 +1,68 @@
+"""Softmax attention: packed equals separate, caches, windows, and what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.attention import attention
+
+
+def qkv(B: int = 1, T: int = 20, S: int | None = None) -> tuple[torch.Tensor, ...]:
+    S = T if S is None else S
+    return torch.randn(B, T, 4, 8), torch.randn(B, S, 2, 8), torch.randn(B, S, 2, 8)
+
+
+def test_attention_matches_torch() -> None:
+    q, k, v = qkv(2)
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    want = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v), want.transpose(1, 2))
+
+
+def test_attention_packed_equals_separate_in_both_ways() -> None:
+    q, k, v = qkv()
+    offsets = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+    want = torch.cat([attention(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in ((0, 7), (7, 20))], 1)
+    torch.testing.assert_close(attention(q, k, v, cu_seqlens=offsets), want)
+
+
+def test_attention_decodes_from_a_cache_of_uneven_lengths() -> None:
+    q, k, v = qkv(2, 1, 9)
+    lengths = torch.tensor([4, 9])
+    got = attention(q, k, v, key_lengths=lengths)
+    for n, length in enumerate((4, 9)):
+        want = attention(q[n : n + 1], k[n : n + 1, :length], v[n : n + 1, :length])
+        torch.testing.assert_close(got[n : n + 1], want)
+
+
+def test_attention_window_of_one_is_the_value_itself() -> None:
+    q, k, v = qkv()
+    got = attention(q, k, v, window_size=1)
+    torch.testing.assert_close(got, v.repeat_interleave(2, dim=2))
+    torch.testing.assert_close(attention(q, k, v, window_size=(-1, -1)), attention(q, k, v))
+
+
+def test_attention_gives_zero_where_a_query_sees_nothing() -> None:
+    q, k, v = qkv(1, 5, 3)
+    q.requires_grad_()
+    o = attention(q, k, v)
+    assert torch.equal(o[:, :2], torch.zeros(1, 2, 4, 8))
+    (grad,) = torch.autograd.grad(o.sum(), q)
+    assert grad.isfinite().all()
+
+
+def test_attention_rejects_faults_by_name() -> None:
+    q, k, v = qkv()
+    for call, error, word in [
+        (lambda: attention(q[0], k, v), ValueError, "q: want 4 dimensions"),
+        (lambda: attention(q, k[..., :7], v), ValueError, "k: want shape"),
+        (lambda: attention(q, k, v[:, :9]), ValueError, "v: want shape"),
+        (lambda: attention(q[:, :, :3], k, v), ValueError, "heads of q"),
+        (lambda: attention(q, k.double(), v), TypeError, "k: want torch.float32"),
+        (lambda: attention(q, k, v, window_size=0), ValueError, "window_size"),
+        (lambda: attention(q, k, v, cu_seqlens=torch.tensor([0, 9])), ValueError, "cu_seqlens"),
+        (lambda: attention(q, k, v, key_lengths=torch.ones(2).long()), ValueError, "key_lengths"),
+        (lambda: attention(q, k, v, key_lengths=torch.ones(1)), TypeError, "key_lengths"),
+    ]:
+        with pytest.raises(error, match=word):
+            call()

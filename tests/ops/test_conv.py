@@ -1,0 +1,98 @@
+"""The short convolution beside torch's, across calls, across sequences, and what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.conv import short_convolution, short_convolution_update
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_short_convolution_matches_conv1d(width: int) -> None:
+    x, weight, bias = torch.randn(2, 70, 6), torch.randn(6, width), torch.randn(6)
+    want = F.conv1d(F.pad(x.mT, (width - 1, 0)), weight[:, None], bias, groups=6).mT
+    torch.testing.assert_close(short_convolution(x, weight, bias)[0], want)
+    want = F.silu(want) + x
+    got, state = short_convolution(x, weight, bias, activation="silu", residual=x)
+    assert state is None
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 9])
+def test_short_convolution_split_equals_whole(cut: int) -> None:
+    x, weight = torch.randn(2, 9, 6), torch.randn(6, 4)
+    whole, end = short_convolution(x, weight, output_final_state=True)
+    first, state = short_convolution(x[:, :cut], weight, output_final_state=True)
+    second, last = short_convolution(
+        x[:, cut:], weight, initial_state=state, output_final_state=True
+    )
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    assert last is not None
+    assert torch.equal(last, end)
+
+
+def test_short_convolution_update_continues_a_sequence_in_place() -> None:
+    x, weight, bias = torch.randn(2, 9, 6), torch.randn(6, 4), torch.randn(6)
+    whole, end = short_convolution(x, weight, bias, activation="silu", output_final_state=True)
+    _, state = short_convolution(x[:, :5], weight, output_final_state=True)
+    assert state is not None
+    for t in range(5, 9):
+        token = x[:, t] if t % 2 else x[:, t : t + 1]
+        y = short_convolution_update(token, state, weight, bias, activation="silu")
+        assert y.shape == token.shape
+        torch.testing.assert_close(y.view(2, 6), whole[:, t])
+    assert torch.equal(state, end)
+
+
+def test_short_convolution_keeps_packed_neighbours_apart() -> None:
+    x, weight = torch.randn(1, 20, 6), torch.randn(6, 4)
+    offsets = torch.tensor([0, 7, 12, 20])
+    x[:, 7:12] = torch.nan
+    x.requires_grad_()
+    y, state = short_convolution(x, weight, cu_seqlens=offsets, output_final_state=True)
+    assert state is not None
+    assert y[:, :7].isfinite().all()
+    assert y[:, 12:].isfinite().all()
+    assert state[[0, 2]].isfinite().all()
+    dy = torch.zeros_like(y)
+    dy[:, 7:12] = torch.nan
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert dx[:, :7].isfinite().all()
+    assert dx[:, 12:].isfinite().all()
+
+
+def test_short_convolution_ignores_autocast() -> None:
+    x, weight = torch.randn(1, 20, 6), torch.randn(6, 4)
+    want = short_convolution(x, weight)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(short_convolution(x, weight)[0], want)
+
+
+def test_short_convolution_rejects_faults_by_name() -> None:
+    x, weight = torch.randn(2, 9, 6), torch.randn(6, 4)
+    offsets = torch.tensor([0, 9])
+    for call, error, word in [
+        (lambda: short_convolution(x[0], weight), ValueError, "x: want 3 dimensions"),
+        (lambda: short_convolution(x, weight[:5]), ValueError, r"weight: want shape \(6, 4\)"),
+        (lambda: short_convolution(x, weight, activation="relu"), ValueError, "activation"),
+        (lambda: short_convolution(x, weight, cu_seqlens=offsets), ValueError, "batch size 1"),
+        (
+            lambda: short_convolution(x[:1], weight, cu_seqlens=torch.tensor([0, 8])),
+            ValueError,
+            "cu_seqlens: want offsets from 0 to the 9 tokens",
+        ),
+        (
+            lambda: short_convolution(x, weight, initial_state=torch.zeros(2, 6, 3)),
+            ValueError,
+            "initial_state",
+        ),
+        (lambda: short_convolution(x, weight.long()), TypeError, "weight"),
+        (lambda: short_convolution_update(x, torch.zeros(2, 6, 4), weight), ValueError, "x: want"),
+        (
+            lambda: short_convolution_update(x[:, 0], torch.zeros(1, 6, 4), weight),
+            ValueError,
+            "state: want shape",
+        ),
+    ]:
+        with pytest.raises(error, match=word):
+            call()

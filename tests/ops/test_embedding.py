@@ -1,0 +1,47 @@
+"""The embedding and its guard."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.pointwise.embedding import _EMBEDDING
+from slipstream.ops.embedding import embedding
+
+
+def test_embedding_matches_torch() -> None:
+    ids, weight = torch.randint(0, 9, (2, 30)), torch.randn(9, 5, requires_grad=True)
+    y, want = embedding(ids, weight), F.embedding(ids, weight)
+    assert torch.equal(y, want)
+    dy = torch.randn_like(y)
+    (grad,) = torch.autograd.grad(y, weight, dy)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, weight, dy)[0])
+
+
+@pytest.mark.parametrize("bad", [-1, 32000, 50300])
+def test_embedding_rejects_an_id_outside_the_vocabulary(bad: int) -> None:
+    ids = torch.zeros(2, 20, dtype=torch.int64)
+    ids[0, 17] = bad
+    word = rf"input_ids: id {bad} at position \(0, 17\) is outside the vocabulary of 32000"
+    with pytest.raises(ValueError, match=word):
+        embedding(ids, torch.zeros(32000, 1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_embedding_rejects_an_id_outside_the_vocabulary_when_compiled() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(embedding, fullgraph=True, dynamic=True, backend="aot_eager")
+    weight = torch.randn(5, 3)
+    assert torch.equal(compiled(torch.tensor([4]), weight), weight[4:])
+    with pytest.raises(ValueError, match="id 5 at position"):
+        compiled(torch.tensor([5]), weight)
+
+
+def test_embedding_passes_opcheck() -> None:
+    torch.library.opcheck(_EMBEDDING, (torch.randint(0, 9, (2, 3)), torch.randn(9, 5)))
+
+
+def test_embedding_rejects_wrong_dtypes() -> None:
+    with pytest.raises(TypeError, match="input_ids: want int32 or int64"):
+        embedding(torch.zeros(3), torch.zeros(4, 2))
+    with pytest.raises(TypeError, match="weight: want a floating dtype"):
+        embedding(torch.zeros(3, dtype=torch.int32), torch.zeros(4, 2).long())

@@ -1,0 +1,117 @@
+"""The losses beside torch's, what they hold in memory, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.loss import eager, op
+from slipstream.ops.loss import cross_entropy, linear_cross_entropy
+
+OPTIONS: list[dict[str, Any]] = [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_losses_match_torch(options: dict[str, Any]) -> None:
+    hidden, weight = torch.randn(2, 50, 8), torch.randn(30, 8)
+    target = torch.randint(0, 30, (2, 50))
+    target[0, :9] = -100
+    logits = hidden @ weight.t()
+    want = F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
+    torch.testing.assert_close(cross_entropy(logits, target, **options), want)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, **options), want)
+
+
+def test_linear_cross_entropy_does_not_depend_on_its_chunks(monkeypatch: Any) -> None:
+    hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    target = torch.randint(0, 30, (50,))
+
+    def run() -> list[torch.Tensor]:
+        loss = linear_cross_entropy(hidden, weight, target)
+        return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+    whole = run()
+    monkeypatch.setitem(eager.CHUNK_ELEMENTS, "cpu", 7 * 30)
+    for x, y in zip(run(), whole, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_of_ignored_rows_are_zero_whatever_they_hold(reduction: str) -> None:
+    hidden = torch.full((3, 4), torch.inf, requires_grad=True)
+    target = torch.full((3,), 7)
+    weight = torch.randn(9, 4)
+    for loss in (
+        linear_cross_entropy(hidden, weight, target, ignore_index=7, reduction=reduction),
+        cross_entropy(hidden, target, ignore_index=7, reduction=reduction),
+    ):
+        assert torch.equal(loss, torch.zeros_like(loss))
+    loss = cross_entropy(hidden, target, ignore_index=7)
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_cross_entropy_takes_logits_of_minus_infinity() -> None:
+    logits = torch.randn(4, 6)
+    logits[:, 0] = -torch.inf
+    logits.requires_grad_()
+    loss = cross_entropy(logits, torch.tensor([1, 2, 3, 4]), z_loss=0.1)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+
+
+def test_linear_cross_entropy_makes_no_gradients_that_nobody_wants(monkeypatch: Any) -> None:
+    wanted = []
+    original = eager.linear_rows
+
+    def spy(*args: Any) -> Any:
+        wanted.append(args[-1])
+        return original(*args)
+
+    monkeypatch.setattr(eager, "linear_rows", spy)
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4)
+    target = torch.randint(0, 6, (5,))
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, target)
+    linear_cross_entropy(hidden.detach(), weight, target)
+    linear_cross_entropy(hidden, weight, target)
+    assert wanted == [False, False, True]
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_linear_cross_entropy_passes_opcheck(grads: bool) -> None:
+    hidden, weight, bias = torch.randn(5, 4), torch.randn(6, 4), torch.randn(6)
+    target = torch.tensor([0, 5, -100, 2, 3])
+    torch.library.opcheck(
+        op._LINEAR, (hidden, weight, bias, target, None, -100, 0.1, 5.0, 0.01, 1.0, grads)
+    )
+
+
+def test_losses_reject_faults_by_name() -> None:
+    hidden, weight, target = torch.randn(5, 4), torch.randn(6, 4), torch.randint(0, 6, (5,))
+    logits, outside = hidden @ weight.t(), target.clone()
+    outside[3] = 6
+    for call, error, word in [
+        (lambda: cross_entropy(logits, outside), ValueError, r"target: id 6 at position \(3,\)"),
+        (
+            lambda: linear_cross_entropy(hidden, weight, outside),
+            ValueError,
+            "target: id 6 .* vocabulary of 6",
+        ),
+        (lambda: cross_entropy(logits, target[:4]), ValueError, "target: want shape"),
+        (lambda: cross_entropy(logits, target.int()), TypeError, "target"),
+        (lambda: cross_entropy(logits, target, reduction="max"), ValueError, "reduction"),
+        (lambda: cross_entropy(logits, target, label_smoothing=2), ValueError, "label_smoothing"),
+        (lambda: cross_entropy(logits, target, softcap=0.0), ValueError, "softcap"),
+        (lambda: linear_cross_entropy(hidden, weight[:, :3], target), ValueError, "weight"),
+        (lambda: linear_cross_entropy(hidden, weight.double(), target), TypeError, "weight"),
+        (
+            lambda: linear_cross_entropy(hidden, weight, target, torch.zeros(5)),
+            ValueError,
+            "bias: want shape",
+        ),
+    ]:
+        with pytest.raises(error, match=word):
+            call()

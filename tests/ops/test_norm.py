@@ -1,0 +1,62 @@
+"""The norms beside torch's own, and what they refuse."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
+
+
+@pytest.mark.parametrize("size", [1, 30, 257])
+def test_norms_match_torch(size: int) -> None:
+    x, weight, bias = torch.randn(3, 4, size), torch.randn(size), torch.randn(size)
+    torch.testing.assert_close(rms_norm(x, weight), F.rms_norm(x, (size,), weight, 1e-5))
+    torch.testing.assert_close(layer_norm(x, weight, bias), F.layer_norm(x, (size,), weight, bias))
+    torch.testing.assert_close(l2_norm(x, eps=0.0), F.normalize(x, dim=-1))
+
+
+def test_group_norm_matches_torch() -> None:
+    x, weight, bias = torch.randn(5, 12), torch.randn(12), torch.randn(12)
+    want = F.group_norm(x, 3, weight, bias)
+    torch.testing.assert_close(group_norm(x, 3, weight, bias), want)
+
+
+def test_l2_norm_of_zero_is_zero_with_a_finite_gradient() -> None:
+    x = torch.zeros(2, 4, requires_grad=True)
+    y = l2_norm(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2, 4))
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_rms_norm_residual_in_fp32_keeps_what_bfloat16_drops() -> None:
+    x = torch.full((1, 8), 2.0**-9, dtype=torch.bfloat16)
+    residual = torch.ones(1, 8, dtype=torch.bfloat16)
+    y, h = rms_norm(x, residual=residual, prenorm=True, residual_in_fp32=True)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(h, torch.full((1, 8), 1 + 2.0**-9))
+
+
+def test_rms_norm_takes_weights_of_another_dtype() -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.rand(8)
+    y = rms_norm(x, weight)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, rms_norm(x.float(), weight).bfloat16())
+
+
+def test_norms_reject_faults_by_name() -> None:
+    x = torch.randn(2, 6)
+    for call, error, word in [
+        (lambda: rms_norm(x, torch.ones(5)), ValueError, r"weight: want shape \(6,\), got \(5,\)"),
+        (lambda: layer_norm(x, bias=torch.ones(1)), ValueError, "bias"),
+        (lambda: rms_norm(x, residual=torch.randn(2, 5)), ValueError, "residual"),
+        (lambda: rms_norm(x.long()), TypeError, "x: want a floating dtype"),
+        (lambda: rms_norm(torch.tensor(1.0)), ValueError, "scalar"),
+        (lambda: group_norm(x, 4), ValueError, "num_groups = 4"),
+        (lambda: rms_norm_gated(x, torch.randn(6)), ValueError, "gate"),
+        (lambda: rms_norm_gated(x, x, activation="tanh"), ValueError, "activation"),
+        (lambda: rms_norm_gated(x, x, group_size=4), ValueError, "group_size"),
+    ]:
+        with pytest.raises(error, match=word):
+            call()

@@ -1,0 +1,685 @@
+"""Each operator against the recurrence of its paper, written out here without Terms.
+
+Float64, token by token, states [B, HV, K, V]; the transitions are matrices, as papers have them.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream import ops
+
+B, T, H, HV, K, V, M = 2, 37, 2, 4, 5, 3, 6
+Trace = Iterator[tuple[Tensor, Tensor]]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def unit(*shape: int) -> Tensor:
+    return F.normalize(randn(*shape), dim=-1)
+
+
+def log_decay(*shape: int) -> Tensor:
+    return F.logsigmoid(randn(*shape) + 1)
+
+
+def grouped(*tensors: Tensor) -> list[Tensor]:
+    """Heads of q, k repeated for the value heads that read them."""
+    return [x.repeat_interleave(HV // H, dim=2) for x in tensors]
+
+
+def outer(k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhk,bhv->bhkv", k, v)
+
+
+def read(S: Tensor, q: Tensor) -> Tensor:
+    return torch.einsum("bhkv,bhk->bhv", S, q)
+
+
+def eye() -> Tensor:
+    return torch.eye(K, dtype=torch.float64)
+
+
+# The recurrences: generators of (output / scale, state) for each token.
+
+
+def additive(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, S: Tensor) -> Trace:
+    """rows [B, T, HV, K] and columns [B, T, HV, V]: the factors on those of the state."""
+    q, k = grouped(q, k)
+    for t in range(q.shape[1]):
+        S = rows[:, t, :, :, None] * S * columns[:, t, :, None, :] + outer(k[:, t], v[:, t])
+        yield read(S, q[:, t]), S
+
+
+def no_decay() -> tuple[Tensor, Tensor]:
+    return (torch.ones(B, T, HV, n, dtype=torch.float64) for n in (K, V))  # type: ignore
+
+
+def linear_attn(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    return additive(q, k, v, *no_decay(), S)
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor, S: Tensor, gamma: list[float]) -> Trace:
+    rows, columns = no_decay()
+    return additive(q, k, v, torch.tensor(gamma).double()[:, None] * rows, columns, S)
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    return by_head(q, k, v, S, [1 - 2.0 ** (-5 - h) for h in range(HV)])
+
+
+def lightning_attn(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    """Layer 3 of 12, so three quarters of the slopes 8 h / HV."""
+    slopes = [0.75 * 8 * h / HV for h in range(HV)]
+    rows, columns = no_decay()
+    gamma = torch.tensor([-x for x in slopes], dtype=torch.float64).exp()
+    return additive(q, k, v, gamma[:, None] * rows, columns, S)
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Trace:
+    rows, columns = no_decay()
+    return additive(q, k, v, g.exp()[..., None] * rows, columns, S)
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, gv: Tensor, S: Tensor) -> Trace:
+    return additive(q, k, v, g.exp(), gv.exp(), S)
+
+
+def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, S: Tensor) -> Trace:
+    r, k = grouped(r, k)
+    for t in range(T):
+        kv = outer(k[:, t], v[:, t])
+        o = read(S + u[:, :, None] * kv, r[:, t])
+        S = w[:, t].exp()[..., None] * S + kv
+        yield o, S
+
+
+def transitions(q: Tensor, k: Tensor, v: Tensor, A: Callable, beta: Tensor, S: Tensor) -> Trace:
+    """S <- A(t) S + beta k v^T with A [B, HV, K, K]; q and k already by value head."""
+    for t in range(q.shape[1]):
+        S = A(t) @ S + outer(beta[:, t, :, None] * k[:, t], v[:, t])
+        yield read(S, q[:, t]), S
+
+
+def erase(k: Tensor, p: Tensor, beta: Tensor, t: int) -> Tensor:
+    """I - beta k p^T."""
+    return eye() - beta[:, t, :, None, None] * outer(k[:, t], p[:, t])
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    return transitions(q, k, v, lambda t: erase(k, k, beta, t), beta, S)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    alpha = g.exp()[..., None, None]
+    return transitions(q, k, v, lambda t: alpha[:, t] * erase(k, k, beta, t), beta, S)
+
+
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    decay = torch.diag_embed(g.exp())
+    return transitions(q, k, v, lambda t: erase(k, k, beta, t) @ decay[:, t], beta, S)
+
+
+def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k, p = grouped(q, k, p)
+    alpha = g.exp()[..., None, None]
+    return transitions(q, k, v, lambda t: alpha[:, t] * erase(k, p, beta, t), beta, S)
+
+
+def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, S: Tensor) -> Trace:
+    """As the RWKV-7 paper has it: states are [V, K] and transitions act from the right."""
+    q, k, a, b = grouped(q, k, a, b)
+    S = S.mT
+    for t in range(T):
+        S = S @ (torch.diag_embed(gk[:, t].exp()) + outer(a[:, t], b[:, t])) + outer(
+            v[:, t], k[:, t]
+        )
+        yield (S @ q[:, t, :, :, None])[..., 0], S.mT
+
+
+def iplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
+    return dplr(q, k, v, a, b, torch.zeros(B, T, HV, K, dtype=torch.float64), S)
+
+
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
+    return dplr(r, k, v, a, b, w, S)
+
+
+def gated_delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, S: Tensor
+) -> Trace:
+    q, k = grouped(q, k)
+    n = k.shape[1] // q.shape[1]
+    for t in range(T):
+        if g is not None:
+            S = g[:, t].exp()[..., None, None] * S
+        for i in range(t * n, t * n + n):
+            S = erase(k, k, beta, i) @ S + outer(beta[:, i, :, None] * k[:, i], v[:, i])
+        yield read(S, q[:, t]), S
+
+
+def trace(steps: Trace) -> tuple[Tensor, Tensor]:
+    outputs, states = zip(*steps)
+    return torch.stack(outputs, dim=1), states[-1]
+
+
+QKV = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V)}
+SCALAR, CHANNEL = (B, T, HV), (B, T, HV, K)
+
+
+def qkv(make: Callable[..., Tensor] = randn) -> dict[str, Tensor]:
+    return {"q": randn(*QKV["q"]), "k": make(*QKV["k"]), "v": randn(*QKV["v"])}
+
+
+def beta(*shape: int) -> Tensor:
+    return randn(*shape).sigmoid()
+
+
+def removal() -> dict[str, Tensor]:
+    a = unit(B, T, H, K)
+    return {"a": -a, "b": a * beta(B, T, H, 1)}
+
+
+def rwkv() -> dict[str, Tensor]:
+    args = qkv()
+    return {"r": args.pop("q"), **args, "w": log_decay(*CHANNEL)}
+
+
+def householder(g: bool) -> dict[str, Any]:
+    return {
+        "q": randn(B, T, H, K),
+        "k": unit(B, 3 * T, H, K),
+        "v": randn(B, 3 * T, HV, V),
+        "g": log_decay(*SCALAR) if g else None,
+        "beta": beta(B, 3 * T, HV),
+    }
+
+
+MODEL = {"layer_idx": 3, "num_layers": 12}
+GLA = {"gv": lambda: log_decay(B, T, HV, V)}
+# operator -> (arguments, recurrence, further arguments of the function)
+MAPPINGS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., Trace], dict[str, Any]]] = {
+    "linear_attn": (qkv, linear_attn, {"normalize": False}),
+    "retention": (qkv, retention, {}),
+    "lightning_attn": (qkv, lightning_attn, MODEL),
+    "simple_gla": (lambda: {**qkv(), "g": log_decay(*SCALAR)}, simple_gla, {}),
+    "gla": (lambda: {**qkv(), "g": log_decay(*CHANNEL), "gv": log_decay(B, T, HV, V)}, gla, {}),
+    "rwkv6": (lambda: {**rwkv(), "u": randn(HV, K)}, rwkv6, {}),
+    "delta_rule": (lambda: {**qkv(unit), "beta": beta(*SCALAR)}, delta_rule, {}),
+    "gated_delta_rule": (
+        lambda: {**qkv(unit), "g": log_decay(*SCALAR), "beta": beta(*SCALAR)},
+        gated_delta_rule,
+        {},
+    ),
+    "kda": (lambda: {**qkv(unit), "g": log_decay(*CHANNEL), "beta": beta(*SCALAR)}, kda, {}),
+    "comba": (
+        lambda: {
+            **qkv(unit),
+            "p": unit(B, T, H, K),
+            "g": log_decay(*SCALAR),
+            "beta": beta(*SCALAR),
+        },
+        comba,
+        {},
+    ),
+    "iplr_delta_rule": (lambda: {**qkv(), **removal()}, iplr, {}),
+    "dplr_delta_rule": (lambda: {**qkv(), **removal(), "gk": log_decay(*CHANNEL)}, dplr, {}),
+    "rwkv7": (lambda: {**rwkv(), **removal()}, rwkv7, {}),
+    "gated_delta_product": (lambda: householder(True), gated_delta_product, {"num_householder": 3}),
+}
+
+
+def both(name: str) -> list[Callable[..., Any]]:
+    return [getattr(ops, f"chunk_{name}"), getattr(ops, f"fused_recurrent_{name}")]
+
+
+def near(got: Tensor, want: Tensor, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def same(got: tuple[Tensor, Any], want: tuple[Tensor, Any], tolerance: float = 1e-12) -> None:
+    for x, y in zip(flat(got), flat(want), strict=True):
+        near(x, y, tolerance)
+
+
+def flat(outputs: tuple[Tensor, Any]) -> list[Tensor]:
+    o, state = outputs
+    return [o, *(state if isinstance(state, tuple) else [state])]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_operator_is_its_recurrence(name: str, scale: float | None) -> None:
+    make, recurrence, extra = MAPPINGS[name]
+    args, S = make(), randn(B, HV, K, V)
+    want, want_state = trace(recurrence(**args, S=S))
+    options = {} if scale is None else {"scale": scale}
+    default = 1.0 if name == "rwkv7" else K**-0.5
+    for fn in both(name):
+        if fn is ops.fused_recurrent_gla:
+            args["gk"] = args.pop("g")
+        o, state = fn(**args, **extra, **options, initial_state=S, output_final_state=True)
+        near(o, (scale or default) * want)
+        near(state, want_state)
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_operator_state_v_first_and_default_state(name: str) -> None:
+    make, recurrence, extra = MAPPINGS[name]
+    args, S = make(), randn(B, HV, K, V)
+    if "gv" in args:
+        args.pop("gv")
+        recurrence = lambda S, **x: gla(**x, gv=torch.zeros(B, T, HV, V).double(), S=S)  # noqa: E731
+    _, want = trace(recurrence(**args, S=S))
+    _, from_zero = trace(recurrence(**args, S=torch.zeros_like(S)))
+    for fn in both(name):
+        if fn is ops.fused_recurrent_gla:
+            args["gk"] = args.pop("g")
+        options = {**args, **extra, "output_final_state": True, "state_v_first": True}
+        near(fn(**options, initial_state=S.mT)[1].mT, want)
+        near(fn(**options)[1].mT, from_zero)
+        assert fn(**{**options, "output_final_state": False})[1] is None
+
+
+# linear_attn
+
+
+def positive() -> dict[str, Tensor]:
+    args = qkv()
+    return {**args, "q": args["q"].exp(), "k": args["k"].exp()}
+
+
+@pytest.mark.parametrize("fn", both("linear_attn"))
+@pytest.mark.parametrize("v_first", [False, True])
+def test_linear_attn_normalize_divides_by_the_sum_of_weights(fn: Callable, v_first: bool) -> None:
+    args, kv, z = positive(), randn(B, HV, K, V), randn(B, 1, HV, K).exp()
+    numerator, want_kv = trace(linear_attn(**args, S=kv))
+    q, k = grouped(args["q"], args["k"])
+    sums = z + k.cumsum(1)
+    scale = K**-0.5
+    want = scale * numerator / ((scale * q * sums).sum(-1, keepdim=True) + 1e-10)
+    o, (got_kv, got_z) = fn(
+        **args,
+        initial_state=(kv.mT if v_first else kv, z),
+        output_final_state=True,
+        normalize=True,
+        state_v_first=v_first,
+    )
+    near(o, want)
+    near(got_kv.mT if v_first else got_kv, want_kv)
+    near(got_z, sums[:, -1:])
+
+
+def test_linear_attn_normalize_defaults_are_those_of_its_two_forms() -> None:
+    args = positive()
+    _, state = ops.chunk_linear_attn(**args, output_final_state=True)
+    assert isinstance(state, tuple)
+    _, state = ops.fused_recurrent_linear_attn(**args, output_final_state=True)
+    assert isinstance(state, Tensor)
+
+
+def test_linear_attn_normalize_weights_sum_to_one() -> None:
+    args = positive()
+    args["v"] = torch.ones_like(args["v"])
+    near(ops.chunk_linear_attn(**args)[0], args["v"], 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_attn_normalize_rounds_16_bit_once(dtype: torch.dtype) -> None:
+    """A long sum in 16 bits would stop growing: 300 keys of 1 are 256 in bfloat16."""
+    q = k = torch.ones(1, 300, 1, 4, dtype=dtype)
+    v = torch.randn(1, 300, 1, 8, dtype=dtype)
+    want = v.double().cumsum(1) / torch.arange(1, 301)[:, None, None]
+    o, _ = ops.chunk_linear_attn(q, k, v)
+    assert o.dtype == dtype
+    torch.testing.assert_close(o, want.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_linear_attn_rejects_the_other_form_of_state() -> None:
+    args, kv, z = positive(), randn(B, HV, K, V), randn(B, 1, HV, K)
+    with pytest.raises(TypeError, match=r"initial_state: want a tuple .* normalize, got Tensor"):
+        ops.chunk_linear_attn(**args, initial_state=kv)
+    with pytest.raises(TypeError, match="initial_state: want a tensor"):
+        ops.chunk_linear_attn(**args, initial_state=(kv, z), normalize=False)
+    with pytest.raises(ValueError, match=r"initial_state\[1\]: want shape"):
+        ops.chunk_linear_attn(**args, initial_state=(kv, z[:, 0]))
+
+
+# retention, lightning_attn, simple_gla, gla
+
+
+def test_retention_decays_in_float32_at_every_head() -> None:
+    """1 - 2^(-5-h) itself is 1 in float32 from head 20 on."""
+    heads = 32
+    k = torch.zeros(1, 2, heads, 1)
+    S = torch.ones(1, heads, 1, 1)
+    _, state = ops.chunk_retention(k, k, k, initial_state=S.double(), output_final_state=True)
+    assert state.dtype == torch.float32
+    k = k.double()
+    _, state = ops.chunk_retention(k, k, k, initial_state=S.double(), output_final_state=True)
+    want = torch.tensor([2 * math.log1p(-(2.0 ** (-5 - h))) for h in range(heads)])
+    torch.testing.assert_close(state.log().flatten(), want.double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("layer_idx", "num_layers"), [(-1, 4), (5, 4), (0, 0)])
+def test_lightning_attn_rejects_layers_out_of_range(layer_idx: int, num_layers: int) -> None:
+    with pytest.raises(ValueError, match=r"layer_idx|num_layers"):
+        ops.chunk_lightning_attn(**qkv(), layer_idx=layer_idx, num_layers=num_layers)
+
+
+@pytest.mark.parametrize("fn", both("simple_gla"))
+def test_simple_gla_gamma_is_a_decay_for_all_tokens(fn: Callable) -> None:
+    args = qkv()
+    gamma = log_decay(HV).requires_grad_()
+    wide = gamma.detach().expand(B, T, HV).clone().requires_grad_()
+    got, want = fn(**args, g_gamma=gamma)[0], fn(**args, g=wide)[0]
+    near(got, want)
+    weights = randn(*got.shape)
+    (dgamma,) = torch.autograd.grad((got * weights).sum(), gamma)
+    (dwide,) = torch.autograd.grad((want * weights).sum(), wide)
+    near(dgamma, dwide.sum((0, 1)))
+    with pytest.raises(ValueError, match="g_gamma: want it in place of g"):
+        fn(**args, g=wide, g_gamma=gamma)
+    with pytest.raises(ValueError, match=r"g_gamma: want shape \(4,\)"):
+        fn(**args, g_gamma=gamma[:1])
+
+
+def test_simple_gla_without_gates_is_linear_attention() -> None:
+    args = qkv()
+    near(ops.chunk_simple_gla(**args)[0], ops.chunk_linear_attn(**args, normalize=False)[0])
+
+
+def test_gla_gates_are_optional_token_by_token() -> None:
+    args, gv = qkv(), log_decay(B, T, HV, V)
+    want, _ = trace(gla(**args, g=torch.zeros(*CHANNEL).double(), gv=gv, S=torch.zeros(1).double()))
+    near(ops.fused_recurrent_gla(**args, gv=gv)[0], K**-0.5 * want)
+
+
+# gsa
+
+
+def slots(heads: int = H) -> dict[str, Tensor]:
+    return {
+        "q": randn(B, T, heads, K),
+        "k": randn(B, T, H, K),
+        "v": randn(B, T, H, V),
+        "s": randn(B, T, H, M),
+    }
+
+
+def gsa(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, Sk: Tensor, Sv: Tensor, scale: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    outputs = []
+    for t in range(T):
+        decay = g[:, t].exp()
+        Sk = Sk * decay[:, :, None, :] + outer(k[:, t], s[:, t])
+        Sv = Sv * decay[:, :, :, None] + outer(s[:, t], v[:, t])
+        outputs.append(read(Sv, (scale * read(Sk, q[:, t])).softmax(-1)))
+    return torch.stack(outputs, dim=1), (Sk, Sv)
+
+
+@pytest.mark.parametrize("fn", both("gsa"))
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_gsa_is_its_two_recurrences(fn: Callable, scale: float | None) -> None:
+    args, g = slots(), log_decay(B, T, H, M)
+    states = randn(B, H, K, M), randn(B, H, M, V)
+    want = gsa(**args, g=g, Sk=states[0], Sv=states[1], scale=scale or K**-0.5)
+    options = {"scale": scale, "output_final_state": True}
+    same(fn(**args, g=g, initial_state=states, **options), want, 1e-11)
+    turned = tuple(x.mT for x in states)
+    o, out = fn(**args, g=g, initial_state=turned, state_v_first=True, **options)
+    same((o, tuple(x.mT for x in out)), want, 1e-11)
+
+
+@pytest.mark.parametrize("fn", both("gsa"))
+def test_gsa_groups_queries(fn: Callable) -> None:
+    group, args, g = 3, slots(3 * H), log_decay(B, T, H, M)
+    states = randn(B, H, K, M), randn(B, H, M, V)
+    o, ends = fn(**args, g=g, initial_state=states, output_final_state=True)
+    for i in range(group):
+        alone = {**args, "q": args["q"][:, :, i::group]}
+        want = fn(**alone, g=g, initial_state=states, output_final_state=True)
+        same((o[:, :, i::group], ends), want)
+
+
+@pytest.mark.parametrize("fn", both("gsa"))
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gsa_without_gate_means_over_what_was_written(fn: Callable, reverse: bool) -> None:
+    """ABC: slot m holds means of keys and values with weights exp(s)."""
+    args = slots()
+    turned = {n: x.flip(1) for n, x in args.items()} if reverse else args
+    weights = turned["s"].exp()
+    norm = weights.cumsum(1)[..., None]
+    keys = torch.einsum("bthm,bthk->bthmk", weights, turned["k"]).cumsum(1) / norm
+    values = torch.einsum("bthm,bthv->bthmv", weights, turned["v"]).cumsum(1) / norm
+    p = (K**-0.5 * torch.einsum("bthk,bthmk->bthm", turned["q"], keys)).softmax(-1)
+    want = torch.einsum("bthm,bthmv->bthv", p, values)
+    near(fn(**args, reverse=reverse)[0], want.flip(1) if reverse else want)
+
+
+def test_gsa_without_gate_refuses_what_it_cannot_continue() -> None:
+    args = slots()
+    with pytest.raises(NotImplementedError, match="initial_state: .* pass g"):
+        ops.chunk_gsa(**args, initial_state=(randn(B, H, K, M), randn(B, H, M, V)))
+    args = {name: x[:1] for name, x in args.items()}
+    with pytest.raises(NotImplementedError, match="cu_seqlens: .* pass g"):
+        ops.chunk_gsa(**args, cu_seqlens=torch.tensor([0, T]))
+
+
+def test_gsa_rejects_heads_and_states_that_do_not_fit() -> None:
+    args, g = slots(), log_decay(B, T, H, M)
+    with pytest.raises(ValueError, match="heads of q: want a multiple of heads of k = 2, got 3"):
+        ops.chunk_gsa(**{**args, "q": randn(B, T, 3, K)}, g=g)
+    with pytest.raises(TypeError, match="initial_state: want a tuple"):
+        ops.chunk_gsa(**args, g=g, initial_state=randn(2, B, H, K, M))
+    with pytest.raises(ValueError, match=r"initial_state\[1\]: want shape"):
+        ops.chunk_gsa(**args, g=g, initial_state=(randn(B, H, K, M), randn(B, H, V, M)))
+
+
+# the delta family
+
+
+@pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "comba"])
+def test_operator_l2_norm_in_kernel_is_the_norm_outside(name: str) -> None:
+    make, _, extra = MAPPINGS[name]
+    args = make()
+    for key in ("q", "k", "p"):
+        if key in args:
+            args[key] = randn(*args[key].shape)
+    outside = {**args}
+    for key in ("q", "k", "p"):
+        if key in args:
+            x = args[key]
+            outside[key] = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    for fn in both(name):
+        near(fn(**args, use_qk_l2norm_in_kernel=True)[0], fn(**outside, **extra)[0])
+
+
+def test_delta_rule_beta_is_optional_and_by_column_token_by_token() -> None:
+    args = qkv(unit)
+    one = ops.fused_recurrent_delta_rule(**args)[0]
+    near(one, ops.chunk_delta_rule(**args, beta=torch.ones(*SCALAR).double())[0])
+    columns = beta(B, T, HV, V)
+    o, _ = ops.fused_recurrent_delta_rule(**args, beta=columns)
+    for j in range(V):
+        alone = {**args, "v": args["v"][..., j : j + 1]}
+        near(o[..., j : j + 1], ops.chunk_delta_rule(**alone, beta=columns[..., j])[0])
+    with pytest.raises(ValueError, match="beta: want 3 dimensions"):
+        ops.chunk_delta_rule(**args, beta=columns)
+
+
+@pytest.mark.parametrize("fn", both("kda"))
+@pytest.mark.parametrize("flat_bias", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_kda_gate_in_kernel_is_the_gate_outside(
+    fn: Callable, flat_bias: bool, bounded: bool
+) -> None:
+    args = {**qkv(unit), "beta": beta(*SCALAR)}
+    raw, A_log, bias = randn(*CHANNEL), randn(HV), randn(HV, K)
+    rate = A_log.exp()[:, None]
+    g = -4 * (rate * (raw + bias)).sigmoid() if bounded else -rate * F.softplus(raw + bias)
+    bound = {"lower_bound": -4.0} if bounded else {}
+    got, _ = fn(
+        **args,
+        g=raw,
+        use_gate_in_kernel=True,
+        A_log=A_log,
+        dt_bias=bias.flatten() if flat_bias else bias,
+        **bound,
+    )
+    near(got, fn(**args, g=g)[0])
+
+
+def test_kda_gate_in_kernel_does_without_rate_or_bias() -> None:
+    args, raw = {**qkv(unit), "beta": beta(*SCALAR)}, randn(*CHANNEL)
+    got, _ = ops.chunk_kda(**args, g=raw, use_gate_in_kernel=True, lower_bound=-5.0)
+    near(got, ops.chunk_kda(**args, g=-5 * raw.sigmoid())[0])
+    A_log = randn(HV)
+    got, _ = ops.chunk_kda(**args, g=raw, use_gate_in_kernel=True, A_log=A_log)
+    near(got, ops.chunk_kda(**args, g=-A_log.exp()[:, None] * F.softplus(raw))[0])
+
+
+def test_kda_safe_gate_is_a_promise_and_is_checked() -> None:
+    args = {**qkv(unit), "beta": beta(*SCALAR), "g": log_decay(*CHANNEL)}
+    plain, _ = ops.chunk_kda(**args)
+    near(ops.chunk_kda(**args, safe_gate=True)[0], plain)
+    near(ops.chunk_kda(**args, safe_gate=True, lower_bound=-5.0)[0], plain)
+    gate = {"use_gate_in_kernel": True}
+    with pytest.raises(ValueError, match="lower_bound: want a number in .* safe_gate"):
+        ops.chunk_kda(**args, **gate, A_log=randn(HV), safe_gate=True)
+    with pytest.raises(ValueError, match="A_log: want a tensor"):
+        ops.chunk_kda(**args, **gate)
+    for wrong in (0.0, -6.0):
+        with pytest.raises(ValueError, match=r"lower_bound: want a number in \[-5, 0\)"):
+            ops.chunk_kda(**args, **gate, lower_bound=wrong)
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
+def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
+    args = MAPPINGS[name][0]()
+    raw = randn(*SCALAR)
+    for fn in both(name):
+        flags = {"use_beta_sigmoid_in_kernel": True}
+        got, _ = fn(**{**args, "beta": raw}, **flags)
+        near(got, fn(**{**args, "beta": raw.sigmoid()})[0])
+        got, _ = fn(**{**args, "beta": raw}, **flags, allow_neg_eigval=True)
+        near(got, fn(**{**args, "beta": 2 * raw.sigmoid()})[0])
+        with pytest.raises(ValueError, match="allow_neg_eigval: .* use_beta_sigmoid_in_kernel"):
+            fn(**args, allow_neg_eigval=True)
+
+
+@pytest.mark.parametrize("fns", list(zip(both("comba"), both("gated_delta_rule"))))
+def test_comba_without_auxiliary_key_is_the_gated_delta_rule(fns: tuple) -> None:
+    args = MAPPINGS["gated_delta_rule"][0]()
+    near(fns[0](**args, p=None)[0], fns[1](**args)[0])
+    ones = {**args, "beta": torch.ones_like(args["beta"])}
+    args.pop("beta")
+    near(fns[0](**args, p=args["k"])[0], fns[1](**ones)[0])
+
+
+@pytest.mark.parametrize("name", ["dplr_delta_rule", "rwkv7"])
+def test_operator_bounded_gate_is_a_promise_and_is_checked(name: str) -> None:
+    args = MAPPINGS[name][0]()
+    fn = both(name)[0]
+    near(fn(**args, safe_gate=True, lower_bound=-9.0)[0], fn(**args)[0])
+    with pytest.raises(ValueError, match="lower_bound: want a number below 0, got 0"):
+        fn(**args, lower_bound=0.0)
+
+
+def test_rwkv7_token_by_token_returns_the_state_unasked() -> None:
+    args = MAPPINGS["rwkv7"][0]()
+    assert ops.fused_recurrent_rwkv7(**args)[1] is not None
+    assert ops.fused_recurrent_rwkv7(**args, output_final_state=False)[1] is None
+    assert ops.chunk_rwkv7(**args)[1] is None
+
+
+# gated_delta_product
+
+
+@pytest.mark.parametrize("fn", both("gated_delta_product"))
+def test_gated_delta_product_goes_without_decay(fn: Callable) -> None:
+    args = householder(False)
+    want, state = trace(gated_delta_product(**args, S=torch.zeros(B, HV, K, V).double()))
+    same(fn(**args, num_householder=3, output_final_state=True), (K**-0.5 * want, state), 1e-11)
+
+
+@pytest.mark.parametrize("fns", list(zip(both("gated_delta_product"), both("gated_delta_rule"))))
+def test_gated_delta_product_of_one_is_the_gated_delta_rule(fns: tuple) -> None:
+    args = MAPPINGS["gated_delta_rule"][0]()
+    near(fns[0](**args, num_householder=1)[0], fns[1](**args)[0])
+
+
+@pytest.mark.parametrize("fn", both("gated_delta_product"))
+def test_gated_delta_product_reverse_keeps_the_order_within_a_token(fn: Callable) -> None:
+    args = householder(True)
+
+    def turn(x: Tensor, n: int) -> Tensor:
+        return x.unflatten(1, (T, n)).flip(1).flatten(1, 2)
+
+    turned = {name: turn(x, x.shape[1] // T) for name, x in args.items()}
+    S = randn(B, HV, K, V)
+    want, state = trace(gated_delta_product(**turned, S=S))
+    got = fn(**args, num_householder=3, initial_state=S, output_final_state=True, reverse=True)
+    same(got, (K**-0.5 * want.flip(1), state), 1e-11)
+
+
+def test_gated_delta_product_takes_the_number_of_steps_in_place() -> None:
+    args = householder(True)
+    near(
+        ops.chunk_gated_delta_product(*args.values(), 3)[0],
+        ops.chunk_gated_delta_product(**args, num_householder=3)[0],
+    )
+    with pytest.raises(TypeError, match="num_householder"):
+        ops.chunk_gated_delta_product(**args)
+    for wrong in (0, 1.0):
+        with pytest.raises(ValueError, match="num_householder: want an integer of at least 1"):
+            ops.chunk_gated_delta_product(**args, num_householder=wrong)
+    with pytest.raises(ValueError, match=r"k: want shape \(2, 74, 2, 5\), got \(2, 111, 2, 5\)"):
+        ops.chunk_gated_delta_product(**args, num_householder=2)
+
+
+# names and order
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7", "dplr_delta_rule", "comba"])
+def test_operator_with_many_tensors_wants_them_named(name: str) -> None:
+    args = MAPPINGS[name][0]()
+    for fn in both(name):
+        with pytest.raises(TypeError, match="positional"):
+            fn(*args.values())
+
+
+@pytest.mark.parametrize("name", set(MAPPINGS) - {"rwkv6", "rwkv7", "dplr_delta_rule", "comba"})
+def test_operator_wants_options_named(name: str) -> None:
+    make, _, extra = MAPPINGS[name]
+    args = list(make().values())[: 3 if name == "gla" else None]
+    for fn in both(name):
+        with pytest.raises(TypeError, match="positional"):
+            fn(*args, *extra.values(), *[None] * 3, 0.5)
+
+
+def test_operator_errors_name_arguments_as_the_caller_does() -> None:
+    args = MAPPINGS["rwkv6"][0]()
+    with pytest.raises(ValueError, match=r"^w: want 4 dimensions \[B, T, HV, K\]"):
+        ops.chunk_rwkv6(**{**args, "w": args["w"][..., 0]})
+    with pytest.raises(ValueError, match=r"^r: want 4 dimensions"):
+        ops.chunk_rwkv6(**{**args, "r": args["r"][0]})
+    with pytest.raises(ValueError, match=r"^w: want shape"):
+        ops.chunk_rwkv7(**{**MAPPINGS["rwkv7"][0](), "w": args["w"][:, 1:]})
+    args = MAPPINGS["dplr_delta_rule"][0]()
+    with pytest.raises(ValueError, match=r"^gk: want shape"):
+        ops.chunk_dplr_delta_rule(**{**args, "gk": args["gk"][..., 1:]})
+    args = slots()
+    with pytest.raises(ValueError, match=r"^s: want shape"):
+        ops.chunk_gsa(**{**args, "s": args["s"][:, 1:]}, g=log_decay(B, T, H, M))

@@ -1,0 +1,63 @@
+"""Rotary positions: what they are for, and what they refuse."""
+
+import pytest
+import torch
+
+from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_scores_depend_on_distance_alone(interleaved: bool) -> None:
+    q, k = torch.randn(1, 1, 2, 16).expand(1, 5, 2, 16), torch.randn(1, 1, 2, 16)
+    scores = []
+    for shift in (0, 100):
+        cos, sin = rotary_tables(torch.arange(5) + shift, 12)
+        turned = rotary_embedding(q, cos, sin, interleaved=interleaved)
+        key = rotary_embedding(k, cos[:1], sin[:1], interleaved=interleaved)
+        scores.append((turned * key).sum(-1))
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(scores[0][:, 0], scores[0][:, 1])
+
+
+def test_rotary_keeps_lengths_and_what_does_not_turn() -> None:
+    x = torch.randn(2, 5, 3, 10)
+    y = rotary_embedding(x, *rotary_tables(torch.arange(5), 6))
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(y[..., 6:], x[..., 6:])
+    assert torch.equal(y[:, 0], x[:, 0])
+
+
+def test_rotary_tables_by_position_or_by_token_are_the_same() -> None:
+    x, at = torch.randn(2, 5, 3, 8), torch.randint(0, 20, (2, 5))
+    by_position = rotary_embedding(x, *rotary_tables(torch.arange(20), 8), positions=at)
+    assert torch.equal(by_position, rotary_embedding(x, *rotary_tables(at, 8)))
+
+
+def test_packed_positions_begin_anew_in_each_sequence() -> None:
+    offsets = torch.tensor([0, 3, 3, 5])
+    assert packed_positions(offsets, 5).tolist() == [[0, 1, 2, 0, 1]]
+    started = packed_positions(offsets, 5, offsets=torch.tensor([10, 20, 30]))
+    assert started.tolist() == [[10, 11, 12, 30, 31]]
+
+
+def test_rotary_rejects_faults_by_name() -> None:
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = rotary_tables(torch.arange(4), 8)
+    for call, error, word in [
+        (lambda: rotary_embedding(x, cos, sin), ValueError, "cos: want at least 5 rows"),
+        (lambda: rotary_embedding(x[..., :6], cos, sin), ValueError, "cos: want at most 3"),
+        (lambda: rotary_embedding(x, cos, sin[:3]), ValueError, "sin: want shape"),
+        (
+            lambda: rotary_embedding(x, cos, sin, positions=torch.zeros(5)),
+            TypeError,
+            "positions: want int32",
+        ),
+        (
+            lambda: rotary_embedding(x, cos, sin, positions=torch.zeros(2, 4).long()),
+            ValueError,
+            "positions: want shape",
+        ),
+        (lambda: rotary_tables(torch.arange(4), 7), ValueError, "dim: want an even number"),
+    ]:
+        with pytest.raises(error, match=word):
+            call()
