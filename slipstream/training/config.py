@@ -1,10 +1,11 @@
-"""What a run is: a YAML file of four sections, overridden by dotted key=value arguments.
+"""What a run is: a YAML file of sections, overridden by dotted key=value arguments.
 
 output_dir: runs/name
 model: {mixers: [...], hidden_size: ...}         SlipstreamConfig, by name
 tokenizer: {vocab_size: 4096}                    Tokenizer below
 data: {files: [...], row_tokens: 512}            Data below
 training: {max_steps: 1000, learning_rate: ...}  transformers.TrainingArguments, by name
+muon: {learning_rate: 0.02}                      Muon below, if the matrices are to have it
 """
 
 import os
@@ -67,12 +68,23 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Muon:
+    """Muon for the matrices of the blocks; training.learning_rate is then that of the rest."""
+
+    learning_rate: float = 0.02
+    momentum: float = 0.95
+
+
+@dataclass(frozen=True)
 class RunConfig:
+    """muon: None leaves all parameters to training.optim."""
+
     output_dir: str
     data: Data
     model: dict[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     training: dict[str, Any] = field(default_factory=dict)
+    muon: Muon | None = None
 
     def dump(self, path: Path) -> None:
         text = yaml.safe_dump(self.plain(), sort_keys=False, default_flow_style=None)
@@ -110,6 +122,8 @@ def from_dict(raw: dict[str, Any]) -> RunConfig:
         raise ValueError("output_dir: want a directory for the run, got none")
     raw["tokenizer"] = _section("tokenizer", Tokenizer, raw.get("tokenizer") or {})
     raw["data"] = _section("data", Data, raw.get("data") or {})
+    if raw.get("muon") is not None:
+        raw["muon"] = _section("muon", Muon, raw["muon"])
     for name in ("model", "training"):
         raw[name] = dict(raw.get(name) or {})
     return RunConfig(**raw)

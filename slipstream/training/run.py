@@ -159,6 +159,7 @@ def _trainer(
         data_collator=collator,
         processing_class=tok,
         place=Place(train_corpus.fingerprint()),
+        muon=config.muon,
         callbacks=[board, StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)

@@ -12,7 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
+from slipstream.training import config
 from slipstream.training.interrupt import Interrupt
+from slipstream.training.muon import Muon, inner_matrices
 from slipstream.training.rows import Position, Rows, Tally
 from slipstream.training.speed import Speed
 
@@ -46,17 +48,38 @@ class StopWhenAsked(TrainerCallback):
 
 
 class LMTrainer(Trainer):
-    """Its batches are the Collator's, with a tally; its checkpoints remember the place."""
+    """Its batches are the Collator's, with a tally; its checkpoints remember the place.
+
+    Args besides Trainer's: place, and muon for that optimizer instead of args.optim.
+    """
 
     model: SlipstreamForCausalLM  # pyright: ignore[reportIncompatibleVariableOverride]
     train_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
     eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, *, place: Place, **options: Any) -> None:
-        self.place, self.speed = place, Speed()
+    def __init__(self, *, place: Place, muon: config.Muon | None = None, **options: Any) -> None:
+        self.place, self.speed, self.muon = place, Speed(), muon
         callbacks = [*options.pop("callbacks", []), place, self.speed]
         super().__init__(callbacks=callbacks, **options)
         self._bytes = self._targets = 0  # since the last log
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.muon is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        matrices = inner_matrices(self.model)
+        taken = {id(p) for p in matrices}
+        self.optimizer = Muon(
+            matrices,
+            [p for p in self.model.parameters() if p.requires_grad and id(p) not in taken],
+            lr=self.args.learning_rate,
+            matrix_lr=self.muon.learning_rate,
+            momentum=self.muon.momentum,
+            weight_decay=self.args.weight_decay,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+            fused=True,
+        )
+        return self.optimizer
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Tensor:
         tally: Tally = inputs.pop("tally")

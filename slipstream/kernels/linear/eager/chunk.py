@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.eager.gates import ChannelGate, Intra, NoGate, ScalarGate
-from slipstream.kernels.linear.eager.layout import Carry, Layout, Span
+from slipstream.kernels.linear.eager.layout import Layout, Span
 from slipstream.kernels.linear.eager.values import ValueGate
-from slipstream.kernels.linear.eager.walk import Step, walk
+from slipstream.kernels.linear.eager.walk import Step, walk_in_place
 from slipstream.kernels.linear.terms import Terms
 
 # exp of this is 0 in float64 too, and a chunk of it is still finite: stands in for a gate of -inf.
@@ -45,10 +45,9 @@ class Rows(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A span computed: what its output and the backward pass need.
+    """A span computed but for the walk.
 
-    values [n, C, V] each; met [n, K, V], the state before each chunk; step with x in place of rest;
-    inverse [n, C, C] of the matrix in front of x.
+    step: the walk's, whose rest the walk turns into x; inverse [n, C, C] of the matrix before x.
     """
 
     span: Span
@@ -58,8 +57,16 @@ class Forward(NamedTuple):
     intra: Intra
     step: Step
     inverse: Tensor | None
-    values: list[Tensor]
-    met: Tensor
+
+    def values(self) -> list[Tensor]:
+        """After the walk: what each write carries, [n, C, V]."""
+        values = [self.rows.v] if self.rows.beta is None else []
+        if self.step.rest is not None:
+            values.append(self.step.rest.view(self.rows.v.shape))
+        return values
+
+    def query_from_state(self) -> Tensor:
+        return self.gate.from_state(self.rows.reads[0], 0)
 
 
 def chunk_forward(terms: Terms, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -67,29 +74,29 @@ def chunk_forward(terms: Terms, scale: float, chunk: int) -> tuple[Tensor, Tenso
     layout = Layout(terms, chunk)
     carry, o = layout.begin(terms.initial_state), layout.output(terms.v.shape, terms.q.dtype)
     for span in layout.spans():
-        span.merge(_output(run_forward(terms, span, carry), terms, scale), o)
+        f = prepare(terms, span)
+        seen = walk_in_place(f.step, carry, span, span.by_step(f.query_from_state()))
+        assert seen is not None
+        span.merge(_output(f, seen, terms, scale), o)
     return layout.finish(o), layout.end(carry)
 
 
-def _output(f: Forward, terms: Terms, scale: float) -> Tensor:
-    q, scores = f.rows.reads[0], f.intra.scores[0]
-    from_state = f.gate.from_state(q, 0)
-    if f.value_gate is None:
-        o = scores[0] @ f.values[0]
-        for more, values in zip(scores[1:], f.values[1:]):
-            o.baddbmm_(more, values)
-    else:
-        o = f.value_gate.forward(scores[0], f.rows.v)
+def _output(f: Forward, seen: Tensor, terms: Terms, scale: float) -> Tensor:
+    """seen [n, C, V], what the queries see of the state before the chunk, becomes the output."""
+    scores, values = f.intra.scores[0], f.values()
+    o = seen if f.value_gate is None else seen.mul_(f.value_gate.from_start)
     if terms.u is not None:
-        now = q * f.rows.writes[0] * f.span.by_head(terms.u)
+        now = f.rows.reads[0] * f.rows.writes[0] * f.span.by_head(terms.u)
         o.addcmul_(now.sum(-1, keepdim=True), f.rows.v)
-    if f.value_gate is None:
-        return o.baddbmm_(from_state, f.met, beta=scale, alpha=scale)
-    return o.add_((from_state @ f.met).mul_(f.value_gate.from_start)).mul_(scale)
+    if f.value_gate is not None:
+        return o.add_(f.value_gate.forward(scores[0], f.rows.v)).mul_(scale)
+    for w, (score, value) in enumerate(zip(scores, values)):
+        o.baddbmm_(score, value, beta=scale if w == 0 else 1.0, alpha=scale)
+    return o
 
 
-def run_forward(terms: Terms, span: Span, carry: Carry) -> Forward:
-    """Computes a span from the state in `carry` and leaves the state after it there."""
+def prepare(terms: Terms, span: Span) -> Forward:
+    """Computes what of a span does not depend on the state before it."""
     rows = _split_rows(terms, span)
     gate, value_gate = _split_gates(terms, span)
     intra = gate.forward(rows.reads, rows.writes)
@@ -109,11 +116,7 @@ def run_forward(terms: Terms, span: Span, carry: Carry) -> Forward:
             right=span.by_step(right),
             rest=span.by_step(rest),
         )
-    met = walk(step, carry, span, reverse=False)
-    values = [rows.v] if terms.transition != "delta" else []
-    if step.rest is not None:
-        values.append(step.rest.view(rows.v.shape))
-    return Forward(span, rows, gate, value_gate, intra, step, inverse, values, met)
+    return Forward(span, rows, gate, value_gate, intra, step, inverse)
 
 
 def _split_rows(terms: Terms, span: Span) -> Rows:

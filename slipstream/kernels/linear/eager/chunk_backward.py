@@ -15,10 +15,10 @@ read does; the rest is three products for each read and write, and the gates.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.chunk import Forward, run_forward
+from slipstream.kernels.linear.eager.chunk import Forward, prepare
 from slipstream.kernels.linear.eager.gates import InputGrads, IntraGrads
 from slipstream.kernels.linear.eager.layout import Carry, Layout
-from slipstream.kernels.linear.eager.walk import walk
+from slipstream.kernels.linear.eager.walk import walk, walk_in_place
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 
 
@@ -36,8 +36,9 @@ def chunk_backward(
     }
     du = []
     for span in layout.spans(reverse=True):
-        f = run_forward(terms, span, starts.pop())
-        grads = _span_backward(terms, f, do, dcarry, scale)
+        f = prepare(terms, span)
+        met = walk(f.step, starts.pop(), span, reverse=False)
+        grads = _span_backward(terms, f, met, do, dcarry, scale)
         if terms.u is not None:
             du.append(grads.pop("u"))
         for name, x in grads.items():
@@ -56,21 +57,24 @@ def _span_starts(terms: Terms, layout: Layout) -> list[Carry]:
     for span in layout.spans():
         starts.append(carry.copy())
         if span.start + span.steps < layout.steps:
-            run_forward(terms, span, carry)
+            walk_in_place(prepare(terms, span).step, carry, span, None)
     return starts
 
 
 def _span_backward(
-    terms: Terms, f: Forward, do: Tensor | None, dcarry: Carry, scale: float
+    terms: Terms, f: Forward, met: Tensor, do: Tensor | None, dcarry: Carry, scale: float
 ) -> dict[str, Tensor]:
-    """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it."""
+    """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it.
+
+    met [n, K, V]: the state before each chunk.
+    """
     do = f.span.split(terms.v.new_zeros(()).expand(terms.v.shape) if do is None else do).mul_(scale)
     douts, after = _walk_back(f, do, dcarry)
     grads = {}
     if f.value_gate is None:
-        d = _edges_back(f, douts, after)
+        d = _edges_back(f, met, douts, after)
     else:
-        d = _edges_back_with_value_gate(f, do, after, grads)
+        d = _edges_back_with_value_gate(f, met, do, after, grads)
     if f.rows.beta is not None:
         _beta_back(f, douts[1], d, grads)
     elif f.value_gate is None:
@@ -88,8 +92,7 @@ def _span_backward(
 def _walk_back(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Tensor], Tensor]:
     """do and y [n, C, V], if there is an x, and the gradient of the state after each chunk."""
     seen = do if f.value_gate is None else do * f.value_gate.from_start
-    from_state = f.gate.from_state(f.rows.reads[0], 0)
-    step = f.step._replace(add=f.span.by_step(from_state.mT @ seen))
+    step = f.step._replace(add=f.span.by_step(f.query_from_state().mT @ seen))
     if f.inverse is None:
         return [do], walk(step, dcarry, f.span, reverse=True)
     rest = f.span.by_step(f.intra.scores[0][-1].mT @ do)
@@ -98,20 +101,20 @@ def _walk_back(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Tensor], Ten
     return [do, f.inverse.mT @ rest.view(do.shape)], after
 
 
-def _log_total(f: Forward, after: Tensor) -> Tensor | None:
+def _log_total(f: Forward, met: Tensor, after: Tensor) -> Tensor | None:
     """Gradient of the exponent of each channel's decay over the chunk, [n, K]."""
     if f.intra.total is None:
         return None
-    kept = f.met * after if f.value_gate is None else f.met * after * f.value_gate.total
+    kept = met * after if f.value_gate is None else met * after * f.value_gate.total
     return kept.sum(-1) * f.intra.total
 
 
-def _edges_back(f: Forward, douts: list[Tensor], after: Tensor) -> IntraGrads:
+def _edges_back(f: Forward, met: Tensor, douts: list[Tensor], after: Tensor) -> IntraGrads:
     return IntraGrads(
-        scores=[[dout @ values.mT for values in f.values] for dout in douts],
-        from_state=[dout @ f.met.mT for dout in douts],
-        to_state=[values @ after.mT for values in f.values],
-        log_total=_log_total(f, after),
+        scores=[[dout @ values.mT for values in f.values()] for dout in douts],
+        from_state=[dout @ met.mT for dout in douts],
+        to_state=[values @ after.mT for values in f.values()],
+        log_total=_log_total(f, met, after),
     )
 
 
@@ -132,7 +135,7 @@ def _beta_back(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor]) -
 
 
 def _edges_back_with_value_gate(
-    f: Forward, do: Tensor, after: Tensor, grads: dict[str, Tensor]
+    f: Forward, met: Tensor, do: Tensor, after: Tensor, grads: dict[str, Tensor]
 ) -> IntraGrads:
     """The same where the columns of the state decay too; also the gradients of v and gv."""
     gate, v, scores = f.value_gate, f.rows.v, f.intra.scores[0][0]
@@ -140,23 +143,23 @@ def _edges_back_with_value_gate(
     seen = do * gate.from_start
     kept = v * gate.to_end
     dkept = f.intra.to_state[0] @ after
-    dtotal = f.met * after
+    dtotal = met * after
     if f.intra.total is not None:
         dtotal *= f.intra.total[:, :, None]
     dscores, dv, grads["gv"] = gate.backward(
         scores,
         v,
         do,
-        leave=seen * (f.gate.from_state(f.rows.reads[0], 0) @ f.met),
+        leave=seen * (f.query_from_state() @ met),
         enter=kept * dkept,
         dtotal=dtotal.sum(1) * gate.total[:, 0],
     )
     grads["v"] = dv.addcmul_(dkept, gate.to_end)
     return IntraGrads(
         scores=[[dscores]],
-        from_state=[seen @ f.met.mT],
+        from_state=[seen @ met.mT],
         to_state=[kept @ after.mT],
-        log_total=_log_total(f, after),
+        log_total=_log_total(f, met, after),
     )
 
 

@@ -130,7 +130,9 @@ class ScalarGate:
         ones = torch.ones(C, C, dtype=self.decay.dtype, device=self.decay.device)
         dg = torch.matmul(ones.triu(), P).mul_(ones.tril(-1)).sum(-1)
         dg += d.log_total.sum(-1, keepdim=True)
-        leave = sum((x.mul_(self.from_start) * read).sum(-1) for x, read in zip(d.from_state, reads))
+        leave = sum(
+            (x.mul_(self.from_start) * read).sum(-1) for x, read in zip(d.from_state, reads)
+        )
         enter = sum((x.mul_(self.to_end) * write).sum(-1) for x, write in zip(d.to_state, writes))
         dg += leave @ ones.tril() + enter @ ones.triu(1)  # i >= t, and j < t
         for kind, row in zip(self.kinds, d.scores):
@@ -203,9 +205,7 @@ class ChannelGate:
                     d.to_state[w].addcmul_(own, reads[r])
         return InputGrads(d.from_state, d.to_state, dg)
 
-    def _backward(
-        self, cut: slice, reads: Rows, writes: Rows, d: IntraGrads, dg: Tensor
-    ) -> None:
+    def _backward(self, cut: slice, reads: Rows, writes: Rows, d: IntraGrads, dg: Tensor) -> None:
         """A slice of chunks, but for the diagonals; d.from_state and to_state become the result."""
         assert d.log_total is not None
         scan = ChannelScan(self.g[cut])
@@ -249,4 +249,3 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     for x in tensors[1:]:
         total = total + x
     return total
-

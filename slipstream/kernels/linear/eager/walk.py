@@ -30,18 +30,19 @@ class Step(NamedTuple):
     rest: Tensor | None = None
 
     def advance(self, S: Tensor, m: int, out: Tensor) -> None:
-        """From the state before chunk m to the one after it, [G, K, V] both."""
+        """From the state before chunk m to the one after it, [G, K, V] both; out may be S."""
+        x = None
+        if self.right is not None and self.rest is not None:
+            x = self.rest[m].baddbmm_(self.right[m], S)  # [G, C, V]
         if self.rows is not None:
             torch.mul(S, self.rows[m], out=out)
-        else:
+        elif out is not S:
             out.copy_(S)
         if self.columns is not None:
             out.mul_(self.columns[m])
         if self.add is not None:
             out.add_(self.add[m])
-        if self.left is not None:
-            assert self.right is not None and self.rest is not None
-            x = self.rest[m].baddbmm_(self.right[m], S)  # [G, C, V]
+        if self.left is not None and x is not None:
             out.baddbmm_(self.left[m].mT, x)
 
 
@@ -51,23 +52,43 @@ def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
     Returns:
         The state that each chunk met, [n, K, V].
     """
-    K, V = carry.S.shape[-2:]
     # Between chunks m - 1 and m the state is at place m; backwards it comes from place m + 1.
-    states = carry.S.new_empty(span.steps + 1, span.layout.rows, K, V)
+    states = carry.S.new_empty(span.steps + 1, *carry.S.shape)
     come, go = (1, 0) if reverse else (0, 1)
     states[span.steps if reverse else 0] = carry.S
-    begins = None
-    if span.map is not None:
-        begins = span.map.last if reverse else span.map.first
     for m in reversed(range(span.steps)) if reverse else range(span.steps):
-        S = states[m + come]
-        if begins is None:
-            step.advance(S, m, states[m + go])
-            continue
-        assert span.map is not None and carry.ends is not None
-        own = span.map.sequence[m : m + 1]
-        S.copy_(torch.where(begins[m], carry.ends.index_select(0, own)[0], S))
+        S = _enter(states[m + come], carry, span, m, reverse)
         step.advance(S, m, states[m + go])
-        carry.ends.index_copy_(0, own, states[m + go][None])
+        _leave(states[m + go], carry, span, m)
     carry.S = states[0 if reverse else span.steps]
-    return states[come : come + span.steps].view(-1, K, V)
+    return states[come : come + span.steps].flatten(0, 1)
+
+
+def walk_in_place(step: Step, carry: Carry, span: Span, reads: Tensor | None) -> Tensor | None:
+    """Walks forward without keeping the states: what `reads` [M, G, C, K] see of them, [n, C, V]."""
+    S, seen = carry.S, None
+    if reads is not None:
+        seen = S.new_empty(*reads.shape[:3], S.shape[-1])
+    for m in range(span.steps):
+        S = _enter(S, carry, span, m, reverse=False)
+        if reads is not None and seen is not None:
+            torch.bmm(reads[m], S, out=seen[m])
+        step.advance(S, m, S)
+        _leave(S, carry, span, m)
+    return None if seen is None else seen.flatten(0, 1)
+
+
+def _enter(S: Tensor, carry: Carry, span: Span, m: int, reverse: bool) -> Tensor:
+    """S, with the state of its own sequence in place of it where the chunk begins one."""
+    if span.map is None:
+        return S
+    assert carry.ends is not None
+    begins = (span.map.last if reverse else span.map.first)[m]
+    own = carry.ends.index_select(0, span.map.sequence[m : m + 1])[0]
+    return S.copy_(torch.where(begins, own, S))
+
+
+def _leave(S: Tensor, carry: Carry, span: Span, m: int) -> None:
+    if span.map is not None:
+        assert carry.ends is not None
+        carry.ends.index_copy_(0, span.map.sequence[m : m + 1], S[None])

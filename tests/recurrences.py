@@ -1,0 +1,256 @@
+"""The recurrence of each operator as its paper has it, written out without Terms.
+
+Float64, token by token, states [B, HV, K, V]; the transitions are matrices, as papers have them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+B, T, H, HV, K, V, M = 2, 37, 2, 4, 5, 3, 6
+Trace = Iterator[tuple[Tensor, Tensor]]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def unit(*shape: int) -> Tensor:
+    return F.normalize(randn(*shape), dim=-1)
+
+
+def log_decay(*shape: int) -> Tensor:
+    return F.logsigmoid(randn(*shape) + 1)
+
+
+def grouped(*tensors: Tensor) -> list[Tensor]:
+    """Heads of q, k repeated for the value heads that read them."""
+    return [x.repeat_interleave(HV // H, dim=2) for x in tensors]
+
+
+def outer(k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhk,bhv->bhkv", k, v)
+
+
+def read(S: Tensor, q: Tensor) -> Tensor:
+    return torch.einsum("bhkv,bhk->bhv", S, q)
+
+
+def eye() -> Tensor:
+    return torch.eye(K, dtype=torch.float64)
+
+
+# The recurrences: generators of (output / scale, state) for each token.
+
+
+def additive(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, S: Tensor) -> Trace:
+    """rows [B, T, HV, K] and columns [B, T, HV, V]: the factors on those of the state."""
+    q, k = grouped(q, k)
+    for t in range(q.shape[1]):
+        S = rows[:, t, :, :, None] * S * columns[:, t, :, None, :] + outer(k[:, t], v[:, t])
+        yield read(S, q[:, t]), S
+
+
+def no_decay() -> tuple[Tensor, Tensor]:
+    return (torch.ones(B, T, HV, n, dtype=torch.float64) for n in (K, V))  # type: ignore
+
+
+def linear_attn(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    return additive(q, k, v, *no_decay(), S)
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor, S: Tensor, gamma: list[float]) -> Trace:
+    rows, columns = no_decay()
+    return additive(q, k, v, torch.tensor(gamma).double()[:, None] * rows, columns, S)
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    return by_head(q, k, v, S, [1 - 2.0 ** (-5 - h) for h in range(HV)])
+
+
+def lightning_attn(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    """Layer 3 of 12, so three quarters of the slopes 8 h / HV."""
+    slopes = [0.75 * 8 * h / HV for h in range(HV)]
+    rows, columns = no_decay()
+    gamma = torch.tensor([-x for x in slopes], dtype=torch.float64).exp()
+    return additive(q, k, v, gamma[:, None] * rows, columns, S)
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Trace:
+    rows, columns = no_decay()
+    return additive(q, k, v, g.exp()[..., None] * rows, columns, S)
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, gv: Tensor, S: Tensor) -> Trace:
+    return additive(q, k, v, g.exp(), gv.exp(), S)
+
+
+def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, S: Tensor) -> Trace:
+    r, k = grouped(r, k)
+    for t in range(T):
+        kv = outer(k[:, t], v[:, t])
+        o = read(S + u[:, :, None] * kv, r[:, t])
+        S = w[:, t].exp()[..., None] * S + kv
+        yield o, S
+
+
+def transitions(q: Tensor, k: Tensor, v: Tensor, A: Callable, beta: Tensor, S: Tensor) -> Trace:
+    """S <- A(t) S + beta k v^T with A [B, HV, K, K]; q and k already by value head."""
+    for t in range(q.shape[1]):
+        S = A(t) @ S + outer(beta[:, t, :, None] * k[:, t], v[:, t])
+        yield read(S, q[:, t]), S
+
+
+def erase(k: Tensor, p: Tensor, beta: Tensor, t: int) -> Tensor:
+    """I - beta k p^T."""
+    return eye() - beta[:, t, :, None, None] * outer(k[:, t], p[:, t])
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    return transitions(q, k, v, lambda t: erase(k, k, beta, t), beta, S)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    alpha = g.exp()[..., None, None]
+    return transitions(q, k, v, lambda t: alpha[:, t] * erase(k, k, beta, t), beta, S)
+
+
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    decay = torch.diag_embed(g.exp())
+    return transitions(q, k, v, lambda t: erase(k, k, beta, t) @ decay[:, t], beta, S)
+
+
+def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k, p = grouped(q, k, p)
+    alpha = g.exp()[..., None, None]
+    return transitions(q, k, v, lambda t: alpha[:, t] * erase(k, p, beta, t), beta, S)
+
+
+def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, S: Tensor) -> Trace:
+    """As the RWKV-7 paper has it: states are [V, K] and transitions act from the right."""
+    q, k, a, b = grouped(q, k, a, b)
+    S = S.mT
+    for t in range(T):
+        S = S @ (torch.diag_embed(gk[:, t].exp()) + outer(a[:, t], b[:, t])) + outer(
+            v[:, t], k[:, t]
+        )
+        yield (S @ q[:, t, :, :, None])[..., 0], S.mT
+
+
+def iplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
+    return dplr(q, k, v, a, b, torch.zeros(B, T, HV, K, dtype=torch.float64), S)
+
+
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
+    return dplr(r, k, v, a, b, w, S)
+
+
+def gated_delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, S: Tensor
+) -> Trace:
+    q, k = grouped(q, k)
+    n = k.shape[1] // q.shape[1]
+    for t in range(T):
+        if g is not None:
+            S = g[:, t].exp()[..., None, None] * S
+        for i in range(t * n, t * n + n):
+            S = erase(k, k, beta, i) @ S + outer(beta[:, i, :, None] * k[:, i], v[:, i])
+        yield read(S, q[:, t]), S
+
+
+def trace(steps: Trace) -> tuple[Tensor, Tensor]:
+    outputs, states = zip(*steps)
+    return torch.stack(outputs, dim=1), states[-1]
+
+
+QKV = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V)}
+SCALAR, CHANNEL = (B, T, HV), (B, T, HV, K)
+
+
+def qkv(make: Callable[..., Tensor] = randn) -> dict[str, Tensor]:
+    return {"q": randn(*QKV["q"]), "k": make(*QKV["k"]), "v": randn(*QKV["v"])}
+
+
+def beta(*shape: int) -> Tensor:
+    return randn(*shape).sigmoid()
+
+
+def removal() -> dict[str, Tensor]:
+    a = unit(B, T, H, K)
+    return {"a": -a, "b": a * beta(B, T, H, 1)}
+
+
+def rwkv() -> dict[str, Tensor]:
+    args = qkv()
+    return {"r": args.pop("q"), **args, "w": log_decay(*CHANNEL)}
+
+
+def householder(g: bool) -> dict[str, Any]:
+    return {
+        "q": randn(B, T, H, K),
+        "k": unit(B, 3 * T, H, K),
+        "v": randn(B, 3 * T, HV, V),
+        "g": log_decay(*SCALAR) if g else None,
+        "beta": beta(B, 3 * T, HV),
+    }
+
+
+def slots(heads: int = H) -> dict[str, Tensor]:
+    return {
+        "q": randn(B, T, heads, K),
+        "k": randn(B, T, H, K),
+        "v": randn(B, T, H, V),
+        "s": randn(B, T, H, M),
+    }
+
+
+def gsa(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, Sk: Tensor, Sv: Tensor, scale: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    outputs = []
+    for t in range(T):
+        decay = g[:, t].exp()
+        Sk = Sk * decay[:, :, None, :] + outer(k[:, t], s[:, t])
+        Sv = Sv * decay[:, :, :, None] + outer(s[:, t], v[:, t])
+        outputs.append(read(Sv, (scale * read(Sk, q[:, t])).softmax(-1)))
+    return torch.stack(outputs, dim=1), (Sk, Sv)
+
+
+NAMED = ["rwkv6", "rwkv7", "dplr_delta_rule", "comba"]
+MODEL = {"layer_idx": 3, "num_layers": 12}
+# operator -> (arguments, recurrence, further arguments of the function)
+MAPPINGS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., Trace], dict[str, Any]]] = {
+    "linear_attn": (qkv, linear_attn, {"normalize": False}),
+    "retention": (qkv, retention, {}),
+    "lightning_attn": (qkv, lightning_attn, MODEL),
+    "simple_gla": (lambda: {**qkv(), "g": log_decay(*SCALAR)}, simple_gla, {}),
+    "gla": (lambda: {**qkv(), "g": log_decay(*CHANNEL), "gv": log_decay(B, T, HV, V)}, gla, {}),
+    "rwkv6": (lambda: {**rwkv(), "u": randn(HV, K)}, rwkv6, {}),
+    "delta_rule": (lambda: {**qkv(unit), "beta": beta(*SCALAR)}, delta_rule, {}),
+    "gated_delta_rule": (
+        lambda: {**qkv(unit), "g": log_decay(*SCALAR), "beta": beta(*SCALAR)},
+        gated_delta_rule,
+        {},
+    ),
+    "kda": (lambda: {**qkv(unit), "g": log_decay(*CHANNEL), "beta": beta(*SCALAR)}, kda, {}),
+    "comba": (
+        lambda: {
+            **qkv(unit),
+            "p": unit(B, T, H, K),
+            "g": log_decay(*SCALAR),
+            "beta": beta(*SCALAR),
+        },
+        comba,
+        {},
+    ),
+    "iplr_delta_rule": (lambda: {**qkv(), **removal()}, iplr, {}),
+    "dplr_delta_rule": (lambda: {**qkv(), **removal(), "gk": log_decay(*CHANNEL)}, dplr, {}),
+    "rwkv7": (lambda: {**rwkv(), **removal()}, rwkv7, {}),
+    "gated_delta_product": (lambda: householder(True), gated_delta_product, {"num_householder": 3}),
+}
