@@ -56,7 +56,7 @@ def _beta(*dims: str) -> Maker:
 
 
 def _gate(*dims: str) -> Maker:
-    """Log decays: "weak" of a few percent a token, "strong" down to -50, "mixed" of both, "zero"."""
+    """Log decays: "zero", "weak" of a few percent a token, "strong" down to -50, "mixed"."""
 
     def make(n: Size, dtype: torch.dtype, gate: str) -> Tensor:
         dtype = torch.float64 if dtype == torch.float64 else torch.float32

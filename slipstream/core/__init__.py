@@ -1,1 +1,1 @@
-"""What every kernel family shares: argument checks, packing, registration, the choice of a kernel."""
+"""What every kernel family shares: argument checks, packing, registration, choice of a kernel."""

@@ -1,4 +1,4 @@
-"""torch.autocast at the boundary of an operator: it does not reach inside, so dtypes are cast here."""
+"""torch.autocast at the boundary of an operator: it does not reach inside, so casts are here."""
 
 import torch
 from torch import Tensor

@@ -25,7 +25,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """impl: the implementation chosen; why; rejected: those preferred to it, each with its reason."""
+    """impl: the one chosen; why; rejected: those preferred to it, each with its reason."""
 
     impl: str
     why: str

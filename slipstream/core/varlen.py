@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+import itertools
 
 
 class ChunkMap(NamedTuple):
@@ -29,7 +30,7 @@ class ChunkMap(NamedTuple):
 
 
 def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
-    """Offsets on the host: from 0 to T, never falling. On a device this would be a sync: skipped."""
+    """On the host: from 0 to T, never falling. On a device it would be a sync, and is skipped."""
     if cu_seqlens.device.type != "cpu":
         return
     offsets = cu_seqlens.tolist()
@@ -38,7 +39,7 @@ def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
             f"cu_seqlens: want offsets from 0 to the {tokens} tokens given, "
             f"got {offsets[0]} to {offsets[-1]}"
         )
-    for n, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+    for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end < begin:
             raise ValueError(f"cu_seqlens: want offsets that never fall, got {begin}, {end} at {n}")
 

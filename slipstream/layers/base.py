@@ -28,6 +28,7 @@ State = dict[str, Tensor]
 Mixed = tuple[Tensor, State | None]
 
 MODES = ("chunk", "fused_recurrent", None)
+# on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
 RECURRENT_UP_TO = 16
 
 

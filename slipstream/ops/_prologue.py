@@ -5,18 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.ops.norm import l2_norm
 
 
 def maybe_l2_norm(flag: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     """x / sqrt(sum x^2 + 1e-6) over the last dimension of each, if the flag is set."""
-    if not flag:
-        return tensors
-    return tuple(_l2_norm(x) for x in tensors)
-
-
-def _l2_norm(x: Tensor) -> Tensor:
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    return tuple(l2_norm(x) for x in tensors) if flag else tensors
 
 
 def delta_gate(
@@ -32,6 +26,10 @@ def delta_gate(
         A_log: [HV]. dt_bias: [HV], or [HV * K] for a gate of every channel.
         lower_bound: in [-5, 0).
     """
+    check_lower_bound(lower_bound)
+    for name, given in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if given is not None:
+            checks.expect_tensor(name, given)
     heads = g.shape[2]
     x = g if g.dtype == torch.float64 else g.float()
     if dt_bias is not None:
@@ -44,7 +42,6 @@ def delta_gate(
     checks.expect_shape("A_log", A_log.flatten(), (heads,))
     rate = A_log.to(x.dtype).exp().view(heads, *([1] * (x.dim() - 3)))
     if lower_bound is not None:
-        check_lower_bound(lower_bound)
         return lower_bound * torch.sigmoid(rate * x)
     return -rate * F.softplus(x)
 
@@ -55,6 +52,7 @@ def check_lower_bound(lower_bound: float | None) -> None:
 
 
 def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     return v.new_ones(v.shape[:3]) if beta is None else beta
 
 

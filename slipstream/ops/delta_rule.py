@@ -86,7 +86,6 @@ def fused_recurrent_delta_rule(
 
     Cost: 6 T HV K V flops, one after the other.
     """
-    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
     beta = beta_or_ones(beta, v)
     return run(

@@ -128,6 +128,7 @@ def fused_recurrent_gated_delta_rule(
     if gk is not None:
         checks.expect_shape("gk", gk, (*v.shape[:3], q.shape[-1]))
         checks.expect_floating({"g": g, "gk": gk})
+        checks.expect_one_device({"q": q, "g": g, "gk": gk})
         g = gk if g is None else g[..., None] + gk
     beta = maybe_sigmoid(beta_or_ones(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(

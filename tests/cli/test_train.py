@@ -18,6 +18,7 @@ tokenizer: {vocab_size: 400, train_bytes: 100000}
 data: {files: ["{stdlib}/json", "{stdlib}/email"], held_out: 0.15, row_tokens: 32, eval_rows: 4}
 training: {max_steps: 9, per_device_train_batch_size: 2, learning_rate: 3e-3,
            save_steps: 5, eval_steps: 4}
+muon: {learning_rate: 0.02}
 """
 MAIN = "from slipstream.cli import main; main()"
 

@@ -27,21 +27,22 @@ BLOCK_ROWS = 64
 class Places(NamedTuple):
     """token [T]: padded row of each token; past [N, W - 1]: rows of what comes before sequence n.
 
-    sequence [T]: whose token it is.
+    source [R]: token of each padded row, 0 at the rows of the past.
     """
 
     token: Tensor
     past: Tensor
-    sequence: Tensor
+    source: Tensor
 
 
 def places(cu_seqlens: Tensor, tokens: int, width: int) -> Places:
     begin = cu_seqlens.long()
     n = torch.arange(begin.shape[0] - 1, device=begin.device)
-    token = torch.arange(tokens, device=begin.device)
-    sequence = torch.searchsorted(begin[1:], token, right=True)
+    t = torch.arange(tokens, device=begin.device)
+    token = t + (torch.searchsorted(begin[1:], t, right=True) + 1) * (width - 1)
     past = (begin[:-1] + n * (width - 1))[:, None] + torch.arange(width - 1, device=begin.device)
-    return Places(token + (sequence + 1) * (width - 1), past, sequence)
+    source = t.new_zeros(tokens + past.numel()).index_copy(0, token, t)
+    return Places(token, past, source)
 
 
 def convolve(
@@ -57,9 +58,9 @@ def convolve(
             past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         return _correlate(torch.cat([past, x], dim=1), weight)
     where = places(cu_seqlens, x.shape[1], width)
-    padded = _Spread.apply(x[0], past, where.token, where.past)
-    y = _correlate(padded[None], weight)[0]
-    return _Gather.apply(y, where.token - (width - 1))[None]
+    padded = _Spread.apply(x[0], past, *where)
+    y = _correlate(padded[None], weight)[0]  # row i ends its window at padded row i + W - 1
+    return _Gather.apply(y, *where)[None]
 
 
 def last_inputs(
@@ -133,39 +134,51 @@ def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     return dw.t()
 
 
+# Both ways of these two are row reads, which torch does twice as fast as the row writes that
+# autograd would make of one of them.
+
+
 class _Spread(torch.autograd.Function):
-    """Rows x [T, D] and past [N, W - 1, D], or zeros, to their places; no row twice."""
+    """Tokens x [T, D] and past [N, W - 1, D], or zeros, to their padded rows [R, D]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, past: Tensor | None, token: Tensor, before: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, past: Tensor | None, token: Tensor, before: Tensor, source: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(token, before)
-        padded = x.new_zeros(x.shape[0] + before.numel(), x.shape[1])
-        padded.index_copy_(0, token, x)
+        padded = _rows(x, source, before)
         if past is not None:
             padded.index_copy_(0, before.flatten(), past.flatten(0, 1))
         return padded
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         token, before = ctx.saved_tensors
         dpast = None
         if ctx.needs_input_grad[1]:
             dpast = dy.index_select(0, before.flatten()).view(*before.shape, -1)
-        return dy.index_select(0, token), dpast, None, None
+        return dy.index_select(0, token), dpast, None, None, None
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of y, none of them twice, so that the backward can copy where autograd would add."""
+    """The tokens [T, D] among y [R - W + 1, D]."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(row)
-        ctx.rows = y.shape[0]
-        return y.index_select(0, row)
+    def forward(ctx: Any, y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(before, source)
+        return y.index_select(0, token - before.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (row,) = ctx.saved_tensors
-        return dy.new_zeros(ctx.rows, dy.shape[1]).index_copy_(0, row, dy), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        before, source = ctx.saved_tensors
+        skipped = before.shape[1]
+        return _rows(dy, source[skipped:], before[1:] - skipped), None, None, None
+
+
+def _rows(x: Tensor, source: Tensor, empty: Tensor) -> Tensor:
+    """Rows `source` of x, and zeros at rows `empty`."""
+    if x.shape[0] == 0:
+        return x.new_zeros(source.shape[0], x.shape[1])
+    return x.index_select(0, source).index_fill_(0, empty.flatten(), 0)

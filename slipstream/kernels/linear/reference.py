@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.linear.terms import Terms
+import itertools
 
 
 def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,7 @@ def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     offsets = terms.cu_seqlens.tolist()
     parts = [
         _run(_sequence(terms, n, begin, end), scale)
-        for n, (begin, end) in enumerate(zip(offsets, offsets[1:]))
+        for n, (begin, end) in enumerate(itertools.pairwise(offsets))
     ]
     if not parts:
         return torch.empty_like(terms.v), terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)

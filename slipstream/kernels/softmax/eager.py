@@ -97,7 +97,7 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    # branched on, not passed on: under torch.compile the comparison is symbolic, which torch refuses
+    # branched on, not passed on: under torch.compile torch refuses the symbolic comparison
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     o = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped

@@ -12,7 +12,7 @@ Every exponent is a sum of gates between two tokens and computed as such, never 
 larger numbers or a product of exp(G_i) and exp(-G_j): nothing overflows and nothing cancels,
 whatever the gates. Likewise the gradient of g_t is summed over the pairs i >= t > j alone.
 
-The three gates have one interface: forward, from_state and backward, over lists of reads and writes.
+The three gates have one interface over lists of reads and writes: forward, from_state, backward.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Rows = Sequence[Tensor]  # [n, C, K] each
 
 
 class Intra(NamedTuple):
-    """scores[r][w] [n, C, C], zero where r does not reach w; to_state[w] [n, C, K]; total [n, K|1]."""
+    """scores[r][w] [n, C, C], zero where r does not reach w; to_state[w] [n, C, K]; total [n, K]."""
 
     scores: list[list[Tensor]]
     to_state: list[Tensor]
@@ -126,14 +126,13 @@ class ScalarGate:
         C = reads[0].shape[1]
         assert d.log_total is not None
         # P[i, j]: what scaling the decay from j to i would do; g_t is in those with i >= t > j.
-        P = sum(x * y for dx, xs in zip(d.scores, intra.scores) for x, y in zip(dx, xs))
+        P = _sum([x * y for dx, xs in zip(d.scores, intra.scores) for x, y in zip(dx, xs)])
         ones = torch.ones(C, C, dtype=self.decay.dtype, device=self.decay.device)
         dg = torch.matmul(ones.triu(), P).mul_(ones.tril(-1)).sum(-1)
         dg += d.log_total.sum(-1, keepdim=True)
-        leave = sum(
-            (x.mul_(self.from_start) * read).sum(-1) for x, read in zip(d.from_state, reads)
-        )
-        enter = sum((x.mul_(self.to_end) * write).sum(-1) for x, write in zip(d.to_state, writes))
+        leaving = [x.mul_(self.from_start) * read for x, read in zip(d.from_state, reads)]
+        entering = [x.mul_(self.to_end) * write for x, write in zip(d.to_state, writes)]
+        leave, enter = _sum(leaving).sum(-1), _sum(entering).sum(-1)
         dg += leave @ ones.tril() + enter @ ones.triu(1)  # i >= t, and j < t
         for kind, row in zip(self.kinds, d.scores):
             for scores in row:

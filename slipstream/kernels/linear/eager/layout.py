@@ -51,7 +51,7 @@ class Layout:
         return out[:, : self.tokens]
 
     def begin(self, state: Tensor | None) -> "Carry":
-        """The walk's state before its first chunk, from the state of each sequence [N, HV, K, V]."""
+        """The walk's state before its first chunk, from that of each sequence [N, HV, K, V]."""
         if state is None:
             ends = torch.zeros(self.state_shape, dtype=self.dtype, device=self.device)
         else:

@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
     u: Tensor | None
 
     def at(self, t: int) -> "Tokens":
-        return Tokens(*(x if x is None else x[t] for x in self[:-1]), self.u)
+        return Tokens(*(None if x is None else x[t] for x in self[:-1]), u=self.u)  # type: ignore
 
 
 def gather(terms: Terms) -> Tokens:

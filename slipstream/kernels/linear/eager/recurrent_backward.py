@@ -24,7 +24,7 @@ def recurrent_backward(
     dS = order.begin(dends)
     douts = torch.zeros_like(terms.v) if do is None else do
     douts = (douts.transpose(0, 1).to(order.dtype) * scale)[:, :, :, None]  # [T, B, HV, 1, V]
-    grads = Tokens(*(None if x is None else torch.zeros_like(x) for x in tokens))
+    grads = Tokens(*(None if x is None else torch.zeros_like(x) for x in tokens))  # type: ignore
     for start in reversed(range(0, order.tokens, SEGMENT)):
         stop = min(start + SEGMENT, order.tokens)
         met = [kept.pop()]

@@ -54,7 +54,7 @@ class Seam(NamedTuple):
 
 class ChannelScan:
     def __init__(self, g: Tensor) -> None:
-        n, self.chunk, self.width = g.shape
+        _, self.chunk, self.width = g.shape
         self.g, self.sums = g, g  # sums: total of each block, [n, blocks, K]
         self.before, self.rest = torch.zeros_like(g), torch.zeros_like(g)
 
@@ -99,8 +99,8 @@ class ChannelScan:
         self, side: int, after: Tensor | None, before: Tensor | None, rest: Tensor
     ) -> None:
         """The same for the factors of a Seam."""
-        later = (halves(x, side)[:, :, 1] for x in (self.dbefore, self.dg))
-        self._leave(*later, halves(self.drest, side)[:, :, 0], after, before, rest)
+        dbefore, dg = halves(self.dbefore, side)[:, :, 1], halves(self.dg, side)[:, :, 1]
+        self._leave(dbefore, dg, halves(self.drest, side)[:, :, 0], after, before, rest)
 
     @staticmethod
     def _leave(

@@ -65,7 +65,7 @@ def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
 
 
 def walk_in_place(step: Step, carry: Carry, span: Span, reads: Tensor | None) -> Tensor | None:
-    """Walks forward without keeping the states: what `reads` [M, G, C, K] see of them, [n, C, V]."""
+    """Walks forward keeping no states; what `reads` [M, G, C, K] see of them is [n, C, V]."""
     S, seen = carry.S, None
     if reads is not None:
         seen = S.new_empty(*reads.shape[:3], S.shape[-1])

@@ -183,6 +183,7 @@ def _launch(
         HAS_S_IN=walk.s_in is not None,
         HAS_S_OUT=walk.s_out is not None,
         PACKED=cu is not None,
+        GROUPED=terms.q.shape[2] != HV,
         EXACT=y.dtype == torch.float32,
         PRECISION="ieee" if INTERPRETED else "tf32x3",
         num_warps=tile.warps,

@@ -112,10 +112,14 @@ def linear_walk_kernel(
     HAS_S_IN: tl.constexpr,
     HAS_S_OUT: tl.constexpr,
     PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(X / BX) * HV * N,): one program walks one tile of X of one head and sequence."""
+    if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
+        HR = HV
+        HX = HV
     pid = tl.program_id(0)
     NX: tl.constexpr = (X + BX - 1) // BX
     DM: tl.constexpr = D != BD
@@ -186,7 +190,6 @@ def linear_walk_kernel(
             b_w = _block(w_ptr + t * (HR * D), HR * D, o_c, m_c, o_d, D, DM)  # [C, BD]
             b_x = _block(x_ptr + t * (HX * X), HX * X, o_c, m_c, o_x, X, XM)  # [C, BX]
             b_a = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
-            b_y = tl.dot(b_r, b_s.to(b_r.dtype), input_precision=PRECISION)  # [C, BX]
             if REVERSE:
                 seen = o_c[:, None] <= o_c[None, :]
             else:
@@ -204,17 +207,18 @@ def linear_walk_kernel(
                     own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1)
                     seen = seen & (o_c[:, None] != o_c[None, :])
                 b_a *= tl.exp2(tl.where(seen, between, float("-inf")))
-                b_start = tl.exp2(b_G)
-                b_end = tl.exp2((G_C - b_G) + (low_C - b_low))
-                b_in = b_end if REVERSE else b_start
-                b_out = b_start if REVERSE else b_end
-                b_y *= b_in[:, None]
-                b_s *= tl.exp2(G_C)
-                b_kept = (b_x * b_out[:, None]).to(b_x.dtype)
             else:
                 b_a = tl.where(seen, b_a, 0.0)
-                b_kept = b_x
-            b_y = tl.dot(b_a.to(b_x.dtype), b_x, b_y, input_precision=PRECISION)
+            b_a = b_a.to(b_x.dtype)
+            b_y = tl.dot(b_r, b_s.to(b_r.dtype), input_precision=PRECISION)  # [C, BX]
+            b_kept = b_x
+            if HAS_GATE:
+                b_start = tl.exp2(b_G)
+                b_end = tl.exp2((G_C - b_G) + (low_C - b_low))
+                b_y *= (b_end if REVERSE else b_start)[:, None]
+                b_s *= tl.exp2(G_C)
+                b_kept = (b_x * (b_start if REVERSE else b_end)[:, None]).to(b_x.dtype)
+            b_y = tl.dot(b_a, b_x, b_y, input_precision=PRECISION)
             b_s = tl.dot(tl.trans(b_w), b_kept, b_s, input_precision=PRECISION)  # [BD, BX]
             b_y *= scale
             if HAS_DG:
