@@ -4,11 +4,11 @@ cu_seqlens [N+1] packs N sequences along T of a batch of one; sequence n holds t
 cu_seqlens[n] .. cu_seqlens[n+1]-1 and may be empty. Chunks of C tokens never cross a boundary.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-import itertools
 
 
 class ChunkMap(NamedTuple):

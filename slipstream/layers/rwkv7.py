@@ -81,15 +81,15 @@ class RWKV7(Mixer):
         self.k_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.05)
         self.v_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.5)
         self.o_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.0)
-        self.k_k = nn.Parameter(torch.full((hidden_size,), 0.85))
-        self.k_a = nn.Parameter(torch.ones(hidden_size))
-        self.r_k = nn.Parameter(torch.zeros(num_heads, self.head_dim))
-        self.norm_weight = nn.Parameter(torch.ones(hidden_size))
-        self.norm_bias = nn.Parameter(torch.zeros(hidden_size))
         self._begin(hidden_size, num_layers)
 
     def _begin(self, size: int, num_layers: int | None) -> None:
-        """Mixes and decays, which begin different for every channel and depth."""
+        """The vectors; mixes and decays begin different for every channel and depth."""
+        self.k_k = nn.Parameter(torch.full((size,), 0.85))
+        self.k_a = nn.Parameter(torch.ones(size))
+        self.r_k = nn.Parameter(torch.zeros(self.num_heads, self.head_dim))
+        self.norm_weight = nn.Parameter(torch.ones(size))
+        self.norm_bias = nn.Parameter(torch.zeros(size))
         depth = self.layer_idx / num_layers if num_layers else 0.0
         ratio = self.layer_idx / (num_layers - 1) if num_layers and num_layers > 1 else 0.0
         channel = torch.arange(size)
@@ -138,16 +138,13 @@ class RWKV7(Mixer):
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
         )
-        o = group_norm(
-            o.flatten(-2),
-            self.num_heads,
-            self.norm_weight,
-            self.norm_bias,
-            eps=self.head_dim * 1e-5,
-        )
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v  # [B, T, H, K]
-        y = self.o_proj((o + bonus.flatten(-2)) * self.g_lora(xg))
+        y = self.o_proj((self._norm(o.flatten(-2)) + bonus.flatten(-2)) * self.g_lora(xg))
         return y, kept(use_cache, recurrent=recurrent, shift=shift)
+
+    def _norm(self, o: Tensor) -> Tensor:
+        eps = self.head_dim * 1e-5
+        return group_norm(o, self.num_heads, self.norm_weight, self.norm_bias, eps=eps)
 
     def _with_first_value(self, v: Tensor, xv: Tensor, shared: dict[str, Any] | None) -> Tensor:
         if shared is None:

@@ -1,13 +1,21 @@
 """What users call: one module an operator."""
 
+from slipstream.ops.activation import geglu as geglu
+from slipstream.ops.activation import sigmoid_glu as sigmoid_glu
+from slipstream.ops.activation import squared_relu as squared_relu
+from slipstream.ops.activation import swiglu as swiglu
+from slipstream.ops.attention import attention as attention
 from slipstream.ops.comba import chunk_comba as chunk_comba
 from slipstream.ops.comba import fused_recurrent_comba as fused_recurrent_comba
+from slipstream.ops.conv import short_convolution as short_convolution
+from slipstream.ops.conv import short_convolution_update as short_convolution_update
 from slipstream.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
 from slipstream.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
 from slipstream.ops.dplr_delta_rule import chunk_dplr_delta_rule as chunk_dplr_delta_rule
 from slipstream.ops.dplr_delta_rule import (
     fused_recurrent_dplr_delta_rule as fused_recurrent_dplr_delta_rule,
 )
+from slipstream.ops.embedding import embedding as embedding
 from slipstream.ops.gated_delta_product import (
     chunk_gated_delta_product as chunk_gated_delta_product,
 )
@@ -36,11 +44,22 @@ from slipstream.ops.lightning_attn import (
 )
 from slipstream.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
 from slipstream.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
+from slipstream.ops.loss import cross_entropy as cross_entropy
+from slipstream.ops.loss import linear_cross_entropy as linear_cross_entropy
+from slipstream.ops.norm import group_norm as group_norm
+from slipstream.ops.norm import l2_norm as l2_norm
+from slipstream.ops.norm import layer_norm as layer_norm
+from slipstream.ops.norm import rms_norm as rms_norm
+from slipstream.ops.norm import rms_norm_gated as rms_norm_gated
 from slipstream.ops.retention import chunk_retention as chunk_retention
 from slipstream.ops.retention import fused_recurrent_retention as fused_recurrent_retention
+from slipstream.ops.rotary import packed_positions as packed_positions
+from slipstream.ops.rotary import rotary_embedding as rotary_embedding
+from slipstream.ops.rotary import rotary_tables as rotary_tables
 from slipstream.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
 from slipstream.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
 from slipstream.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7
 from slipstream.ops.rwkv7 import fused_recurrent_rwkv7 as fused_recurrent_rwkv7
 from slipstream.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
 from slipstream.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
+from slipstream.ops.token_shift import token_shift as token_shift

@@ -1,5 +1,7 @@
 """What the delta operators may be asked to do to their arguments first: norms, gates, beta."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +35,7 @@ def delta_gate(
     heads = g.shape[2]
     x = g if g.dtype == torch.float64 else g.float()
     if dt_bias is not None:
-        checks.expect_shape("dt_bias", dt_bias.flatten(), (x[0, 0].numel(),))
+        checks.expect_shape("dt_bias", dt_bias.flatten(), (math.prod(x.shape[2:]),))
         x = x + dt_bias.to(x.dtype).view(x.shape[2:])
     if A_log is None:
         if lower_bound is None:

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,15 +119,16 @@ def arguments(config: RunConfig) -> TrainingArguments:
 def _claim(config: RunConfig, directory: Path, resuming: bool) -> None:
     """Writes the resolved config beside the run, or checks that the run is this config's."""
     resolved = directory / "run.yaml"
-    if resuming and resolved.exists():
-        before = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-        now = config.plain()
-        for section in ("model", "tokenizer", "data"):
-            if before.get(section) != now[section]:
-                raise ValueError(
-                    f"{section}: differs from the run in {directory}, {before.get(section)}; "
-                    "name another output_dir"
-                )
+    before = yaml.safe_load(resolved.read_text(encoding="utf-8")) if resolved.exists() else {}
+    now = config.plain()
+    for section in ("model", "tokenizer", "data", "muon"):
+        if before.get(section) != now[section] and resuming:
+            raise ValueError(
+                f"{section}: differs from the run in {directory}, {before.get(section)}; "
+                "name another output_dir"
+            )
+    if any(before.get(section) != now[section] for section in ("tokenizer", "data")):
+        shutil.rmtree(directory / "tokenizer", ignore_errors=True)  # of a run that never began
     config.dump(resolved)
     versions = {
         "python": platform.python_version(),
@@ -147,7 +149,7 @@ def _trainer(
     train_corpus, held_out = corpus.split(data)
     tok = tokenizer.obtain(config.tokenizer, train_corpus, directory / "tokenizer")
     model = SlipstreamForCausalLM(_model_config(config, tok))
-    held_rows = Rows(held_out, tok, data.row_tokens, epochs=1, limit=data.eval_rows)
+    held_rows = Rows(held_out, tok, data.row_tokens, seed=0, epochs=1, limit=data.eval_rows)
     collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
     board = TensorBoardCallback()
     board.logging_dir = str(directory / "tensorboard")

@@ -5,12 +5,13 @@ the measure of every other path, values and gradients. Cost: T steps of O(B HV K
 states autograd keeps.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.linear.terms import Terms
-import itertools
 
 
 def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:

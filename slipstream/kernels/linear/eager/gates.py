@@ -33,7 +33,7 @@ Rows = Sequence[Tensor]  # [n, C, K] each
 
 
 class Intra(NamedTuple):
-    """scores[r][w] [n, C, C], zero where r does not reach w; to_state[w] [n, C, K]; total [n, K]."""
+    """scores[r][w] [n, C, C], 0 where r does not reach w; to_state[w] [n, C, K]; total [n, K]."""
 
     scores: list[list[Tensor]]
     to_state: list[Tensor]

@@ -18,8 +18,8 @@ from slipstream.kernels.linear.terms import Terms
 class Tokens(NamedTuple):
     """The terms in the dtype of the arithmetic, time first, shaped to broadcast against a state.
 
-    q, k, p, a, b [T, B, HV, K, 1]; v, gv [T, B, HV, 1, V]; g [T, B, HV, 1 or K, 1];
-    beta [T, B, HV, 1, 1 or V]; u [HV, K, 1]. Gates are exponentials already.
+    With G = B HV rows: q, k, p, a, b [T, G, K, 1]; v, gv [T, G, 1, V]; g [T, G, 1 or K, 1];
+    beta [T, G, 1, 1 or V]; u [G, K, 1]. Gates are exponentials already.
     """
 
     q: Tensor
@@ -38,61 +38,60 @@ class Tokens(NamedTuple):
 
 
 def gather(terms: Terms) -> Tokens:
-    group = terms.v.shape[2] // terms.q.shape[2]
+    B, T, HV = terms.v.shape[:3]
+    group, dtype = HV // terms.q.shape[2], terms.dtype
 
-    def keyed(x: Tensor | None) -> Tensor | None:
+    def rows(x: Tensor | None, *shape: int) -> Tensor | None:
         if x is None:
             return None
-        x = x.transpose(0, 1).to(terms.dtype)
-        return (x if group == 1 else x.repeat_interleave(group, dim=2))[..., None]
+        if group > 1 and x.shape[2] != HV:
+            x = x.repeat_interleave(group, dim=2)
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        return x.transpose(0, 1).reshape(T, B * HV, *shape)
 
-    def valued(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.transpose(0, 1).to(terms.dtype)
-        return x[..., None, None] if x.dim() == 3 else x[:, :, :, None]
-
-    q, k, v = keyed(terms.q), keyed(terms.k), valued(terms.v)
+    g, gv, beta = terms.g, terms.gv, terms.beta
+    wide = beta is not None and beta.dim() == 4
+    q, k, v = rows(terms.q, -1, 1), rows(terms.k, -1, 1), rows(terms.v, 1, -1)
     assert q is not None and k is not None and v is not None
-    g = None
-    if terms.g is not None:
-        g = terms.g.transpose(0, 1).to(terms.dtype).exp()
-        g = g[..., None, None] if g.dim() == 3 else g[..., None]
+    u = None
+    if terms.u is not None:
+        u = terms.u.to(dtype).expand(B, HV, -1).reshape(B * HV, -1, 1)
     return Tokens(
         q=q,
         k=k,
         v=v,
-        g=g,
-        gv=None if terms.gv is None else valued(terms.gv.exp()),
-        beta=valued(terms.beta),
-        p=keyed(terms.p),
-        a=keyed(terms.a),
-        b=keyed(terms.b),
-        u=None if terms.u is None else terms.u.to(terms.dtype)[..., None],
+        g=rows(None if g is None else g.exp(), 1 if g is not None and g.dim() == 3 else -1, 1),
+        gv=rows(None if gv is None else gv.exp(), 1, -1),
+        beta=rows(beta, 1, -1 if wide else 1),
+        p=rows(terms.p, -1, 1),
+        a=rows(terms.a, -1, 1),
+        b=rows(terms.b, -1, 1),
+        u=u,
     )
 
 
-def dot(row: Tensor, S: Tensor) -> Tensor:
-    """row^T S: [.., K, 1] and [.., K, V] to [.., 1, V]."""
-    return torch.matmul(row.mT, S)
-
-
-def step(tok: Tokens, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: the state before it to (o / scale [B, HV, 1, V], the state after it)."""
-    after = S
+def step(tok: Tokens, S: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor]:
+    """One token: the state before it [G, K, V] to (o / scale [G, 1, V], the state after it)."""
+    o = None if tok.u is None else torch.bmm(tok.q.mT, S)
+    read = None if tok.a is None else torch.bmm(tok.a.mT, S)
+    out = S if in_place else torch.empty_like(S)
     if tok.g is not None:
-        after = S * tok.g
+        torch.mul(S, tok.g, out=out)
+    elif not in_place:
+        out.copy_(S)
     if tok.gv is not None:
-        after = after * tok.gv
+        out.mul_(tok.gv)
     v = tok.v
     if tok.beta is not None:
-        v = tok.beta * (v - dot(tok.k if tok.p is None else tok.p, after))
-    if tok.a is not None and tok.b is not None:
-        after = after + tok.b * dot(tok.a, S)
-    after = torch.addcmul(after, tok.k, v)
-    if tok.u is None:
-        return dot(tok.q, after), after
-    return dot(tok.q, S) + dot(tok.q, tok.u * tok.k) * v, after
+        k = tok.k if tok.p is None else tok.p
+        v = torch.baddbmm(v, k.mT, out, alpha=-1).mul_(tok.beta)
+    if tok.b is not None and read is not None:
+        out.baddbmm_(tok.b, read)
+    out.baddbmm_(tok.k, v)
+    if o is None or tok.u is None:
+        return torch.bmm(tok.q.mT, out), out
+    return o.baddbmm_(torch.bmm(tok.q.mT, tok.u * tok.k), v), out
 
 
 class Order:
@@ -110,23 +109,24 @@ class Order:
         """The state of each sequence where the walk begins, [N, HV, K, V], to be overwritten."""
         if state is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return state.to(self.dtype, copy=True)
+        return state.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def begin(self, ends: Tensor) -> Tensor:
-        return ends if self.map is None else ends.new_zeros(1, *ends.shape[1:])
+        """The state [G, K, V] that the walk carries."""
+        return ends.flatten(0, 1) if self.map is None else torch.zeros_like(ends[0])
 
     def enter(self, S: Tensor, ends: Tensor, t: int, *, reverse: bool = False) -> Tensor:
         if self.map is None:
             return S
         begins = (self.map.last if reverse else self.map.first)[t]
-        return torch.where(begins, ends.index_select(0, self.map.sequence[t : t + 1]), S)
+        return torch.where(begins, ends.index_select(0, self.map.sequence[t : t + 1])[0], S)
 
     def leave(self, S: Tensor, ends: Tensor, t: int) -> None:
         if self.map is not None:
-            ends.index_copy_(0, self.map.sequence[t : t + 1], S)
+            ends.index_copy_(0, self.map.sequence[t : t + 1], S[None])
 
     def finish(self, S: Tensor, ends: Tensor) -> Tensor:
-        return S if self.map is None else ends
+        return S.view(self.shape) if self.map is None else ends
 
 
 def recurrent_forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
@@ -134,10 +134,12 @@ def recurrent_forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     order, tokens = Order(terms), gather(terms)
     ends = order.ends(terms.initial_state)
     S = order.begin(ends)
-    o = torch.empty(terms.v.shape, dtype=terms.q.dtype, device=terms.q.device)
+    B, T, HV, V = terms.v.shape
+    o = torch.empty(T, B * HV, V, dtype=terms.dtype, device=terms.q.device)
     for t in range(order.tokens):
         S = order.enter(S, ends, t)
-        out, S = step(tokens.at(t), S)
-        o[:, t] = out[:, :, 0].mul_(scale)
+        out, S = step(tokens.at(t), S, in_place=True)
+        torch.mul(out[:, 0], scale, out=o[t])
         order.leave(S, ends, t)
-    return o, order.finish(S, ends)
+    o = o.view(T, B, HV, V).transpose(0, 1).to(terms.q.dtype)
+    return o.contiguous(), order.finish(S, ends)

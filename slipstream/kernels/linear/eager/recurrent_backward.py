@@ -7,7 +7,7 @@ T / SEGMENT + SEGMENT states, and the cost about four times the forward pass.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.recurrent import Order, Tokens, dot, gather, step
+from slipstream.kernels.linear.eager.recurrent import Order, Tokens, gather, step
 from slipstream.kernels.linear.terms import Terms
 
 SEGMENT = 64
@@ -23,13 +23,15 @@ def recurrent_backward(
     dends = order.ends(dfinal)
     dS = order.begin(dends)
     douts = torch.zeros_like(terms.v) if do is None else do
-    douts = (douts.transpose(0, 1).to(order.dtype) * scale)[:, :, :, None]  # [T, B, HV, 1, V]
+    douts = (douts.transpose(0, 1).to(order.dtype) * scale).flatten(1, 2)[
+        :, :, None
+    ]  # [T, G, 1, V]
     grads = Tokens(*(None if x is None else torch.zeros_like(x) for x in tokens))  # type: ignore
     for start in reversed(range(0, order.tokens, SEGMENT)):
         stop = min(start + SEGMENT, order.tokens)
         met = [kept.pop()]
         for t in range(start, stop - 1):
-            met.append(order.enter(step(tokens.at(t), met[-1])[1], initial, t + 1))
+            met.append(order.enter(step(tokens.at(t), met[-1], in_place=False)[1], initial, t + 1))
         for t in reversed(range(start, stop)):
             dS = order.enter(dS, dends, t, reverse=True)
             dS = _step_back(tokens.at(t), met.pop(), douts[t], dS, grads.at(t))
@@ -46,17 +48,21 @@ def _kept_states(order: Order, tokens: Tokens, ends: Tensor) -> list[Tensor]:
     for t in range(order.tokens):
         S = order.enter(S, ends, t)
         if t % SEGMENT == 0:
-            kept.append(S)
-        S = step(tokens.at(t), S)[1]
+            kept.append(S.clone())
+        S = step(tokens.at(t), S, in_place=True)[1]
         order.leave(S, ends, t)
     return kept
+
+
+def _dot(row: Tensor, S: Tensor) -> Tensor:
+    return torch.bmm(row.mT, S)
 
 
 def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) -> Tensor:
     """Gradient of the state before a token from that of the state after it; fills `grads`.
 
     Args:
-        S: state before the token, [B, HV, K, V]. do: gradient of o times scale, [B, HV, 1, V].
+        S: state before the token, [G, K, V]. do: gradient of o times scale, [G, 1, V].
         grads: the token's places, to be added to; those of g and gv take gradients of the logs.
     """
     decay = None if tok.g is None else tok.g
@@ -66,13 +72,13 @@ def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) ->
     p = tok.k if tok.p is None else tok.p
     error = x = tok.v
     if tok.beta is not None:
-        error = tok.v - dot(p, decayed)
+        error = tok.v - _dot(p, decayed)
         x = tok.beta * error
     through = None  # what reaches the state before the decay
     if tok.u is None:
         written = decayed + tok.k * x
         if tok.a is not None and tok.b is not None:
-            written = written + tok.b * dot(tok.a, S)
+            written = written + tok.b * _dot(tok.a, S)
         grads.q.add_(written @ do.mT)
         dS = dS + tok.q * do
     else:
@@ -81,10 +87,10 @@ def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) ->
         dc = do @ x.mT  # of c = q . (u k)
         grads.q.add_(S @ do.mT + dc * tok.u * tok.k)
         grads.k.add_(dc * tok.u * tok.q)
-        grads.v.add_(dot(tok.q, tok.u * tok.k) * do)
-        grads.u.add_((dc * tok.q * tok.k).sum(0))
+        grads.v.add_(_dot(tok.q, tok.u * tok.k) * do)
+        grads.u.add_(dc * tok.q * tok.k)
     grads.k.add_(dS @ x.mT)
-    dx = dot(tok.k, dS)
+    dx = _dot(tok.k, dS)
     ddecayed = dS
     if tok.beta is not None:
         assert grads.beta is not None
@@ -96,8 +102,8 @@ def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) ->
     grads.v.add_(dx)
     if tok.a is not None and tok.b is not None:
         assert grads.a is not None and grads.b is not None
-        grads.b.add_(dS @ dot(tok.a, S).mT)
-        dread = dot(tok.b, dS)
+        grads.b.add_(dS @ _dot(tok.a, S).mT)
+        dread = _dot(tok.b, dS)
         grads.a.add_(S @ dread.mT)
         through = tok.a * dread if through is None else through + tok.a * dread
     log_decay = ddecayed * decayed
@@ -112,15 +118,16 @@ def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) ->
 
 def _by_term(terms: Terms, grads: Tokens) -> dict[str, Tensor]:
     """Back to the shapes of the terms, summed over the value heads that share a head."""
+    B, T, HV = terms.v.shape[:3]
     out = {}
     for name, x in grads._asdict().items():
         term = getattr(terms, name)
         if term is None:
             continue
         if name == "u":
-            x = x[..., 0]
-        else:  # [T, B, HV, 1 or K, 1 or V] to [B, T, HV or H, ...]
-            x = x.transpose(0, 1).flatten(3)
+            x = x.view(B, *term.shape).sum(0)
+        else:  # [T, G, 1 or K, 1 or V] to [B, T, HV or H, ...]
+            x = x.view(T, B, HV, -1).transpose(0, 1)
             x = x.unflatten(2, (term.shape[2], -1)).sum(3)
         out[name] = x.reshape(term.shape).to(term.dtype, copy=True)
     return out

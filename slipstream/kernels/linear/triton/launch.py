@@ -33,9 +33,8 @@ class Walk(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the dq and dk walks need for dg: q or k, and the tensors between them."""
+    """What the dq and the dk walk share for dg, by the names of walk.py."""
 
-    z: Tensor
     rows: Tensor
     dg: Tensor
     anchors: Tensor
@@ -47,8 +46,8 @@ def _family(device: torch.device) -> str:
 
 
 @cache
-def _tile(device: torch.device, D: int, X: int, bytes_each: int) -> tuple[Tile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), D, X, bytes_each)
+def _tile(device: torch.device, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
+    return choose("interpreter" if INTERPRETED else _family(device), D, X, bytes_each, gated)
 
 
 def _on(device: torch.device) -> AbstractContextManager:
@@ -61,7 +60,7 @@ def _on(device: torch.device) -> AbstractContextManager:
 def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
     terms = _contiguous(terms)
-    o = torch.empty_like(terms.v)
+    o = terms.v.new_empty(terms.v.shape)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     with _on(o.device):
         _launch(
@@ -87,9 +86,9 @@ def backward(
     B, T, H, K = q.shape
     HV = v.shape[2]
     dq, dk = (q.new_empty(B, T, HV, K) for _ in range(2))
-    dv, dstate = torch.empty_like(v), None
+    dv, dstate = v.new_empty(v.shape), None
     if terms.initial_state is not None:
-        dstate = torch.empty_like(terms.initial_state)
+        dstate = terms.initial_state.new_empty(terms.state_shape)
     over, back = {"scale_in": 1 / scale, "scale_out": scale, "reverse": True}, {"transposed": True}
     with _on(q.device):
         sums = _gate_sums(terms) if gate_gradient and terms.g is not None else None
@@ -119,16 +118,15 @@ def _contiguous(terms: Terms) -> Terms:
     )
 
 
-def _gate_sums(terms: Terms) -> "GateSums":
+def _gate_sums(terms: Terms) -> GateSums:
     B, T, HV, V = terms.v.shape
     K = terms.q.shape[-1]
-    tile, _ = _tile(terms.q.device, V, K, terms.q.element_size())
+    tile, _ = _tile(terms.q.device, V, K, terms.q.element_size(), True)
     NX = -(-K // tile.BX)
     span = SPAN * tile.C
     spans = B * -(-T // span) if terms.cu_seqlens is None else T // span + terms.sequences
     wide = {"dtype": torch.float32, "device": terms.q.device}
     return GateSums(
-        z=terms.q,
         rows=torch.empty(NX, HV, B * T, **wide),
         dg=torch.empty(NX, B * T, HV, **wide),
         anchors=torch.empty(spans, HV, V, K, **wide),
@@ -140,13 +138,13 @@ def _launch(
     terms: Terms,
     scale: float,
     sums: GateSums | None = None,
-    z: Tensor | None = None,
+    qk: Tensor | None = None,
 ) -> None:
     r, w, x, y = walk.r, walk.w, walk.x, walk.y
     B, T, HV, X = y.shape
     D = r.shape[-1]
-    tile, BD = _tile(y.device, D, X, y.element_size())
     g, cu = terms.g, terms.cu_seqlens
+    tile, BD = _tile(y.device, D, X, y.element_size(), g is not None)
     strides = (0, 0, 0) if g is None else g.stride()
     linear_walk_kernel[(-(-X // tile.BX) * HV * terms.sequences,)](
         r,
@@ -156,7 +154,7 @@ def _launch(
         g,
         walk.s_in,
         walk.s_out,
-        z if sums else None,
+        qk if sums else None,
         sums.rows if sums else None,
         sums.dg if sums else None,
         sums.anchors if sums else None,

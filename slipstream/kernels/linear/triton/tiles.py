@@ -23,6 +23,7 @@ SHARED_LIMIT = {
     "sm_80": 163 * 1024,
     "sm_86": 99 * 1024,
     "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
 }
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
 NARROWEST = {"sm_90": 64}
@@ -30,7 +31,9 @@ NARROWEST = {"sm_90": 64}
 # write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
 SPAN = 16
 
-# (family, bytes an element, BD) -> Tile; BX is cut to the width there is
+# (family, bytes an element, BD) -> Tile; BX is cut to the width there is. Chosen so that the loop
+# does not spill in 16 bits (float32 takes three products for one, and spills), but for sm_90 with
+# BD = 128, where C=64, BX=128, 4 warps, 3 stages was measured fastest for a walk without gates.
 TILES = {
     ("sm_70", 2, 64): Tile(32, 32, 4, 1),
     ("sm_70", 2, 128): Tile(32, 32, 4, 1),
@@ -39,26 +42,24 @@ TILES = {
     ("sm_70", 4, 128): Tile(16, 32, 4, 1),
     ("sm_70", 4, 256): Tile(16, 16, 4, 1),
     ("sm_80", 2, 64): Tile(64, 64, 4, 3),
-    ("sm_80", 2, 128): Tile(64, 64, 4, 2),
-    ("sm_80", 2, 256): Tile(64, 32, 4, 2),
-    ("sm_80", 4, 64): Tile(32, 64, 4, 2),
-    ("sm_80", 4, 128): Tile(32, 32, 4, 2),
-    ("sm_80", 4, 256): Tile(32, 32, 4, 1),
-    ("sm_86", 2, 64): Tile(64, 64, 4, 2),
-    ("sm_86", 2, 128): Tile(32, 64, 4, 2),
-    ("sm_86", 2, 256): Tile(32, 32, 4, 2),
-    ("sm_86", 4, 64): Tile(32, 32, 4, 2),
-    ("sm_86", 4, 128): Tile(32, 32, 4, 1),
-    ("sm_86", 4, 256): Tile(16, 32, 4, 1),
+    ("sm_80", 2, 128): Tile(32, 64, 4, 3),
+    ("sm_80", 2, 256): Tile(32, 32, 4, 2),
+    ("sm_80", 4, 64): Tile(32, 32, 4, 2),
+    ("sm_80", 4, 128): Tile(16, 32, 4, 2),
+    ("sm_80", 4, 256): Tile(16, 16, 4, 2),
     ("sm_90", 2, 64): Tile(64, 64, 4, 3),
     ("sm_90", 2, 128): Tile(64, 128, 4, 3),
-    ("sm_90", 2, 256): Tile(64, 64, 4, 2),
-    ("sm_90", 4, 64): Tile(64, 64, 4, 2),
-    ("sm_90", 4, 128): Tile(64, 64, 4, 1),
+    ("sm_90", 2, 256): Tile(64, 64, 8, 2),
+    ("sm_90", 4, 64): Tile(64, 64, 8, 2),
+    ("sm_90", 4, 128): Tile(64, 64, 8, 2),
     ("sm_90", 4, 256): Tile(64, 64, 8, 1),
     ("interpreter", 2, 64): Tile(16, 32, 4, 1),
     ("interpreter", 4, 64): Tile(16, 16, 4, 1),
 }
+# The same with gates, where it differs: their factors take the registers of half the state.
+GATED = {("sm_90", 2, 128): Tile(64, 64, 4, 2)}
+# Families that use another's rows.
+ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
 
 def family(capability: tuple[int, int]) -> str:
@@ -67,20 +68,22 @@ def family(capability: tuple[int, int]) -> str:
         return "sm_75" if capability == (7, 5) else "sm_70"
     if capability == (8, 0):
         return "sm_80"
-    if capability[0] in (9, 10, 11):
+    if capability[0] == 9:
         return "sm_90"
-    return "sm_86"
+    return "sm_100" if capability[0] in (10, 11) else "sm_86"
 
 
 def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def choose(family: str, D: int, X: int, bytes_each: int) -> tuple[Tile, int]:
+def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
     """The tile and BD for a walk with a state of D x X."""
     narrowest = NARROWEST.get(family, 16)
     BD = max(narrowest, power_of_two(D))
-    row = "sm_70" if family == "sm_75" else family
-    tile = TILES.get((row, bytes_each, max(64, BD))) or TILES[(row, bytes_each, 64)]
+    row = (ROWS.get(family, family), bytes_each, max(64, BD))
+    if family == "interpreter":
+        row = ("interpreter", bytes_each, 64)
+    tile = GATED.get(row, TILES[row]) if gated else TILES[row]
     BX = min(tile.BX, max(narrowest, power_of_two(X)))
     return Tile(tile.C, BX, tile.warps, tile.stages), BD

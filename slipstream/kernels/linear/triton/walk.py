@@ -13,13 +13,14 @@ gradients do of o and dS of the state,
 
 so no walk ever needs the transpose of a product, and none writes anything but its result.
 
-The gradient of g_t is the sum over the pairs i >= t > j of what they add to the loss. In a chunk,
+The gradient of g_t is the sum over the pairs i >= t > j of what they add to the loss. Over the i of
+its chunk,
 
-    dg_t = sum over i >= t in the chunk of (q_i . dq_i - k_i . dk_i) + sum of (S * dS) after the chunk
+    dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
 
-The sums q . dq are written by the dq walk and read by the dk walk, which carries z, the last term,
-from chunk to chunk. As differences of large sums z loses digits with each chunk (in bfloat16 about
-0.002 * sqrt(chunks) of a dg), so every SPAN chunks the dq walk leaves S, an anchor, and the
+The sums q . dq are written by the dq walk and read by the dk walk, which carries z from
+chunk to chunk. A difference of large sums, z loses digits with each chunk: in 16 bits the products
+with S and with dS are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the
 dk walk takes z from it anew.
 """
 
@@ -83,7 +84,7 @@ def linear_walk_kernel(
     g_ptr,  # [B, T, HV] by strides
     s_in_ptr,  # [N, HV, D, X], or [N, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
-    z_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
+    qk_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
     rows_ptr,  # [NX, HV, tokens]: q . dq
     dg_ptr,  # [NX, tokens, HV]
     anchor_ptr,  # [spans, HV, D, X]
@@ -161,7 +162,7 @@ def linear_walk_kernel(
     else:
         b_s = tl.zeros((BD, BX), tl.float32)
     if HAS_DG:
-        z_ptr += (begin * HX + i_h // (HV // HX)) * X
+        qk_ptr += (begin * HX + i_h // (HV // HX)) * X
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         dg_ptr += (i_x.to(tl.int64) * tokens + begin) * HV + i_h
         anchor_ptr += (first_span * HV + i_h) * (D * X)
@@ -171,18 +172,20 @@ def linear_walk_kernel(
         spans = tl.cdiv(chunks, SPAN)
     else:
         spans = 1
-    for i_span in range(0, spans):
+    for i_span in range(spans):
         if HAS_DG:
             span = spans - 1 - i_span if REVERSE else i_span
             first = span * SPAN
             count = tl.minimum(chunks - first, SPAN)
             p_a = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
             if REVERSE:
-                z = tl.sum(b_s * tl.load(p_a, mask=m_s, other=0.0)) * scale_out
+                # by axis: one reduction over both breaks Triton 3.6's compiler on sm_100
+                b_z = tl.sum(b_s * tl.load(p_a, mask=m_s, other=0.0), 1)
+                z = tl.sum(b_z, 0) * scale_out
         else:
             first = 0
             count = chunks
-        for i in range(0, count):
+        for i in range(count):
             i_c = first + count - 1 - i if REVERSE else first + i
             t = (i_c * C).to(tl.int64)
             m_c = o_c < length - i_c * C
@@ -222,8 +225,8 @@ def linear_walk_kernel(
             b_s = tl.dot(tl.trans(b_w), b_kept, b_s, input_precision=PRECISION)  # [BD, BX]
             b_y *= scale
             if HAS_DG:
-                b_z = _block(z_ptr + t * (HX * X), HX * X, o_c, m_c, o_x, X, XM)  # [C, BX]
-                b_row = tl.sum(b_z.to(tl.float32) * b_y, 1)
+                b_qk = _block(qk_ptr + t * (HX * X), HX * X, o_c, m_c, o_x, X, XM)  # [C, BX]
+                b_row = tl.sum(b_qk.to(tl.float32) * b_y, 1)
             if OWN_LAST:
                 b_y += (own * scale)[:, None] * b_x
             m_y = m_c[:, None] & (o_x < X)[None, :] if XM else m_c[:, None]

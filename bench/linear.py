@@ -1,0 +1,129 @@
+"""The linear family on a CPU beside transformers' own torch code, in one run.
+
+    python bench/linear.py             times, prints, and appends to bench/results/linear_cpu.csv
+    python bench/linear.py --dry       without recording
+
+Ours and the peer take turns on the same inputs, and the medians are compared: on a shared machine
+only their ratio means something. float32, B 1, T 2048, 8 heads, K = V = 128, queries and keys
+normalised inside as the models do.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from record import record, table
+
+from slipstream import ops
+
+B, T, H, D = 1, 2048, 8, 128
+
+
+def inputs(tokens: int, channel_gate: bool, requires_grad: bool) -> dict[str, torch.Tensor]:
+    shape = (B, tokens, H, D)
+    gate = shape if channel_gate else shape[:3]
+    made = {
+        "q": torch.randn(shape),
+        "k": torch.randn(shape),
+        "v": torch.randn(shape),
+        "g": F.logsigmoid(torch.randn(gate) + 3),
+        "beta": torch.rand(shape[:3]),
+    }
+    return {name: x.requires_grad_(requires_grad) for name, x in made.items()}
+
+
+def alternate(calls: list[Callable[[], object]], repeats: int) -> list[float]:
+    """Median milliseconds of each, one call of each in turn."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, mine in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            mine.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(mine) for mine in times]
+
+
+def gated_delta_rule(x: dict[str, torch.Tensor], decode: bool, state: torch.Tensor | None):
+    from transformers.models.qwen3_next import modeling_qwen3_next as peer
+
+    theirs = peer.torch_recurrent_gated_delta_rule if decode else peer.torch_chunk_gated_delta_rule
+    fused, chunk = ops.fused_recurrent_gated_delta_rule, ops.chunk_gated_delta_rule
+    options = {"initial_state": state, "output_final_state": decode, "use_qk_l2norm_in_kernel": True}
+    return (
+        lambda: (fused if decode else chunk)(**x, **options),
+        lambda: theirs(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options),
+    )
+
+
+def kda(x: dict[str, torch.Tensor], decode: bool, state: torch.Tensor | None):
+    from transformers.models.kimi_linear import modeling_kimi_linear as peer
+
+    theirs = (
+        peer.recurrent_kimi_delta_attention if decode else peer.chunk_kimi_delta_attention
+    )
+    options = {"initial_state": state, "output_final_state": decode, "use_qk_l2norm_in_kernel": True}
+    return (
+        lambda: (ops.fused_recurrent_kda if decode else ops.chunk_kda)(**x, **options),
+        lambda: theirs(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options),
+    )
+
+
+WORK = [  # name, operator, forward / backward / decode, ratio to the peer that we promise
+    ("gated delta rule forward", gated_delta_rule, "forward", 0.35),
+    ("gated delta rule forward + backward", gated_delta_rule, "backward", 0.55),
+    ("gated delta rule decoding step", gated_delta_rule, "decode", 1.0),
+    ("kda forward", kda, "forward", 0.12),
+    ("kda forward + backward", kda, "backward", None),
+    ("kda decoding step", kda, "decode", 1.0),
+]
+
+
+def measure(operator: Callable, mode: str, repeats: int) -> tuple[float, float, float]:
+    """Milliseconds of ours and of the peer, and the largest difference between their outputs."""
+    x = inputs(1 if mode == "decode" else T, operator is kda, mode == "backward")
+    state = torch.randn(B, H, D, D) if mode == "decode" else None
+    ours, peer = operator(x, mode == "decode", state)
+    difference = (ours()[0] - peer()[0]).abs().max().item()
+    if mode == "backward":
+        grad = torch.randn(B, T, H, D)
+        leaves = list(x.values())
+        calls = [lambda f=f: torch.autograd.grad(f()[0], leaves, grad) for f in (ours, peer)]
+        return (*alternate(calls, repeats), difference)
+    with torch.no_grad():
+        return (*alternate([ours, peer], 100 * repeats if mode == "decode" else repeats), difference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry", action="store_true", help="do not record")
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    for name, operator, mode, promise in WORK:
+        ours, peer, difference = measure(operator, mode, args.repeats)
+        assert difference < 1e-4, f"{name}: differs from transformers by {difference}"
+        rows.append(
+            {
+                "work": name,
+                "shape": f"B{B} T{1 if mode == 'decode' else T} H{H} K{D} V{D} float32",
+                "ours_ms": f"{ours:.3f}",
+                "transformers_ms": f"{peer:.3f}",
+                "ratio": f"{ours / peer:.3f}",
+                "promised": promise if promise is not None else "",
+            }
+        )
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    print()
+    print(table(rows))
+    if not args.dry:
+        print("recorded in", record("linear_cpu", rows))
+
+
+if __name__ == "__main__":
+    main()

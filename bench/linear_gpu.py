@@ -1,0 +1,278 @@
+"""The additive linear family on a GPU: right at odd sizes, then how fast, beside fla-core if there.
+
+python bench/linear_gpu.py            # everything, under five minutes
+python bench/linear_gpu.py --check    # only the comparison with the float64 reference
+python bench/linear_gpu.py --sweep    # tiles of the walk at the timed shapes
+"""
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton import launch, tiles
+from slipstream.kernels.linear.triton.plan import refuses
+
+COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
+# B, T, H, K, V
+SHAPES = {"A": (1, 8192, 96, 128, 128), "C": (1, 32768, 8, 128, 128)}
+LIMITS = {torch.float32: (1e-4, 1e-4, 1e-4), torch.bfloat16: (0.005, 0.008, 0.02)}
+LIMITS[torch.float16] = LIMITS[torch.bfloat16]
+# B, T, H, HV, K, V, lengths of packed sequences
+ODD = [
+    (2, 70, 1, 1, 30, 60, None),
+    (1, 333, 2, 2, 64, 64, None),
+    (1, 300, 3, 3, 128, 128, None),
+    (2, 130, 2, 4, 100, 40, None),
+    (1, 321, 2, 2, 256, 192, None),
+    (1, 200, 1, 1, 17, 256, None),
+    (1, 385, 2, 4, 128, 64, (5, 0, 200, 1, 64, 115)),
+    (1, 2300, 1, 1, 64, 128, None),
+    (1, 90, 128, 128, 64, 64, None),
+]
+
+
+def inputs(B, T, H, HV, K, V, lengths, dtype, gate: str, state: bool) -> Terms:
+    N = B if lengths is None else len(lengths)
+    make = {"device": "cuda", "dtype": dtype}
+    x = torch.rand(B, T, HV, device="cuda")
+    rate = torch.exp2(-5.0 - torch.arange(HV, device="cuda"))
+    g = {
+        "none": None,
+        "retention": torch.log1p(-rate).expand(x.shape),
+        "weak": -0.1 * x,
+        "mixed": -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
+    }[gate]
+    cu = None
+    if lengths is not None:
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    return Terms(
+        torch.randn(B, T, H, K, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
+        g=g,
+        initial_state=torch.randn(N, HV, K, V, device="cuda") if state else None,
+        cu_seqlens=cu,
+    )
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    size = want.double().square().mean().sqrt().item()
+    off = (got.double() - want.double()).square().mean().sqrt().item()
+    return off / size if size else off
+
+
+def chunked(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """The float64 oracle; for long sequences the chunkwise torch path, itself tested against it."""
+    if terms.q.shape[1] * terms.v.shape[2] <= 800:
+        return linear_reference(terms, scale)
+    from slipstream.kernels.linear.op import linear
+
+    return linear(terms, scale, 64, "eager")
+
+
+def compare(size: tuple, dtype: torch.dtype, gate: str, state: bool) -> dict[str, float]:
+    terms = inputs(*size, dtype, gate, state)
+    assert refuses(terms) is None, refuses(terms)
+    scale = terms.q.shape[-1] ** -0.5
+    do = torch.randn_like(terms.v)
+    dfinal = torch.randn(terms.state_shape, device="cuda") if state else None
+    o, final = launch.forward(terms, scale)
+    got = {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
+    again = {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
+    assert all(torch.equal(got[n], again[n]) for n in got), "not the same bits twice"
+    wide = {
+        n: x.detach().cpu().double().requires_grad_()
+        for n, x in terms._asdict().items()
+        if x is not None and n != "cu_seqlens"
+    }
+    cu = None if terms.cu_seqlens is None else terms.cu_seqlens.cpu()
+    o, final = chunked(Terms(**wide, cu_seqlens=cu), scale)
+    loss = (o * do.cpu().double()).sum()
+    if dfinal is not None:
+        loss = loss + (final * dfinal.cpu().double()).sum()
+    grads = torch.autograd.grad(loss, list(wide.values()))
+    want = {"o": o.detach(), "final": final.detach(), **dict(zip(wide, grads))}
+    return {n: error(got[n].cpu(), want[n]) for n in got}
+
+
+def check() -> bool:
+    """One line a dtype and gate: the worst error of each result over the sizes."""
+    fine = True
+    for dtype, limits in LIMITS.items():
+        for gate in ("none", "retention", "weak", "mixed"):
+            worst: dict[str, tuple[float, tuple]] = {}
+            for i, size in enumerate(ODD):
+                if dtype == torch.float16 and i % 2:
+                    continue
+                for name, e in compare(size, dtype, gate, state=i % 2 == 0).items():
+                    if not e <= worst.get(name, (-1.0, ()))[0]:
+                        worst[name] = (e, size)
+            line = []
+            for name, (e, size) in worst.items():
+                limit = limits[0 if name in ("o", "final") else 2 if name == "g" else 1]
+                ok = e <= limit
+                fine &= ok
+                line.append(f"{name} {e:.1e}" + ("" if ok else f" WRONG at {size}"))
+            print(f"{str(dtype)[6:]:9} {gate:10}", ", ".join(line), flush=True)
+    return fine
+
+
+def floor(shape: tuple, gate: str, backward: bool) -> float:
+    """ms: each input read and each output written once."""
+    B, T, H, K, V = shape
+    qk, v = B * T * H * K * 2, B * T * H * V * 2
+    g = B * T * H * 4 if gate in ("weak", "mixed") else 0
+    forward = 2 * qk + 2 * v + g
+    return (forward + (4 * qk + 3 * v + 2 * g if backward else 0)) / COPY_BYTES_PER_MS
+
+
+def bench(fn: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(fn, warmup=20, rep=80, return_mode="median")
+
+
+def first(fn: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    fn()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def times(shape: tuple, gate: str) -> None:
+    B, T, H, K, V = shape
+    terms = inputs(B, T, H, H, K, V, None, torch.bfloat16, gate, state=False)
+    do, scale = torch.randn_like(terms.v), K**-0.5
+    wants_dg = gate == "weak"
+
+    def fwd() -> Any:
+        return launch.forward(terms, scale)
+
+    def both() -> None:
+        fwd()
+        launch.backward(terms, do, None, scale, gate_gradient=wants_dg)
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cold = first(fwd), first(both)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    f, fb = bench(fwd), bench(both)
+    ff, fbf = floor(shape, gate, False), floor(shape, gate, True)
+    print(
+        f"ours {gate:10} fwd {f:.3f} ms x{f / ff:.2f} of floor, fwd+bwd {fb:.3f} ms "
+        f"x{fb / fbf:.2f}; first {cold[0]:.2f} + {cold[1]:.2f} s; peak {peak:.2f} GiB",
+        flush=True,
+    )
+
+
+PEERS = {
+    "none": ("fla.ops.linear_attn", "chunk_linear_attn", {"normalize": False}),
+    "retention": ("fla.ops.retention", "chunk_retention", {}),
+    "weak": ("fla.ops.simple_gla", "chunk_simple_gla", {}),
+}
+
+
+def peer(shape: tuple, gate: str) -> None:
+    module, name, options = PEERS[gate]
+    try:
+        fn = getattr(importlib.import_module(module), name)
+    except ImportError:
+        return
+    B, T, H, K, V = shape
+    terms = inputs(B, T, H, H, K, V, None, torch.bfloat16, gate, state=False)
+    args = [x.detach().requires_grad_() for x in terms[:3]]
+    if gate == "weak":
+        options = {"g": terms.g.detach().requires_grad_()}
+    do = torch.randn_like(terms.v)
+
+    def fwd() -> Any:
+        with torch.no_grad():
+            return fn(*args, scale=K**-0.5, **options)
+
+    def both() -> None:
+        o = fn(*args, scale=K**-0.5, **options)[0]
+        leaves = [*args, *(x for x in options.values() if isinstance(x, Tensor))]
+        torch.autograd.grad(o, leaves, do)
+
+    try:
+        cold = first(fwd), first(both)
+        print(
+            f"fla  {gate:10} fwd {bench(fwd):.3f} ms, fwd+bwd {bench(both):.3f} ms; "
+            f"first {cold[0]:.1f} + {cold[1]:.1f} s",
+            flush=True,
+        )
+    except Exception as error:  # a peer that refuses or dies is a row too
+        print(f"fla  {gate:10} {type(error).__name__}: {str(error)[:90]}", flush=True)
+
+
+def host_time() -> None:
+    terms = inputs(1, 64, 1, 1, 64, 64, None, torch.bfloat16, "weak", state=False)
+    do = torch.randn_like(terms.v)
+    for name, fn in (
+        ("forward", lambda: launch.forward(terms, 0.1)),
+        ("backward", lambda: launch.backward(terms, do, None, 0.1)),
+    ):
+        fn()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            fn()
+        print(f"host {name} {(time.perf_counter() - start) * 5e3:.0f} us a call")
+        torch.cuda.synchronize()
+
+
+SWEEP = [(64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3)]
+
+
+def sweep(shape: tuple, gate: str, row: tuple) -> None:
+    """Forward and backward with one tile in place of the table's."""
+    B, T, H, K, V = shape
+    terms = inputs(B, T, H, H, K, V, None, torch.bfloat16, gate, state=False)
+    do = torch.randn_like(terms.v)
+    tiles.GATED.clear()
+    tiles.TILES["sm_90", 2, 128] = tiles.Tile(*row)
+    launch._tile.cache_clear()
+    f = bench(lambda: launch.forward(terms, 0.1))
+    b = bench(lambda: launch.backward(terms, do, None, 0.1))
+    b0 = bench(lambda: launch.backward(terms, do, None, 0.1, gate_gradient=False))
+    print(f"{shape} {gate} {row}: fwd {f:.3f}, bwd {b:.3f}, bwd without dg {b0:.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    if options.sweep:
+        for gate in ("none", "weak"):
+            for shape in SHAPES.values():
+                for row in SWEEP:
+                    sweep(shape, gate, row)
+        return
+    fine = check()
+    if not options.check:
+        host_time()
+        for label, shape in SHAPES.items():
+            print(f"{label}: B{shape[0]} T{shape[1]} H{shape[2]} K{shape[3]} V{shape[4]} bfloat16")
+            for gate in PEERS:
+                times(shape, gate)
+        for label, shape in SHAPES.items():
+            print(label)
+            for gate in PEERS:
+                peer(shape, gate)
+    raise SystemExit(0 if fine else "results differ from the reference")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Rows of measurements, kept under version control: what a claim about speed has to point at."""
+
+import csv
+import datetime
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def record(name: str, rows: Sequence[Mapping[str, object]]) -> Path:
+    """Appends rows, with date, device and versions, to results/NAME.csv."""
+    path = RESULTS / f"{name}.csv"
+    path.parent.mkdir(exist_ok=True)
+    common = {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(),
+        "torch": torch.__version__,
+    }
+    full = [{**common, **row} for row in rows]
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(full[0]), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(full)
+    return path
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as aligned columns."""
+    names = list(rows[0])
+    cells = [names, *[[str(row[n]) for n in names] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells
+    )
