@@ -15,8 +15,10 @@ from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.plan import refuses
 
 CANDIDATES = (
+    Candidate("triton", "one kernel that walks the chunks, on CUDA", refuses),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )

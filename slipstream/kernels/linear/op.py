@@ -24,10 +24,14 @@ _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Te
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     *given, scale, chunk, impl = args
-    assert impl == "eager", impl
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return _empty_forward(terms)
+    if impl == "triton":
+        from slipstream.kernels.linear.triton.launch import forward
+
+        return forward(terms, scale)
+    assert impl == "eager", impl
     if chunk == 0:
         return recurrent_forward(terms, scale)
     return chunk_forward(terms, scale, chunk)
@@ -42,12 +46,15 @@ def _empty_forward(terms: Terms) -> tuple[Tensor, Tensor]:
 
 def _backward(*args: Any) -> list[Tensor]:
     *given, dout, dfinal, scale, chunk, impl = args
-    assert impl == "eager", impl
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
+    elif impl == "triton":
+        from slipstream.kernels.linear.triton.launch import backward
+
+        grads = backward(terms, dout, dfinal, scale)
     elif chunk == 0:
         grads = recurrent_backward(terms, dout, dfinal, scale)
     else:
