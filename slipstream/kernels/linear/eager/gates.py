@@ -97,13 +97,14 @@ class ScalarGate:
     def __init__(self, g: Tensor, kinds: tuple[str, ...]) -> None:
         assert "before" not in kinds
         self.kinds = kinds
-        G = g.double().cumsum(-1)  # float64: a difference of float32 sums would lose C * eps
-        between = (G[:, :, None] - G[:, None, :]).to(g.dtype)
-        above = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)
-        self.decay = between.masked_fill_(above, -torch.inf).exp_()  # [n, C, C]
-        self.from_start = G.exp().to(g.dtype)[:, :, None]
-        self.to_end = (G[:, -1:] - G).exp_().to(g.dtype)[:, :, None]
-        self.total = self.from_start[:, -1]  # [n, 1]
+        n, C = g.shape
+        scan = ChannelScan(g[:, :, None])
+        self.decay = g.new_zeros(n, C, C)  # exp(G_i - G_j), j <= i, by squares as in ChannelGate
+        self.decay.diagonal(dim1=1, dim2=2).fill_(1.0)
+        for side, seam in scan.up():
+            torch.mul(seam.after, seam.rest.mT, out=squares_of(self.decay, side))
+        self.from_start, self.to_end = scan.from_start(), scan.to_end()
+        self.total = scan.total().exp()  # [n, 1]
 
     def _decayed(self, scores: Tensor, kind: str) -> Tensor:
         scores.mul_(self.decay)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # A slice of chunks is worked on at a time so that what it needs stays in the cache of a core.
-SLICE_ELEMENTS = 1 << 19
+SLICE_ELEMENTS = 1 << 20
 
 
 def slices(chunks: int, elements_each: int) -> Iterator[slice]:

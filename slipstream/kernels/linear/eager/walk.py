@@ -29,21 +29,27 @@ class Step(NamedTuple):
     right: Tensor | None = None
     rest: Tensor | None = None
 
-    def advance(self, S: Tensor, m: int, out: Tensor) -> None:
-        """From the state before chunk m to the one after it, [G, K, V] both; out may be S."""
+    def unbind(self) -> list["Step"]:
+        """A step for each m, without that dimension."""
+        given = {name: x.unbind(0) for name, x in self._asdict().items() if x is not None}
+        steps = len(next(iter(given.values())))
+        return [Step(**{name: xs[m] for name, xs in given.items()}) for m in range(steps)]
+
+    def advance(self, S: Tensor, out: Tensor) -> None:
+        """From the state before a chunk to the one after it, [G, K, V] both; out may be S."""
         x = None
         if self.right is not None and self.rest is not None:
-            x = self.rest[m].baddbmm_(self.right[m], S)  # [G, C, V]
+            x = self.rest.baddbmm_(self.right, S)  # [G, C, V]
         if self.rows is not None:
-            torch.mul(S, self.rows[m], out=out)
+            torch.mul(S, self.rows, out=out)
         elif out is not S:
             out.copy_(S)
         if self.columns is not None:
-            out.mul_(self.columns[m])
+            out.mul_(self.columns)
         if self.add is not None:
-            out.add_(self.add[m])
+            out.add_(self.add)
         if self.left is not None and x is not None:
-            out.baddbmm_(self.left[m].mT, x)
+            out.baddbmm_(self.left.mT, x)
 
 
 def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
@@ -56,9 +62,10 @@ def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
     states = carry.S.new_empty(span.steps + 1, *carry.S.shape)
     come, go = (1, 0) if reverse else (0, 1)
     states[span.steps if reverse else 0] = carry.S
+    steps = step.unbind()
     for m in reversed(range(span.steps)) if reverse else range(span.steps):
         S = _enter(states[m + come], carry, span, m, reverse)
-        step.advance(S, m, states[m + go])
+        steps[m].advance(S, states[m + go])
         _leave(states[m + go], carry, span, m)
     carry.S = states[0 if reverse else span.steps]
     return states[come : come + span.steps].flatten(0, 1)
@@ -69,11 +76,11 @@ def walk_in_place(step: Step, carry: Carry, span: Span, reads: Tensor | None) ->
     S, seen = carry.S, None
     if reads is not None:
         seen = S.new_empty(*reads.shape[:3], S.shape[-1])
-    for m in range(span.steps):
+    for m, one in enumerate(step.unbind()):
         S = _enter(S, carry, span, m, reverse=False)
         if reads is not None and seen is not None:
             torch.bmm(reads[m], S, out=seen[m])
-        step.advance(S, m, S)
+        one.advance(S, S)
         _leave(S, carry, span, m)
     return None if seen is None else seen.flatten(0, 1)
 
