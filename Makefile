@@ -6,7 +6,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 RUN = $(VENV)/bin/python
 
-.PHONY: demo test test-all check venv
+# one thread a test process: two processes then keep two cores busy
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+
+.PHONY: demo test test-all lint check venv
 
 venv: $(VENV)/.installed
 
@@ -20,13 +23,15 @@ demo: venv
 	$(RUN) tools/demo.py
 
 test: venv
-	$(RUN) -m pytest
+	$(PYTEST)
 
 test-all: venv
-	$(RUN) -m pytest -m ""
+	$(PYTEST) -m ""
 
-check: venv
+lint: venv
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
-	$(RUN) -m pytest
+	$(RUN) tools/sizes.py
+
+check: lint test

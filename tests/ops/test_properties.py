@@ -1,6 +1,7 @@
 """What holds for every operator of the linear family and the scan, chunk and fused_recurrent."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,17 @@ from tests.operators import (
 EPS = {torch.float64: 2.2e-16, torch.float32: 1.2e-7, torch.float16: 9.8e-4, torch.bfloat16: 7.8e-3}
 CHUNK = 64
 
+# those that the default run takes over 1000 tokens, one of each transition
+LONG = {"chunk_simple_gla", "chunk_kda", "chunk_rwkv7"}
+
 every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+
+
+def operators_with(applies: Callable[[Operator], bool]) -> pytest.MarkDecorator:
+    """The operators that a property speaks of."""
+    return pytest.mark.parametrize("op", list(filter(applies, OPERATORS)), ids=lambda op: op.name)
+
+
 # T, H, HV, K, V: one token, one short of a power of two, several chunks, odd widths both ways
 SIZES = [(1, 1, 2, 30, 60), (15, 2, 2, 64, 30), (63, 1, 1, 100, 64), (100, 1, 2, 128, 100)]
 
@@ -63,9 +74,14 @@ def test_operator_matches_reference(op: Operator, size: tuple, gate: str) -> Non
     assert_near(op, grads, want_grads, 4 * budget(torch.float32), "gradient")
 
 
-@pytest.mark.slow
-@every_operator
 @pytest.mark.parametrize("size", [(1000, 1, 2, 60, 128), (1000, 2, 2, 128, 64)], ids=str)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, id=op.name, marks=() if op.name in LONG else pytest.mark.slow)
+        for op in OPERATORS
+    ],
+)
 def test_operator_matches_reference_over_a_long_sequence(op: Operator, size: tuple) -> None:
     test_operator_matches_reference(op, size, "weak")
 
@@ -189,14 +205,14 @@ def test_operator_takes_nothing(op: Operator, size: Size) -> None:
     assert not any(x.isnan().any() for x in grads)
 
 
-@every_operator
+GATES = {"g", "gk", "gv", "w"}
+
+
+@operators_with(lambda op: any(name in op.makers for name in GATES))
 def test_operator_survives_gates_of_minus_infinity(op: Operator) -> None:
     """A decay of zero forgets the past: exact, not NaN."""
     args = op.inputs(Size(T=40))
-    gates = [name for name in args if name in ("g", "gk", "gv", "w")]
-    if not gates:
-        pytest.skip("has no gate")
-    for name in gates:
+    for name in GATES & args.keys():
         args[name][:, 20] = -torch.inf
     got, grads = run_with_grads(op, args)
     want, _ = run_with_grads(op, args, impl="reference")
@@ -222,10 +238,9 @@ def test_operator_gradcheck(op: Operator) -> None:
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
 
 
-@every_operator
+# the state of hgrn has no V, the normaliser's no K
+@operators_with(lambda op: "hgrn" not in op.name and "normalize" not in op.name)
 def test_operator_state_v_first_is_the_transpose(op: Operator) -> None:
-    if "hgrn" in op.name or "normalize" in op.name:
-        pytest.skip("its state is not [K, V] alone")
     args = op.inputs(Size(T=20))
     o, state = op(args)
     flip = lambda s: tuple(x.mT for x in s) if isinstance(s, tuple) else s.mT  # noqa: E731
@@ -233,11 +248,10 @@ def test_operator_state_v_first_is_the_transpose(op: Operator) -> None:
     assert_near(op, [turned[0], *flat((o, flip(turned[1])))[1:]], flat((o, state)), 1e-6, "v first")
 
 
-@every_operator
+# Householder steps have an order within a token, which reverse keeps (test_operator_mappings.py)
+@operators_with(lambda op: "gated_delta_product" not in op.name)
 @pytest.mark.parametrize("lengths", [None, (5, 0, 15)], ids=str)
 def test_operator_reverse_is_time_turned(op: Operator, lengths: tuple[int, ...] | None) -> None:
-    if "gated_delta_product" in op.name:
-        pytest.skip("its Householder steps have an order within a token")
     size = Size(T=20) if lengths is None else packed(Size(), *lengths)
     args = op.inputs(size)
     parts = []
@@ -303,12 +317,8 @@ def test_operator_rejects_wrong_packing(op: Operator) -> None:
         op({**op.inputs(Size(B=2, T=20)), "cu_seqlens": offsets((12, 8))})
 
 
-@every_operator
+@operators_with(lambda op: "chunk" in op.name and "hgrn" not in op.name)
 def test_operator_rejects_chunk_size(op: Operator) -> None:
-    if op.fn.__name__.startswith("fused"):
-        pytest.skip("has no chunks")
-    if "hgrn" in op.name:
-        pytest.skip("its blocks are its own affair")
     args = op.inputs(Size(T=20))
     for wrong in (0, 8, 48, 512, 64.0):
         with pytest.raises(ValueError, match="chunk_size"):
