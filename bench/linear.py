@@ -20,6 +20,7 @@ from record import record, table
 from slipstream import ops
 
 B, T, H, D = 1, 2048, 8, 128
+NORMALISED = {"use_qk_l2norm_in_kernel": True}
 
 
 def inputs(tokens: int, channel_gate: bool, requires_grad: bool) -> dict[str, torch.Tensor]:
@@ -35,8 +36,11 @@ def inputs(tokens: int, channel_gate: bool, requires_grad: bool) -> dict[str, to
     return {name: x.requires_grad_(requires_grad) for name, x in made.items()}
 
 
-def alternate(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median milliseconds of each, one call of each in turn."""
+def alternate(
+    ours: Callable[[], object], peer: Callable[[], object], repeats: int
+) -> tuple[float, float]:
+    """Median milliseconds of both, one call of each in turn."""
+    calls = (ours, peer)
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -45,7 +49,7 @@ def alternate(calls: list[Callable[[], object]], repeats: int) -> list[float]:
             start = time.perf_counter()
             call()
             mine.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(mine) for mine in times]
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def gated_delta_rule(x: dict[str, torch.Tensor], decode: bool, state: torch.Tensor | None):
@@ -53,7 +57,7 @@ def gated_delta_rule(x: dict[str, torch.Tensor], decode: bool, state: torch.Tens
 
     theirs = peer.torch_recurrent_gated_delta_rule if decode else peer.torch_chunk_gated_delta_rule
     fused, chunk = ops.fused_recurrent_gated_delta_rule, ops.chunk_gated_delta_rule
-    options = {"initial_state": state, "output_final_state": decode, "use_qk_l2norm_in_kernel": True}
+    options = {"initial_state": state, "output_final_state": decode, **NORMALISED}
     return (
         lambda: (fused if decode else chunk)(**x, **options),
         lambda: theirs(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options),
@@ -63,10 +67,8 @@ def gated_delta_rule(x: dict[str, torch.Tensor], decode: bool, state: torch.Tens
 def kda(x: dict[str, torch.Tensor], decode: bool, state: torch.Tensor | None):
     from transformers.models.kimi_linear import modeling_kimi_linear as peer
 
-    theirs = (
-        peer.recurrent_kimi_delta_attention if decode else peer.chunk_kimi_delta_attention
-    )
-    options = {"initial_state": state, "output_final_state": decode, "use_qk_l2norm_in_kernel": True}
+    theirs = peer.recurrent_kimi_delta_attention if decode else peer.chunk_kimi_delta_attention
+    options = {"initial_state": state, "output_final_state": decode, **NORMALISED}
     return (
         lambda: (ops.fused_recurrent_kda if decode else ops.chunk_kda)(**x, **options),
         lambda: theirs(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options),
@@ -92,14 +94,20 @@ def measure(operator: Callable, mode: str, repeats: int) -> tuple[float, float, 
     if mode == "backward":
         grad = torch.randn(B, T, H, D)
         leaves = list(x.values())
-        calls = [lambda f=f: torch.autograd.grad(f()[0], leaves, grad) for f in (ours, peer)]
-        return (*alternate(calls, repeats), difference)
+
+        def grads(f: Callable) -> Callable[[], object]:
+            return lambda: torch.autograd.grad(f()[0], leaves, grad)
+
+        return (*alternate(grads(ours), grads(peer), repeats), difference)
     with torch.no_grad():
-        return (*alternate([ours, peer], 100 * repeats if mode == "decode" else repeats), difference)
+        repeats *= 100 if mode == "decode" else 1
+        return (*alternate(ours, peer, repeats), difference)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="The linear family on a CPU beside transformers' own torch code"
+    )
     parser.add_argument("--dry", action="store_true", help="do not record")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()

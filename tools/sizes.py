@@ -10,6 +10,8 @@ from pathlib import Path
 
 FILE_LINES = 600
 FUNCTION_LINES = 110
+# the loop of a kernel cannot be cut without handing on a score of values
+KERNEL_LINES = 130
 
 
 def tracked() -> list[Path]:
@@ -27,10 +29,9 @@ def too_long(path: Path) -> list[str]:
             # a docstring is as long as its arguments are many
             doc = body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
             length = (node.end_lineno or 0) - (doc or 0)
-            if length > FUNCTION_LINES:
-                found.append(
-                    f"{path}:{node.lineno} {node.name}: {length} lines, at most {FUNCTION_LINES}"
-                )
+            limit = KERNEL_LINES if node.name.endswith("_kernel") else FUNCTION_LINES
+            if length > limit:
+                found.append(f"{path}:{node.lineno} {node.name}: {length} lines, at most {limit}")
     return found
 
 

@@ -30,8 +30,7 @@ def run(op: Operator, args: dict[str, Any], **options: Any) -> tuple[list[Tensor
     outputs = flat(op(args, **options))
     generator = torch.Generator().manual_seed(0)
     weights = [
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-        for x in outputs
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in outputs
     ]
     total = torch.stack([(x.double() * w).sum() for x, w in zip(outputs, weights)]).sum()
     return [x.detach() for x in outputs], list(torch.autograd.grad(total, inputs))

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.core.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
 from slipstream.kernels.linear.terms import Terms
 
-# Elements of one [n, C, K] tensor of a span: 2^18 to 2^19 were fastest of 2^17 to 2^21 (docs/log.md).
+# Elements of one [n, C, K] tensor of a span; 2^18 and 2^19 are best of 2^17 to 2^21 (docs/log.md).
 SPAN_ELEMENTS = 1 << 19
 
 

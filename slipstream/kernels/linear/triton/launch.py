@@ -6,7 +6,7 @@ gate's gradient, float32, one number a token, head and tile, and a state every S
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,8 @@ def backward(
     dv, dstate = v.new_empty(v.shape), None
     if terms.initial_state is not None:
         dstate = terms.initial_state.new_empty(terms.state_shape)
-    over, back = {"scale_in": 1 / scale, "scale_out": scale, "reverse": True}, {"transposed": True}
+    over: dict[str, Any] = {"scale_in": 1 / scale, "scale_out": scale, "reverse": True}
+    back: dict[str, Any] = {"transposed": True}
     with _on(q.device):
         sums = _gate_sums(terms) if gate_gradient and terms.g is not None else None
         _launch(Walk(do, v, k, dq, s_in=terms.initial_state, **back), terms, scale, sums, q)
@@ -146,7 +147,8 @@ def _launch(
     g, cu = terms.g, terms.cu_seqlens
     tile, BD = _tile(y.device, D, X, y.element_size(), g is not None)
     strides = (0, 0, 0) if g is None else g.stride()
-    linear_walk_kernel[(-(-X // tile.BX) * HV * terms.sequences,)](
+    grid = (-(-X // tile.BX) * HV * terms.sequences,)
+    linear_walk_kernel[grid](  # type: ignore[index]
         r,
         w,
         x,

@@ -1,3 +1,5 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
 """One kernel for the additive family with no decay or one a token: forward, and all of backward.
 
     y_i = scale * sum over j <= i of exp(G_i - G_j) (r_i . w_j) x_j          G_i = g_1 + ... + g_i
@@ -61,21 +63,29 @@ def _chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
     return b_G, b_low, G_C, low_C
 
 
-@triton.jit(
-    do_not_specialize=[
-        "scale",
-        "scale_in",
-        "scale_out",
-        "T",
-        "HV",
-        "HR",
-        "HX",
-        "tokens",
-        "stride_gb",
-        "stride_gt",
-        "stride_gh",
-    ]
-)
+@triton.jit
+def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """exp of the gates between tokens i and j where i sees j, else 0, [C, C]."""
+    between = b_G[:, None] - b_G[None, :]
+    if EXACT:
+        between += b_low[:, None] - b_low[None, :]
+    if REVERSE:
+        between = -between
+    return tl.exp2(tl.where(seen, between, float("-inf")))
+
+
+@triton.jit
+def _gate_gradient(p_rows, p_dg, b_row, z, m_c):
+    """Writes a chunk's dg from q . dq at p_rows and k . dk in b_row; what it adds to z."""
+    b_row = tl.load(p_rows, mask=m_c, other=0.0) - b_row
+    tl.store(p_dg, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
+    return tl.sum(b_row, 0)
+
+
+_SIZES = ["T", "HV", "HR", "HX", "tokens", "stride_gb", "stride_gt", "stride_gh"]
+
+
+@triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
 def linear_walk_kernel(
     r_ptr,  # [tokens, HR, D]
     w_ptr,  # [tokens, HR, D]
@@ -201,15 +211,10 @@ def linear_walk_kernel(
                 b_G, b_low, G_C, low_C = _chunk_gates(
                     g_ptr + t * stride_gt, stride_gt, o_c, m_c, C, EXACT
                 )
-                between = b_G[:, None] - b_G[None, :]
-                if EXACT:
-                    between += b_low[:, None] - b_low[None, :]
-                if REVERSE:
-                    between = -between
                 if OWN_LAST:
                     own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1)
                     seen = seen & (o_c[:, None] != o_c[None, :])
-                b_a *= tl.exp2(tl.where(seen, between, float("-inf")))
+                b_a *= _decay(seen, b_G, b_low, REVERSE, EXACT)
             else:
                 b_a = tl.where(seen, b_a, 0.0)
             b_a = b_a.to(b_x.dtype)
@@ -234,10 +239,8 @@ def linear_walk_kernel(
             tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_y)
             if HAS_DG:
                 if REVERSE:
-                    b_row = tl.load(rows_ptr + t + o_c, mask=m_c, other=0.0) - b_row
-                    b_dg = tl.cumsum(b_row, 0, reverse=True) + z
-                    z += tl.sum(b_row, 0)
-                    tl.store(dg_ptr + (t + o_c) * HV, b_dg, mask=m_c)
+                    p_dg = dg_ptr + (t + o_c) * HV
+                    z += _gate_gradient(rows_ptr + t + o_c, p_dg, b_row, z, m_c)
                 else:
                     tl.store(rows_ptr + t + o_c, b_row, mask=m_c)
         if HAS_DG and not REVERSE:
