@@ -79,7 +79,7 @@ def chunked(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def compare(size: Any, dtype: torch.dtype, gate: str, state: bool) -> dict[str, float]:
-    terms = inputs(*size, dtype, gate, state)
+    terms = inputs(*size, dtype=dtype, gate=gate, state=state)
     assert refuses(terms) is None, refuses(terms)
     scale = terms.q.shape[-1] ** -0.5
     do = torch.randn_like(terms.v)

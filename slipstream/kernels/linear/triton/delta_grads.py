@@ -1,0 +1,170 @@
+"""Delta rule, no decay or one a token: from what the walks left, the gradients, chunk by chunk.
+
+With S before the chunk, dS' after it, x, y (delta_walk.py), and decay[i, j] = exp(G_i - G_j),
+
+    dq  = scale (exp(G) (do S^T) + (tril(do x^T) decay) k)
+    dp' =        exp(G) (y S^T)  + (stril(y x^T) decay) k               dp = -beta dp'
+    dk  = exp(G_C - G) (x dS'^T) + (scale tril(do x^T) decay)^T q - (beta stril(y x^T) decay)^T p
+    dv  = beta y                   dbeta = y . v - p . dp'
+
+The gradient of g_t is what the pairs i >= t > j add to the loss, j also in the chunks before and i
+in those after. With the pairs (i, i) left out of dq and dk, and e = k . exp(G_C - G) (x dS'^T),
+
+    dg_t = sum over i >= t of (q . dq + p . dp - k . dk)_i + sum of all e + exp(G_C) sum(S * dS')
+
+Sums over K: each tile of K writes its share of dbeta and dg.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta_solve import decay_between, find_chunk
+from slipstream.kernels.linear.triton.walk import _block, _chunk_gates
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
+def delta_grads_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    p_ptr,
+    v_ptr,  # [tokens, HV, V]
+    do_ptr,  # [tokens, HV, V]
+    x_ptr,  # [tokens, HV, V]
+    y_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV]
+    beta_ptr,  # [tokens, HV]
+    states_ptr,  # [slots, HV, V, K]
+    dstates_ptr,  # [slots, HV, V, K]
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,
+    dp_ptr,
+    dv_ptr,  # [tokens, HV, V]
+    dbeta_ptr,  # [NK, tokens, HV]
+    dg_ptr,  # [NK, tokens, HV]
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    tokens,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(K / BK) * HV * slots,): one program has BK channels of one chunk and value head."""
+    if not GROUPED:
+        H = HV
+    NK: tl.constexpr = (K + BK - 1) // BK
+    KM: tl.constexpr = K % BK != 0
+    VM: tl.constexpr = V % BV != 0
+    pid = tl.program_id(0)
+    i_k = pid % NK
+    i_h = (pid // NK) % HV
+    slot = pid // NK // HV
+    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_c = o_c < length - i_c * C
+    m_k = m_c[:, None] & (o_k < K)[None, :]
+    row = begin + i_c * C
+    b_dq = tl.zeros((C, BK), tl.float32)
+    b_dp = tl.zeros((C, BK), tl.float32)
+    b_dk = tl.zeros((C, BK), tl.float32)
+    # [i, j] and, so that no product is transposed, [j, i]
+    b_a = tl.zeros((C, C), tl.float32)
+    b_at = tl.zeros((C, C), tl.float32)
+    b_m = tl.zeros((C, C), tl.float32)
+    b_mt = tl.zeros((C, C), tl.float32)
+    b_z = tl.zeros((BK,), tl.float32)
+    b_dbeta = tl.zeros((C,), tl.float32)
+    b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
+    i_s = (slot.to(tl.int64) * HV + i_h) * (K * V)
+    i_v = (row * HV + i_h) * V
+    live = i_c * C < length
+    for i in range(tl.cdiv(V, BV)):
+        o_v = i * BV + tl.arange(0, BV)
+        b_do = _block(do_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)  # [C, BV]
+        b_x = _block(x_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
+        b_y = _block(y_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
+        o_s = i_s + o_v[:, None] * K + o_k[None, :]
+        m_s = (o_v < V)[:, None] & (o_k < K)[None, :] & live
+        b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0)  # [BV, BK]
+        b_ds = tl.load(dstates_ptr + o_s, mask=m_s, other=0.0)
+        b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
+        b_dp = tl.dot(b_y, b_s, b_dp, input_precision=PRECISION)
+        b_dk = tl.dot(b_x, b_ds, b_dk, input_precision=PRECISION)
+        b_a = tl.dot(b_do, tl.trans(b_x), b_a, input_precision=PRECISION)
+        b_at = tl.dot(b_x, tl.trans(b_do), b_at, input_precision=PRECISION)
+        b_m = tl.dot(b_y, tl.trans(b_x), b_m, input_precision=PRECISION)
+        b_mt = tl.dot(b_x, tl.trans(b_y), b_mt, input_precision=PRECISION)
+        if HAS_GATE:
+            b_z += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
+        m_v = m_c[:, None] & (o_v < V)[None, :] & (i_k == 0)
+        o_o = i_v + o_c[:, None] * (HV * V) + o_v[None, :]
+        b_v = tl.load(v_ptr + o_o, mask=m_v, other=0.0).to(tl.float32)
+        b_y = b_y.to(tl.float32)
+        b_dbeta += tl.sum(b_y * b_v, 1)
+        tl.store(dv_ptr + o_o, (b_y * b_beta[:, None]).to(dv_ptr.dtype.element_ty), mask=m_v)
+
+    i_q = (row * H + i_h // (HV // H)) * K
+    b_q = _block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, KM)  # [C, BK]
+    b_k = _block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, KM)
+    if HAS_P:
+        b_p = _block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, KM)
+    else:
+        b_p = b_k
+    is_own = o_c[:, None] == o_c[None, :]
+    earlier = o_c[:, None] > o_c[None, :]
+    later = o_c[:, None] < o_c[None, :]
+    b_own = tl.sum(tl.where(is_own, b_a, 0.0), 1) * scale
+    b_enter = tl.zeros((C,), tl.float32)
+    if HAS_GATE:
+        b_G, b_low, G_C, low_C = _chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
+        b_start = tl.exp2(b_G)
+        b_dq *= b_start[:, None]
+        b_dp *= b_start[:, None]
+        b_dk *= tl.exp2((G_C - b_G) + (low_C - b_low))[:, None]
+        b_enter = tl.sum(b_dk * b_k, 1)
+        b_decay = decay_between(b_G, b_low, earlier, EXACT)
+        b_a *= b_decay
+        b_m *= b_decay
+        b_decay = decay_between(-b_G, -b_low, later, EXACT)
+        b_at *= b_decay
+        b_mt *= b_decay
+    else:
+        b_a = tl.where(earlier, b_a, 0.0)
+        b_m = tl.where(earlier, b_m, 0.0)
+        b_at = tl.where(later, b_at, 0.0)
+        b_mt = tl.where(later, b_mt, 0.0)
+    b_at *= scale
+    b_mt *= -b_beta[None, :]
+    b_dq = tl.dot(b_a.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION) * scale
+    b_dp = tl.dot(b_m.to(b_k.dtype), b_k, b_dp, input_precision=PRECISION)
+    b_dk = tl.dot(b_at.to(b_k.dtype), b_q, b_dk, input_precision=PRECISION)
+    b_dk = tl.dot(b_mt.to(b_k.dtype), b_p, b_dk, input_precision=PRECISION)
+    b_seen = tl.sum(b_dp * b_p, 1)
+    o_t = i_k.to(tl.int64) * tokens * HV + (row + o_c) * HV + i_h
+    tl.store(dbeta_ptr + o_t, b_dbeta - b_seen, mask=m_c)
+    b_dp *= -b_beta[:, None]
+    if HAS_GATE:
+        b_row = tl.sum(b_dq * b_q - b_dk * b_k, 1) - b_beta * b_seen
+        z = tl.sum(b_z, 0) * tl.exp2(G_C) + tl.sum(b_enter, 0)
+        tl.store(dg_ptr + o_t, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
+    b_dq += b_own[:, None] * b_k
+    b_dk += b_own[:, None] * b_q
+    o_o = ((row + o_c) * HV + i_h)[:, None] * K + o_k[None, :]
+    if HAS_P:
+        tl.store(dp_ptr + o_o, b_dp.to(dp_ptr.dtype.element_ty), mask=m_k)
+    else:
+        b_dk += b_dp
+    tl.store(dq_ptr + o_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_k)
+    tl.store(dk_ptr + o_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_k)

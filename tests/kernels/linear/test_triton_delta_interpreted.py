@@ -1,0 +1,121 @@
+"""The delta rule's Triton kernels under Triton's interpreter, against the float64 reference.
+
+As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.linear.test_triton_interpreted import GATES, reference
+from tests.operators import offsets, relative_error
+
+# B, T, H, HV, K, V, lengths of packed sequences
+SIZES = {
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "odd": (1, 71, 1, 1, 30, 20, None),
+    "grouped": (2, 35, 2, 4, 16, 24, None),
+    "packed": (1, 122, 1, 2, 20, 17, (5, 0, 33, 64, 1, 19, 0)),
+}
+# size, gate, p, dtype, states
+CASES = [
+    *((size, gate, False, "float32", True) for size in SIZES for gate in ("none", "mixed")),
+    *(("odd", gate, True, "float32", False) for gate in GATES if gate != "mixed"),
+    ("packed", "weak", True, "float32", True),
+    ("grouped", "weak", True, "float16", True),
+]
+
+
+def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> Terms:
+    """Keys of norm 1, some of them alike, and beta from 0 to 2."""
+    B, T, H, HV, K, V, lengths = SIZES[size]
+    N = B if lengths is None else len(lengths)
+    q, k, p = (torch.randn(B, T, H, K) for _ in range(3))
+    k[:, 1::3] = k[:, :1]
+    k, p = (F.normalize(x, dim=-1) for x in (k, p))
+    beta = 2 * torch.rand(B, T, HV)
+    beta[:, ::7] = 0
+    beta[:, 1::7] = 2
+    return Terms(
+        q.to(dtype),
+        k.to(dtype),
+        torch.randn(B, T, HV, V).to(dtype),
+        g=GATES[gate](torch.rand(B, T, HV)),
+        beta=beta,
+        p=(0.7 * k + 0.3 * p).to(dtype) if has_p else None,
+        initial_state=torch.randn(N, HV, K, V) if state else None,
+        cu_seqlens=None if lengths is None else offsets(lengths).int(),
+    )
+
+
+def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> None:
+    from slipstream.kernels.linear.triton.delta_launch import backward, forward
+
+    terms = make(size, gate, has_p, dtype, state)
+    scale = terms.q.shape[-1] ** -0.5
+    do = torch.randn(terms.v.shape).to(dtype)
+    dfinal = torch.randn(terms.state_shape) if state else None
+    o, final = forward(terms, scale)
+    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
+    want = reference(terms, scale, do, dfinal)
+    for name, x in want.items():
+        limit = 5e-6 if dtype == torch.float32 else 4e-3
+        if name == "g" and gate == "strong":
+            limit = 1e-3  # what is left of it is 1e-3 of the sums it is the difference of
+        error = relative_error(got[name], x)
+        if os.environ.get("VERBOSE"):
+            print(f"    {name} {error:.1e}")
+        assert error <= limit, f"{size}, {gate}, {dtype}: {name} is off by {error:.1e}"
+    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
+    assert set(got) == names | {"o", "final"}
+
+
+def check_nothing_but_final() -> None:
+    from slipstream.kernels.linear.triton.delta_launch import backward
+
+    terms = make("odd", "weak", False, torch.float32, True)
+    dfinal = torch.randn(terms.state_shape)
+    got = backward(terms, None, dfinal, 0.5)
+    want = reference(terms, 0.5, torch.zeros(terms.v.shape), dfinal)
+    for name, x in got.items():
+        assert relative_error(x, want[name]) <= 5e-6, name
+
+
+def check_inverse() -> None:
+    """Of 64 rows, where keys alike and a beta of 2 make 2 below the diagonal."""
+    from slipstream.kernels.linear.triton.delta_solve import delta_solve_kernel
+
+    k = torch.ones(1, 64, 1, 1)
+    beta, r = torch.full((1, 64, 1), 2.0), torch.empty(1, 64, 1, 64)
+    flags = {"HAS_GATE": False, "PACKED": False, "EXACT": True, "PRECISION": "ieee"}
+    shape = {"K": 1, "BK": 16, "C": 64, "LEVELS": 2, "INNER": "ieee"}
+    delta_solve_kernel[(1,)](k, k, None, beta, r, None, 64, 1, 1, 1, **shape, **flags)
+    lower = torch.eye(64) + 2 * torch.ones(64, 64).tril(-1)
+    assert (r[0, :, 0] @ lower - torch.eye(64)).abs().max() <= 1e-5
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_delta_matches_reference_when_interpreted():
+    root = str(Path(__file__).parents[3])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
+    run = [sys.executable, __file__]
+    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    check_inverse()
+    for size, gate, has_p, dtype, state in CASES:
+        check(size, gate, has_p, getattr(torch, dtype), state)
+        print(size, gate, has_p, dtype, "ok", flush=True)
+    check_nothing_but_final()
