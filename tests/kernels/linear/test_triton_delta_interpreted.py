@@ -66,12 +66,8 @@ def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) ->
     got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
     want = reference(terms, scale, do, dfinal)
     for name, x in want.items():
-        limit = 5e-6 if dtype == torch.float32 else 4e-3
-        if name == "g" and gate == "strong":
-            limit = 1e-3  # what is left of it is 1e-3 of the sums it is the difference of
+        limit = 2e-6 if dtype == torch.float32 else 2e-3
         error = relative_error(got[name], x)
-        if os.environ.get("VERBOSE"):
-            print(f"    {name} {error:.1e}")
         assert error <= limit, f"{size}, {gate}, {dtype}: {name} is off by {error:.1e}"
     names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
     assert set(got) == names | {"o", "final"}
@@ -85,7 +81,7 @@ def check_nothing_but_final() -> None:
     got = backward(terms, None, dfinal, 0.5)
     want = reference(terms, 0.5, torch.zeros(terms.v.shape), dfinal)
     for name, x in got.items():
-        assert relative_error(x, want[name]) <= 5e-6, name
+        assert relative_error(x, want[name]) <= 2e-6, name
 
 
 def check_inverse() -> None:
@@ -96,7 +92,9 @@ def check_inverse() -> None:
     beta, r = torch.full((1, 64, 1), 2.0), torch.empty(1, 64, 1, 64)
     flags = {"HAS_GATE": False, "PACKED": False, "EXACT": True, "PRECISION": "ieee"}
     shape = {"K": 1, "BK": 16, "C": 64, "LEVELS": 2, "INNER": "ieee"}
-    delta_solve_kernel[(1,)](k, k, None, beta, r, None, 64, 1, 1, 1, **shape, **flags)
+    delta_solve_kernel[(1,)](
+        k, k, None, beta, r, torch.empty(64), None, 64, 1, 1, 1, **shape, **flags
+    )
     lower = torch.eye(64) + 2 * torch.ones(64, 64).tril(-1)
     assert (r[0, :, 0] @ lower - torch.eye(64)).abs().max() <= 1e-5
 

@@ -18,8 +18,8 @@ Sums over K: each tile of K writes its share of dbeta and dg.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta_solve import decay_between, find_chunk
-from slipstream.kernels.linear.triton.walk import _block, _chunk_gates
+from slipstream.kernels.linear.triton.delta_solve import decay_between, find_chunk, load_gates
+from slipstream.kernels.linear.triton.walk import _block
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -31,8 +31,7 @@ def delta_grads_kernel(
     do_ptr,  # [tokens, HV, V]
     x_ptr,  # [tokens, HV, V]
     y_ptr,  # [tokens, HV, V]
-    g_ptr,  # [tokens, HV]
-    beta_ptr,  # [tokens, HV]
+    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (delta_solve.py)
     states_ptr,  # [slots, HV, V, K]
     dstates_ptr,  # [slots, HV, V, K]
     dq_ptr,  # [tokens, HV, K]
@@ -60,10 +59,11 @@ def delta_grads_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(K / BK) * HV * slots,): one program has BK channels of one chunk and value head."""
+    """grid (ceil(K / BK) * HV * slots,): BK channels of one chunk and value head a program."""
     if not GROUPED:
         H = HV
     NK: tl.constexpr = (K + BK - 1) // BK
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     KM: tl.constexpr = K % BK != 0
     VM: tl.constexpr = V % BV != 0
     pid = tl.program_id(0)
@@ -86,7 +86,8 @@ def delta_grads_kernel(
     b_mt = tl.zeros((C, C), tl.float32)
     b_z = tl.zeros((BK,), tl.float32)
     b_dbeta = tl.zeros((C,), tl.float32)
-    b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
+    p_rows = rows_ptr + (slot.to(tl.int64) * HV + i_h) * (ROWS * C)
+    b_beta = tl.load(p_rows + o_c)
     i_s = (slot.to(tl.int64) * HV + i_h) * (K * V)
     i_v = (row * HV + i_h) * V
     live = i_c * C < length
@@ -127,8 +128,9 @@ def delta_grads_kernel(
     later = o_c[:, None] < o_c[None, :]
     b_own = tl.sum(tl.where(is_own, b_a, 0.0), 1) * scale
     b_enter = tl.zeros((C,), tl.float32)
+    low = tokens.to(tl.int64) * HV
     if HAS_GATE:
-        b_G, b_low, G_C, low_C = _chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
+        b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
         b_start = tl.exp2(b_G)
         b_dq *= b_start[:, None]
         b_dp *= b_start[:, None]
@@ -152,7 +154,7 @@ def delta_grads_kernel(
     b_dk = tl.dot(b_at.to(b_k.dtype), b_q, b_dk, input_precision=PRECISION)
     b_dk = tl.dot(b_mt.to(b_k.dtype), b_p, b_dk, input_precision=PRECISION)
     b_seen = tl.sum(b_dp * b_p, 1)
-    o_t = i_k.to(tl.int64) * tokens * HV + (row + o_c) * HV + i_h
+    o_t = i_k * low + (row + o_c) * HV + i_h
     tl.store(dbeta_ptr + o_t, b_dbeta - b_seen, mask=m_c)
     b_dp *= -b_beta[:, None]
     if HAS_GATE:

@@ -4,12 +4,12 @@ Forward: R (delta_solve.py), then the walk. Backward computes R again and walks 
 each chunk and head S, dS', x and y, then takes all gradients from those at once. At C = 64 and
 K = V = 128 in 16 bits S is 32 KB, a chunk of x 16 KB: without S the gradients' kernel, which is
 parallel over chunks, would have to walk. Memory beyond results, in tensors of the size of v: R is
-C / V of one, x and y one each, the states K / C each; with grouped heads the gradients of q, k, p for
-each value head.
+C / V of one, x and y one each, the states K / C each; with grouped heads the gradients of q, k, p
+for each value head.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose
 from slipstream.kernels.linear.triton.delta_walk import delta_walk_back_kernel, delta_walk_kernel
 from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
+
+
+class Solved(NamedTuple):
+    """By the names of delta_solve.py."""
+
+    r: Tensor
+    rows: Tensor
 
 
 @cache
@@ -57,12 +64,12 @@ def backward(
         dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
         tile, _ = _tile_of(terms)
-        r = _solve(terms)
+        solved = _solve(terms)
         x, y = (torch.empty_like(do) for _ in range(2))
         states, dstates = _states(terms), _states(terms)
-        _walk(terms, tile.keep, r, scale, x=x, states=states)
-        _walk_back(terms, do, r, y, dstates, dfinal, dstate, scale)
-        grads = _grads(terms, do, x, y, states, dstates, scale)
+        _walk(terms, tile.keep, solved, scale, x=x, states=states)
+        _walk_back(terms, do, solved, y, dstates, dfinal, dstate, scale)
+        grads = _grads(terms, do, solved.rows, x, y, states, dstates, scale)
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
@@ -104,19 +111,23 @@ def _options(terms: Terms, part: Part) -> dict[str, Any]:
     }
 
 
-def _solve(terms: Terms) -> Tensor:
+def _solve(terms: Terms) -> Solved:
     B, T, HV, _ = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, _ = _tile_of(terms)
+    exact = terms.q.dtype == torch.float32
+    slots, gates = _slots(terms, tile.C), 0 if terms.g is None else 1 + exact
     r = terms.v.new_empty(B, T, HV, tile.C)
+    rows = r.new_empty(slots, HV, 1 + gates, tile.C, dtype=torch.float32)
     # R is rounded to the inputs' dtype: in 16 bits tf32 is as good as float32
-    inner = "tf32x3" if terms.q.dtype == torch.float32 else "tf32"
-    delta_solve_kernel[(_slots(terms, tile.C) * HV,)](
+    inner = "tf32x3" if exact else "tf32"
+    delta_solve_kernel[(slots * HV,)](
         terms.k,
         terms.k if terms.p is None else terms.p,
         terms.g,
         terms.beta,
         r,
+        rows,
         terms.cu_seqlens,
         T,
         terms.sequences,
@@ -129,13 +140,13 @@ def _solve(terms: Terms) -> Tensor:
         INNER="ieee" if INTERPRETED else inner,
         **_options(terms, tile.solve),
     )
-    return r
+    return Solved(r, rows)
 
 
 def _walk(
     terms: Terms,
     part: Part,
-    r: Tensor,
+    solved: Solved,
     scale: float,
     o: Tensor | None = None,
     final: Tensor | None = None,
@@ -150,9 +161,8 @@ def _walk(
         terms.k,
         terms.p,
         terms.v,
-        terms.g,
-        terms.beta,
-        r,
+        solved.rows,
+        solved.r,
         o,
         x,
         states,
@@ -179,7 +189,7 @@ def _walk(
 def _walk_back(
     terms: Terms,
     do: Tensor,
-    r: Tensor,
+    solved: Solved,
     y: Tensor,
     dstates: Tensor,
     dfinal: Tensor | None,
@@ -194,9 +204,8 @@ def _walk_back(
         terms.k,
         terms.p,
         do,
-        terms.g,
-        terms.beta,
-        r,
+        solved.rows,
+        solved.r,
         y,
         dstates,
         dfinal,
@@ -222,6 +231,7 @@ def _walk_back(
 def _grads(
     terms: Terms,
     do: Tensor,
+    rows: Tensor,
     x: Tensor,
     y: Tensor,
     states: Tensor,
@@ -234,7 +244,7 @@ def _grads(
     tile, _ = _tile_of(terms)
     BK = tile.grads.B
     NK = -(-K // BK)
-    rows = {name: do.new_empty(B, T, HV, K) for name in "qkp" if getattr(terms, name) is not None}
+    wide = {name: do.new_empty(B, T, HV, K) for name in "qkp" if getattr(terms, name) is not None}
     sums = {
         name: do.new_empty(NK, B, T, HV, dtype=torch.float32)
         for name in ("beta", "g")
@@ -249,13 +259,12 @@ def _grads(
         do,
         x,
         y,
-        terms.g,
-        terms.beta,
+        rows,
         states,
         dstates,
-        rows["q"],
-        rows["k"],
-        rows.get("p"),
+        wide["q"],
+        wide["k"],
+        wide.get("p"),
         dv,
         sums["beta"],
         sums.get("g"),
@@ -276,6 +285,6 @@ def _grads(
         **_options(terms, tile.grads),
     )
     if HV != H:
-        rows = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in rows.items()}
+        wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
     summed = {name: x.sum(0) if NK > 1 else x[0] for name, x in sums.items()}
-    return {**rows, "v": dv, **summed}
+    return {**wide, "v": dv, **summed}

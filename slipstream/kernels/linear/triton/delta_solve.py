@@ -4,10 +4,10 @@
 
 R and not R diag(beta) is kept: backward needs R^T dx where beta is 0 too.
 
-Blocks of BASE rows on the diagonal are inverted by substitution, then joined: with X the inverse of
-the blocks of `side` rows and M what L has in the squares below them, X - X M X is that of the blocks
-of 2 side. Unlike the product of (I + N^2^n), which for keys alike sums terms of 2^C that cancel, no
-step computes anything larger than parts of R and L.
+Blocks of BASE rows on the diagonal are inverted by substitution, then joined: with X the inverse
+of the blocks of `side` rows and M what L has in the squares below them, X - X M X is that of the
+blocks of 2 side. Unlike the product of (I + N^2^n), which for keys alike sums terms of 2^C that
+cancel, no step computes anything larger than parts of R and L.
 """
 
 import triton
@@ -44,6 +44,20 @@ def find_chunk(cu_ptr, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
         begin = i_n.to(tl.int64) * T
         length = T
     return begin, length.to(tl.int32), i_c.to(tl.int32)
+
+
+@triton.jit
+def load_gates(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
+    """G of a chunk, of which the rest is lost to rounding, and the last of both."""
+    b_G = tl.load(p + C + o_c)
+    G_C = tl.load(p + C + C - 1)
+    if EXACT:
+        b_low = tl.load(p + 2 * C + o_c)
+        low_C = tl.load(p + 2 * C + C - 1)
+    else:
+        b_low = tl.zeros_like(b_G)
+        low_C = 0.0
+    return b_G, b_low, G_C, low_C
 
 
 @triton.jit
@@ -96,6 +110,7 @@ def delta_solve_kernel(
     g_ptr,  # [tokens, HV]
     beta_ptr,  # [tokens, HV]
     r_ptr,  # [tokens, HV, C]
+    rows_ptr,  # [slots, HV, ROWS, C]: beta, G of base 2, what rounding took from it
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -127,10 +142,16 @@ def delta_solve_kernel(
         b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
     b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
     b_a *= b_beta[:, None]
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    p_rows = rows_ptr + pid.to(tl.int64) * (ROWS * C) + o_c
+    tl.store(p_rows, b_beta)
     seen = o_c[:, None] > o_c[None, :]
     if HAS_GATE:
         b_G, b_low, _, _ = _chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
         b_a *= decay_between(b_G, b_low, seen, EXACT)
+        tl.store(p_rows + C, b_G)
+        if EXACT:
+            tl.store(p_rows + 2 * C, b_low)
     else:
         b_a = tl.where(seen, b_a, 0.0)
     b_x = inverse(b_a, C, LEVELS, INNER)

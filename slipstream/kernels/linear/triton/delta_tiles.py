@@ -26,41 +26,27 @@ class DeltaTile:
     grads: Part
 
 
-# (family, bytes an element, next power of two of K, at least 64)
+def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> DeltaTile:
+    return DeltaTile(C, Part(*solve), Part(*walk), Part(*walk), Part(*back), Part(*grads))
+
+
+# (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
+# stages. What is larger than this on sm_80 makes ptxas put every register on the stack.
+# float32 with K = 256 does so everywhere: right, but slow. On sm_90 its chunks of 64 don't fit, and
+# narrower dots are only right there with 2 warps, which don't use wgmma.
 TILES = {
-    ("sm_70", 2, 64): DeltaTile(
-        32, Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1)
-    ),
-    ("sm_80", 2, 64): DeltaTile(
-        64, Part(64, 4, 2), Part(64, 4, 2), Part(64, 4, 2), Part(64, 4, 2), Part(64, 8, 2)
-    ),
-    ("sm_80", 2, 128): DeltaTile(
-        64, Part(64, 4, 2), Part(64, 4, 1), Part(64, 4, 1), Part(64, 4, 1), Part(64, 8, 1)
-    ),
-    ("sm_80", 2, 256): DeltaTile(
-        32, Part(64, 4, 1), Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1), Part(64, 8, 1)
-    ),
-    ("sm_80", 4, 64): DeltaTile(
-        32, Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1), Part(32, 4, 1)
-    ),
-    ("sm_80", 4, 256): DeltaTile(
-        16, Part(32, 4, 1), Part(16, 4, 1), Part(16, 4, 1), Part(16, 4, 1), Part(32, 4, 1)
-    ),
-    ("sm_90", 2, 64): DeltaTile(
-        64, Part(64, 4, 2), Part(64, 4, 3), Part(64, 4, 3), Part(64, 4, 3), Part(64, 8, 2)
-    ),
-    ("sm_90", 2, 128): DeltaTile(
-        64, Part(64, 4, 2), Part(64, 4, 2), Part(64, 4, 2), Part(64, 4, 2), Part(64, 8, 2)
-    ),
-    ("sm_90", 2, 256): DeltaTile(
-        64, Part(64, 4, 2), Part(64, 8, 1), Part(64, 8, 1), Part(64, 8, 1), Part(64, 8, 1)
-    ),
-    ("sm_90", 4, 64): DeltaTile(
-        64, Part(64, 4, 1), Part(64, 8, 1), Part(64, 8, 1), Part(64, 8, 1), Part(64, 8, 1)
-    ),
-    ("interpreter", 4, 64): DeltaTile(
-        32, Part(16, 4, 1), Part(16, 4, 1), Part(16, 4, 1), Part(16, 4, 1), Part(16, 4, 1)
-    ),
+    ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    ("sm_80", 2, 64): _tile(32, (64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2)),
+    ("sm_80", 2, 128): _tile(32, (64, 4, 2), (32, 4, 2), (32, 4, 2), (32, 4, 2)),
+    ("sm_80", 2, 256): _tile(32, (64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    ("sm_80", 4, 64): _tile(16, (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
+    ("sm_90", 2, 64): _tile(64, (64, 4, 2), (64, 4, 3), (64, 4, 3), (64, 8, 2)),
+    ("sm_90", 2, 128): _tile(64, (64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2)),
+    ("sm_90", 2, 256): _tile(64, (64, 4, 2), (64, 8, 1), (64, 8, 1), (64, 8, 1)),
+    ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 8, 1), (64, 8, 1), (64, 8, 1)),
+    ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
+    ("interpreter", 4, 64): _tile(32, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
 }
 # Rows of these use others': (family, bytes) -> (family, bytes).
 _SAME = {("sm_70", 4): ("sm_80", 4), ("interpreter", 2): ("interpreter", 4)}
@@ -73,9 +59,11 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     base = ROWS.get(family, family), bytes_each
     base = _SAME.get(base, base)
     width = max(64, BK)
-    while (*base, width) not in TILES:
+    while (base[0], base[1], width) not in TILES:
         width //= 2
-    tile = TILES[*base, width]
+    tile = TILES[base[0], base[1], width]
+    if narrowest > tile.C:
+        narrowest = 16
     most_v = max(narrowest, power_of_two(V))
     walks = [Part(min(x.B, most_v), x.warps, x.stages) for x in (tile.walk, tile.keep, tile.back)]
     solve, grads = (Part(min(x.B, BK), x.warps, x.stages) for x in (tile.solve, tile.grads))

@@ -18,8 +18,8 @@ take from registers, and what is on the right was loaded.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta_solve import decay_between
-from slipstream.kernels.linear.triton.walk import _block, _chunk_gates
+from slipstream.kernels.linear.triton.delta_solve import decay_between, load_gates
+from slipstream.kernels.linear.triton.walk import _block
 
 
 @triton.jit
@@ -52,8 +52,7 @@ def delta_walk_kernel(
     k_ptr,
     p_ptr,
     v_ptr,  # [tokens, HV, V]
-    g_ptr,  # [tokens, HV]
-    beta_ptr,  # [tokens, HV]
+    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (delta_solve.py)
     r_ptr,  # [tokens, HV, C]
     o_ptr,  # [tokens, HV, V]
     x_ptr,  # [tokens, HV, V]
@@ -83,6 +82,7 @@ def delta_walk_kernel(
     if not GROUPED:
         H = HV
     NV: tl.constexpr = (V + BV - 1) // BV
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     KM: tl.constexpr = K != BK
     VM: tl.constexpr = V % BV != 0
     pid = tl.program_id(0)
@@ -102,8 +102,9 @@ def delta_walk_kernel(
     else:
         b_s = tl.zeros((BV, BK), tl.float32)
     for i in range(tl.cdiv(length, C)):
-        t = (i * C).to(tl.int64)
-        m_c = o_c < length - i * C
+        i_c = i
+        t = (i_c * C).to(tl.int64)
+        m_c = o_c < length - i_c * C
         b_k = _block(k_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)  # [C, BK]
         if HAS_P:
             b_p = _block(p_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)
@@ -115,40 +116,45 @@ def delta_walk_kernel(
         b_r = tl.load(
             r_ptr + (i_t + (t + o_c) * HV)[:, None] * C + o_c[None, :], mask=m_c[:, None], other=0.0
         )
-        b_beta = tl.load(beta_ptr + i_t + (t + o_c) * HV, mask=m_c, other=0.0).to(tl.float32)
+        p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
+        b_beta = tl.load(p_rows + o_c)
+        if HAS_GATE:
+            b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
+            b_start = tl.exp2(b_G)
         b_sb = b_s.to(b_k.dtype)
+        # what o needs goes first, so that little else is live in registers
         if KEEP:
-            p_s = states_ptr + ((first + i) * HV + i_h) * (K * V)
+            p_s = states_ptr + ((first + i_c) * HV + i_h) * (K * V)
             tl.store(p_s + o_v[:, None] * K + o_k[None, :], b_sb, mask=m_s)
+        else:
+            b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [j, i]
+            seen = o_c[:, None] <= o_c[None, :]
+            if HAS_GATE:
+                b_a *= decay_between(-b_G, -b_low, seen, EXACT)
+            else:
+                b_a = tl.where(seen, b_a, 0.0)
+            b_a = b_a.to(b_k.dtype)
+            b_o = tl.dot(b_sb, tl.trans(b_q), input_precision=PRECISION)  # [BV, C]
+            if HAS_GATE:
+                b_o *= b_start[None, :]
         b_u = tl.dot(b_sb, tl.trans(b_p), input_precision=PRECISION)  # [BV, C]
         if HAS_GATE:
-            b_G, b_low, G_C, low_C = _chunk_gates(
-                g_ptr + i_t + t * HV, HV, o_c, m_c, C, EXACT
-            )
-            b_start = tl.exp2(b_G)
             b_u *= b_start[None, :]
         b_u = ((b_v - b_u) * b_beta[None, :]).to(b_k.dtype)
         b_x = tl.dot(b_u, tl.trans(b_r), input_precision=PRECISION)  # [BV, C]
         b_left = b_x.to(b_k.dtype)
+        b_kept = b_left
+        if HAS_GATE:
+            b_kept = (b_x * tl.exp2((G_C - b_G) + (low_C - b_low))[None, :]).to(b_k.dtype)
+            b_s *= tl.exp2(G_C)
+        b_s = tl.dot(b_kept, b_k, b_s, input_precision=PRECISION)  # [BV, BK]
         m_o = m_c[None, :] & (o_v < V)[:, None] if VM else m_c[None, :]
         o_o = i_v + t * (HV * V) + o_c[None, :] * (HV * V) + o_v[:, None]
         if KEEP:
             tl.store(x_ptr + o_o, b_left, mask=m_o)
         else:
-            b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [j, i]
-            seen = o_c[:, None] <= o_c[None, :]
-            b_o = tl.dot(b_sb, tl.trans(b_q), input_precision=PRECISION)
-            if HAS_GATE:
-                b_a *= decay_between(-b_G, -b_low, seen, EXACT)
-                b_o *= b_start[None, :]
-            else:
-                b_a = tl.where(seen, b_a, 0.0)
-            b_o = tl.dot(b_left, b_a.to(b_k.dtype), b_o, input_precision=PRECISION)
+            b_o = tl.dot(b_left, b_a, b_o, input_precision=PRECISION)
             tl.store(o_ptr + o_o, (b_o * scale).to(o_ptr.dtype.element_ty), mask=m_o)
-        if HAS_GATE:
-            b_left = (b_x * tl.exp2((G_C - b_G) + (low_C - b_low))[None, :]).to(b_k.dtype)
-            b_s *= tl.exp2(G_C)
-        b_s = tl.dot(b_left, b_k, b_s, input_precision=PRECISION)  # [BV, BK]
     if not KEEP:
         tl.store(s_out_ptr + o_s, b_s, mask=m_s)
 
@@ -159,8 +165,7 @@ def delta_walk_back_kernel(
     k_ptr,
     p_ptr,
     do_ptr,  # [tokens, HV, V]
-    g_ptr,  # [tokens, HV]
-    beta_ptr,  # [tokens, HV]
+    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (delta_solve.py)
     r_ptr,  # [tokens, HV, C]
     y_ptr,  # [tokens, HV, V]
     states_ptr,  # [slots, HV, V, K]: dS' after each chunk
@@ -189,6 +194,7 @@ def delta_walk_back_kernel(
     if not GROUPED:
         H = HV
     NV: tl.constexpr = (V + BV - 1) // BV
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     KM: tl.constexpr = K != BK
     VM: tl.constexpr = V % BV != 0
     pid = tl.program_id(0)
@@ -209,9 +215,9 @@ def delta_walk_back_kernel(
         b_s = tl.zeros((BV, BK), tl.float32)
     chunks = tl.cdiv(length, C)
     for step in range(chunks):
-        i = chunks - 1 - step
-        t = (i * C).to(tl.int64)
-        m_c = o_c < length - i * C
+        i_c = chunks - 1 - step
+        t = (i_c * C).to(tl.int64)
+        m_c = o_c < length - i_c * C
         b_q = _block(q_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)  # [C, BK]
         b_k = _block(k_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)
         if HAS_P:
@@ -222,18 +228,17 @@ def delta_walk_back_kernel(
         b_r = tl.load(
             r_ptr + (i_t + (t + o_c) * HV)[:, None] * C + o_c[None, :], mask=m_c[:, None], other=0.0
         )
-        b_beta = tl.load(beta_ptr + i_t + (t + o_c) * HV, mask=m_c, other=0.0).to(tl.float32)
+        p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
+        b_beta = tl.load(p_rows + o_c)
         b_sb = b_s.to(b_k.dtype)
-        p_s = states_ptr + ((first + i) * HV + i_h) * (K * V)
+        p_s = states_ptr + ((first + i_c) * HV + i_h) * (K * V)
         tl.store(p_s + o_v[:, None] * K + o_k[None, :], b_sb, mask=m_s)
         b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale  # [i, j]
         seen = o_c[:, None] >= o_c[None, :]
         b_dx = tl.dot(b_sb, tl.trans(b_k), input_precision=PRECISION)  # [BV, C]
         b_read = b_do * scale
         if HAS_GATE:
-            b_G, b_low, G_C, low_C = _chunk_gates(
-                g_ptr + i_t + t * HV, HV, o_c, m_c, C, EXACT
-            )
+            b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
             b_start = tl.exp2(b_G)
             b_a *= decay_between(b_G, b_low, seen, EXACT)
             b_dx *= tl.exp2((G_C - b_G) + (low_C - b_low))[None, :]

@@ -1,0 +1,276 @@
+"""The delta rule, plain and gated, on a GPU: right at odd sizes, then how fast.
+
+python bench/delta_gpu.py            # everything
+python bench/delta_gpu.py --check    # only the comparison with the float64 reference
+python bench/delta_gpu.py --times    # only the times, and those of each kernel
+python bench/delta_gpu.py --sweep    # tiles of each kernel at the timed shapes
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton import delta_launch as launch
+from slipstream.kernels.linear.triton import delta_tiles
+
+COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
+# B, T, H, HV, K, V, lengths, gate
+SHAPES = {
+    "delta_rule A": (1, 8192, 96, 96, 128, 128, None, "none"),
+    "gated_delta_rule Q1": (1, 8192, 16, 64, 128, 128, None, "weak"),
+}
+# of outputs, of gradients, of those of g and beta
+LIMITS = {torch.float32: (1e-4, 1e-4, 1e-4), torch.bfloat16: (0.005, 0.008, 0.02)}
+LIMITS[torch.float16] = LIMITS[torch.bfloat16]
+# B, T, H, HV, K, V, lengths of packed sequences
+ODD = [
+    (2, 70, 1, 1, 30, 60, None),
+    (1, 333, 2, 2, 64, 64, None),
+    (1, 300, 3, 3, 128, 128, None),
+    (2, 130, 2, 4, 100, 40, None),
+    (1, 321, 2, 2, 256, 192, None),
+    (1, 200, 1, 1, 17, 256, None),
+    (1, 385, 2, 4, 128, 64, (5, 0, 200, 1, 64, 115)),
+    (1, 1500, 1, 1, 64, 128, None),
+    (1, 90, 128, 128, 64, 64, None),
+]
+GATES = ("none", "weak", "mixed", "reset")
+
+
+def inputs(B, T, H, HV, K, V, lengths, gate: str, dtype, has_p: bool, state: bool) -> Terms:
+    """Keys of norm 1 and beta from 0 to 2."""
+    N = B if lengths is None else len(lengths)
+    make = {"device": "cuda", "dtype": dtype}
+    x = torch.rand(B, T, HV, device="cuda")
+    g = {
+        "none": None,
+        "weak": -0.1 * x,
+        "mixed": -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
+        "reset": torch.where(x < 0.1, -torch.inf, -0.1 * x),
+    }[gate]
+    cu = None
+    if lengths is not None:
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    k = F.normalize(torch.randn(B, T, H, K, **make), dim=-1)
+    return Terms(
+        torch.randn(B, T, H, K, **make),
+        k,
+        torch.randn(B, T, HV, V, **make),
+        g=g,
+        beta=2 * torch.rand(B, T, HV, device="cuda"),
+        p=(0.8 * k + 0.1 * torch.randn_like(k)) if has_p else None,
+        initial_state=torch.randn(N, HV, K, V, device="cuda") if state else None,
+        cu_seqlens=cu,
+    )
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    size = want.double().square().mean().sqrt().item()
+    off = (got.double() - want.double()).square().mean().sqrt().item()
+    return off / size if size else off
+
+
+def oracle(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """The float64 oracle; for long sequences the chunkwise torch path, itself tested against it."""
+    if terms.q.shape[1] * terms.v.shape[2] <= 400:
+        return linear_reference(terms, scale)
+    from slipstream.kernels.linear.op import linear
+
+    return linear(terms, scale, 64, "eager")
+
+
+def compare(size: tuple, dtype: torch.dtype, gate: str, has_p: bool, state: bool) -> dict:
+    terms = inputs(*size, gate, dtype, has_p, state)
+    scale = terms.q.shape[-1] ** -0.5
+    do = torch.randn_like(terms.v)
+    dfinal = torch.randn(terms.state_shape, device="cuda") if state else None
+    o, final = launch.forward(terms, scale)
+    got = {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
+    o, final = launch.forward(terms, scale)
+    again = {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
+    same = all(torch.equal(got[n], again[n]) for n in got)
+    wide = {
+        n: x.detach().cpu().double().requires_grad_()
+        for n, x in terms._asdict().items()
+        if x is not None and n != "cu_seqlens"
+    }
+    cu = None if terms.cu_seqlens is None else terms.cu_seqlens.cpu()
+    o, final = oracle(Terms(**wide, cu_seqlens=cu), scale)
+    loss = (o * do.cpu().double()).sum()
+    if dfinal is not None:
+        loss = loss + (final * dfinal.cpu().double()).sum()
+    grads = torch.autograd.grad(loss, list(wide.values()))
+    want = {"o": o.detach(), "final": final.detach(), **dict(zip(wide, grads))}
+    return {n: error(got[n].cpu(), want[n]) if same else float("nan") for n in got}
+
+
+def check() -> bool:
+    """One line a dtype and gate: the worst error of each result; nan if two runs differ."""
+    fine = True
+    for dtype, limits in LIMITS.items():
+        for gate in GATES:
+            worst: dict[str, tuple[float, tuple]] = {}
+            for i, size in enumerate(ODD):
+                if dtype == torch.float16 and i % 2:
+                    continue
+                found = compare(size, dtype, gate, has_p=i % 3 == 0, state=i % 2 == 0)
+                for name, e in found.items():
+                    if not e <= worst.get(name, (-1.0, ()))[0]:
+                        worst[name] = (e, size)
+            line = []
+            for name, (e, size) in worst.items():
+                limit = limits[{"o": 0, "final": 0, "g": 2, "beta": 2}.get(name, 1)]
+                ok = e <= limit
+                fine &= ok
+                line.append(f"{name} {e:.1e}" + ("" if ok else f" WRONG at {size}"))
+            print(f"{str(dtype)[6:]:9} {gate:6}", ", ".join(line), flush=True)
+    return fine
+
+
+def floor(terms: Terms, backward: bool) -> float:
+    """ms: each input read and each output written once."""
+    qk, v = (x.numel() * x.element_size() for x in (terms.q, terms.v))
+    small = sum(x.numel() * 4 for x in (terms.g, terms.beta) if x is not None)
+    forward = 2 * qk + 2 * v + small
+    return (forward + (4 * qk + 3 * v + 2 * small if backward else 0)) / COPY_BYTES_PER_MS
+
+
+def bench(fn: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(fn, warmup=20, rep=80, return_mode="median")
+
+
+def first(fn: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    fn()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
+    """Each kernel alone, on what the others left."""
+    terms = launch._prepare(terms)
+    do, r = torch.randn_like(terms.v), launch._solve(terms)
+    o, x, y = (torch.empty_like(do) for _ in range(3))
+    final = do.new_empty(terms.state_shape, dtype=torch.float32)
+    S, dS = launch._states(terms), launch._states(terms)
+
+    def tile() -> delta_tiles.DeltaTile:
+        return launch._tile_of(terms)[0]
+
+    return {
+        "solve": lambda: launch._solve(terms),
+        "walk": lambda: launch._walk(terms, tile().walk, r, scale, o=o, final=final),
+        "keep": lambda: launch._walk(terms, tile().keep, r, scale, x=x, states=S),
+        "back": lambda: launch._walk_back(terms, do, r, y, dS, None, None, scale),
+        "grads": lambda: launch._grads(terms, do, r.rows, x, y, S, dS, scale),
+    }
+
+
+def times(label: str) -> None:
+    *size, gate = SHAPES[label]
+    terms = inputs(*size, gate, torch.bfloat16, has_p=False, state=False)
+    do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
+
+    def fwd() -> Any:
+        return launch.forward(terms, scale)
+
+    def both() -> None:
+        fwd()
+        launch.backward(terms, do, None, scale)
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cold = first(fwd), first(both)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    f, fb = bench(fwd), bench(both)
+    ff, fbf = floor(terms, False), floor(terms, True)
+    print(
+        f"{label}: fwd {f:.3f} ms x{f / ff:.1f} of floor, bwd {fb - f:.3f}, "
+        f"fwd+bwd {fb:.3f} x{fb / fbf:.1f}; first {cold[0]:.2f} + {cold[1]:.2f} s; "
+        f"peak {peak:.2f} GiB",
+        flush=True,
+    )
+    each = [f"{name} {bench(fn):.3f}" for name, fn in stages(terms, scale).items()]
+    print("   ", ", ".join(each), "ms", flush=True)
+
+
+def host_time() -> None:
+    terms = inputs(1, 64, 1, 1, 64, 64, None, "weak", torch.bfloat16, has_p=False, state=False)
+    do = torch.randn_like(terms.v)
+    for name, fn in (
+        ("forward", lambda: launch.forward(terms, 0.1)),
+        ("backward", lambda: launch.backward(terms, do, None, 0.1)),
+    ):
+        fn()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            fn()
+        print(f"host {name} {(time.perf_counter() - start) * 5e3:.0f} us a call")
+        torch.cuda.synchronize()
+
+
+_WALKS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2)]
+SWEEP = {
+    "solve": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 2, 1), (64, 8, 1)],
+    "walk": _WALKS,
+    "keep": _WALKS,
+    "back": _WALKS,
+    "grads": [(64, 8, 1), (64, 8, 2), (64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2)],
+}
+
+
+def sweep(label: str) -> None:
+    """One kernel's tile (B, warps, stages) at a time in place of the table's."""
+    *size, gate = SHAPES[label]
+    terms = inputs(*size, gate, torch.bfloat16, has_p=False, state=False)
+    key = ("sm_90", 2, 128)
+    kept = delta_tiles.TILES[key]
+    fns = stages(terms, terms.q.shape[-1] ** -0.5)
+    for name, rows in SWEEP.items():
+        line = []
+        for row in rows:
+            part = {name: delta_tiles.Part(*row)}
+            delta_tiles.TILES[key] = dataclasses.replace(kept, **part)
+            launch._tile.cache_clear()
+            try:
+                line.append(f"{row} {bench(fns[name]):.3f}")
+            except Exception as e:  # too much shared memory is a row too
+                line.append(f"{row} {type(e).__name__}")
+        print(f"{label} {name}:", ", ".join(line), flush=True)
+    delta_tiles.TILES[key] = kept
+    launch._tile.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("check", "times", "sweep"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    if options.sweep:
+        for label in SHAPES:
+            sweep(label)
+        return
+    fine = options.times or check()
+    if not options.check:
+        host_time()
+        for label in SHAPES:
+            times(label)
+    raise SystemExit(0 if fine else "results differ from the reference")
+
+
+if __name__ == "__main__":
+    main()
