@@ -25,6 +25,7 @@ class ConsoleProgress(TrainerCallback):
             disable=not console.is_terminal,
         )
         self.task = self.progress.add_task("training", total=None, left="?")
+        self.since: list[tuple[float, float]] = []  # loss and bits per byte since the last line
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -51,11 +52,13 @@ class ConsoleProgress(TrainerCallback):
             return
         left = duration((state.max_steps - state.global_step) * self.speed.seconds_per_step())
         self.progress.update(self.task, completed=state.global_step, left=left)
+        self.since.append((logs["loss"], logs["bits_per_byte"]))
         every = max(1, state.max_steps // LINES)
         if state.global_step % every == 0 or state.global_step in (1, state.max_steps):
+            loss, bits = (sum(x) / len(self.since) for x in zip(*self.since, strict=True))
+            self.since.clear()
             self.console.print(
-                f"step {state.global_step:>6}  loss {logs['loss']:.3f}  "
-                f"{logs['bits_per_byte']:.3f} bits/byte  "
+                f"step {state.global_step:>6}  loss {loss:.3f}  {bits:.3f} bits/byte  "
                 f"{logs['tokens_per_second']:>7,.0f} tokens/s  {left} left",
                 highlight=False,
             )

@@ -53,6 +53,9 @@ FORCED = {
 """What the machinery here relies on: it finds its own place in the data and has its own output."""
 
 
+RESULT = "result.json"
+
+
 @dataclass(frozen=True)
 class Result:
     """held_out: bits per byte of all held-out text; None if the run was interrupted."""
@@ -79,22 +82,20 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
         raise ValueError(f"output_dir: {directory} holds a run; delete it or name another")
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    _claim(config, directory, resuming=checkpoint is not None)
     args = arguments(config)
+    _claim(config, directory, resuming=checkpoint is not None)
+    begun = 0 if checkpoint is None else step_of(checkpoint)
+    if begun >= args.max_steps and (directory / RESULT).is_file():
+        console.print(f"{directory} is finished; delete it to train anew", highlight=False)
+        return _read_result(directory)
     set_seed(args.seed)
     trainer = _trainer(config, args, directory, interrupt, console)
     _announce(console, trainer, checkpoint)
     if interrupt.requested is None:
-        if checkpoint is not None:
-            _continue_at(trainer, checkpoint)
-        if checkpoint is None or step_of(checkpoint) < args.max_steps:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        else:
-            trainer._load_from_checkpoint(str(checkpoint))
-            trainer.state = TrainerState.load_from_json(str(checkpoint / STATE))
-    step, rate = trainer.state.global_step, trainer.speed.mean_rate()
+        _train_on(trainer, checkpoint)
+    step, rate = max(trainer.state.global_step, begun), trainer.speed.mean_rate()
     if step < args.max_steps:
-        return Result(directory, max(step, step_of(checkpoint) if checkpoint else 0), None, rate)
+        return Result(directory, step, None, rate)
     return _finish(trainer, directory, rate)
 
 
@@ -188,13 +189,22 @@ def _announce(console: Console, trainer: LMTrainer, checkpoint: Path | None) -> 
         console.print(f"continuing at {checkpoint}", highlight=False)
 
 
-def _continue_at(trainer: LMTrainer, checkpoint: Path) -> None:
+def _train_on(trainer: LMTrainer, checkpoint: Path | None) -> None:
+    """All steps that are left, from where the checkpoint stood in the data."""
+    if checkpoint is None:
+        trainer.train()
+        return
     state = TrainerState.load_from_json(str(checkpoint / STATE))
     kept: Any = state.stateful_callbacks
     kept = kept[Place.__name__]["attributes"]
     if kept["fingerprint"] != trainer.place.fingerprint:
         raise ValueError("data.files: changed since the checkpoint; name another output_dir")
     trainer.train_dataset.start = trainer.place.position = Position(*kept["position"])
+    if state.global_step < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    else:  # stopped between its last checkpoint and its end
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = state
 
 
 def _finish(trainer: LMTrainer, directory: Path, rate: float) -> Result:
@@ -206,5 +216,10 @@ def _finish(trainer: LMTrainer, directory: Path, rate: float) -> Result:
     trainer.save_state()
     result = Result(directory, trainer.state.global_step, metrics["held_out_bits_per_byte"], rate)
     summary = {**asdict(result), "directory": str(directory)}
-    (directory / "result.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    (directory / RESULT).write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return result
+
+
+def _read_result(directory: Path) -> Result:
+    stored = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+    return Result(**{**stored, "directory": directory})

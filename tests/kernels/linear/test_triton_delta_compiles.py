@@ -97,7 +97,7 @@ def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags:
     else:
         assert "mma.sync" in got.ptx
     # Some of it in the loop: the walks of 128 channels want more registers than there are.
-    limit = 1024 if bytes_each == 2 else 4096 if K < 256 else 16384
+    limit = 1280 if bytes_each == 2 else 4096 if K < 256 else 16384
     assert got.stack <= limit, f"{got.stack} bytes spilled"
     return got
 
