@@ -45,8 +45,9 @@ ODD = [
 GATES = ("none", "weak", "mixed", "reset")
 
 
-def inputs(B, T, H, HV, K, V, lengths, gate: str, dtype, has_p: bool, state: bool) -> Terms:
+def inputs(size: tuple, gate: str, dtype: torch.dtype, has_p: bool, state: bool) -> Terms:
     """Keys of norm 1 and beta from 0 to 2."""
+    B, T, H, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
     make = {"device": "cuda", "dtype": dtype}
     x = torch.rand(B, T, HV, device="cuda")
@@ -88,7 +89,7 @@ def oracle(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def compare(size: tuple, dtype: torch.dtype, gate: str, has_p: bool, state: bool) -> dict:
-    terms = inputs(*size, gate, dtype, has_p, state)
+    terms = inputs(size, gate, dtype, has_p, state)
     scale = terms.q.shape[-1] ** -0.5
     do = torch.randn_like(terms.v)
     dfinal = torch.randn(terms.state_shape, device="cuda") if state else None
@@ -146,7 +147,8 @@ def floor(terms: Terms, backward: bool) -> float:
 def bench(fn: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
-    return do_bench(fn, warmup=20, rep=80, return_mode="median")
+    timed: Any = do_bench
+    return timed(fn, warmup=20, rep=80, return_mode="median")
 
 
 def first(fn: Callable[[], Any]) -> float:
@@ -178,8 +180,8 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
 
 
 def times(label: str) -> None:
-    *size, gate = SHAPES[label]
-    terms = inputs(*size, gate, torch.bfloat16, has_p=False, state=False)
+    size, gate = SHAPES[label][:-1], str(SHAPES[label][-1])
+    terms = inputs(size, gate, torch.bfloat16, has_p=False, state=False)
     do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
 
     def fwd() -> Any:
@@ -206,7 +208,7 @@ def times(label: str) -> None:
 
 
 def host_time() -> None:
-    terms = inputs(1, 64, 1, 1, 64, 64, None, "weak", torch.bfloat16, has_p=False, state=False)
+    terms = inputs((1, 64, 1, 1, 64, 64, None), "weak", torch.bfloat16, has_p=False, state=False)
     do = torch.randn_like(terms.v)
     for name, fn in (
         ("forward", lambda: launch.forward(terms, 0.1)),
@@ -233,8 +235,8 @@ SWEEP = {
 
 def sweep(label: str) -> None:
     """One kernel's tile (B, warps, stages) at a time in place of the table's."""
-    *size, gate = SHAPES[label]
-    terms = inputs(*size, gate, torch.bfloat16, has_p=False, state=False)
+    size, gate = SHAPES[label][:-1], str(SHAPES[label][-1])
+    terms = inputs(size, gate, torch.bfloat16, has_p=False, state=False)
     key = ("sm_90", 2, 128)
     kept = delta_tiles.TILES[key]
     fns = stages(terms, terms.q.shape[-1] ** -0.5)

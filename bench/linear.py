@@ -9,9 +9,13 @@ normalised inside as the models do.
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
+
+# threads that spin while they wait stall each other where cores are shared
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F

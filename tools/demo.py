@@ -47,7 +47,7 @@ def main() -> None:
     plot(result.directory, Path("loss.png"))
     text = next(iter(split(config.data)[1].files)).path.read_text(encoding="utf-8")
     chunk, recurrent, apart = reading_speeds(model, held_out_ids(tokenizer, text))
-    table = Table(title=f"{time.perf_counter() - begin:.0f} s, {torch.get_num_threads()} threads")
+    table = Table(title=f"{time.perf_counter() - begin:.0f} s on {torch.get_num_threads()} threads")
     table.add_column("measured")
     table.add_column("", justify="right")
     table.add_row("held-out text, bits per byte", f"{result.held_out:.3f}")

@@ -91,9 +91,10 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     set_seed(args.seed)
     trainer = _trainer(config, args, directory, interrupt, console)
     _announce(console, trainer, checkpoint)
-    if interrupt.requested is None:
-        _train_on(trainer, checkpoint)
-    step, rate = max(trainer.state.global_step, begun), trainer.speed.mean_rate()
+    if interrupt.requested is not None:
+        return Result(directory, begun, None, 0.0)
+    _train_on(trainer, checkpoint)
+    step, rate = trainer.state.global_step, trainer.speed.mean_rate()
     if step < args.max_steps:
         return Result(directory, step, None, rate)
     return _finish(trainer, directory, rate)

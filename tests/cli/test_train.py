@@ -105,6 +105,12 @@ def test_train_interrupted_and_resumed_equals_uninterrupted(config, trained, tmp
     assert loss_log(out) == loss_log(trained)
 
 
+def test_train_does_not_repeat_a_finished_run(config, trained) -> None:
+    before = (trained / "model.safetensors").stat().st_mtime_ns
+    assert "is finished" in finish("train", config, f"output_dir={trained}")
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
+
+
 def test_train_refuses_to_mix_runs(config, trained) -> None:
     process = start("train", config, f"output_dir={trained}", "model.hidden_size=64")
     out, _ = process.communicate(timeout=300)

@@ -28,13 +28,22 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return _empty_forward(terms)
     if impl == "triton":
-        from slipstream.kernels.linear.triton.launch import forward
-
-        return forward(terms, scale)
+        return _triton(terms).forward(terms, scale)
     assert impl == "eager", impl
     if chunk == 0:
         return recurrent_forward(terms, scale)
     return chunk_forward(terms, scale, chunk)
+
+
+def _triton(terms: Terms) -> Any:
+    """The launches of a transition; Triton is imported only here, once they are wanted."""
+    if terms.transition == "delta":
+        from slipstream.kernels.linear.triton import delta_launch
+
+        return delta_launch
+    from slipstream.kernels.linear.triton import launch
+
+    return launch
 
 
 def _empty_forward(terms: Terms) -> tuple[Tensor, Tensor]:
@@ -52,9 +61,7 @@ def _backward(*args: Any) -> list[Tensor]:
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
     elif impl == "triton":
-        from slipstream.kernels.linear.triton.launch import backward
-
-        grads = backward(terms, dout, dfinal, scale)
+        grads = _triton(terms).backward(terms, dout, dfinal, scale)
     elif chunk == 0:
         grads = recurrent_backward(terms, dout, dfinal, scale)
     else:

@@ -88,7 +88,7 @@ def compile_delta(
     return Compiled(compiled.metadata.shared, registers, stack, compiled.asm["ptx"])
 
 
-def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags: bool) -> Compiled:
+def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags: Any) -> Compiled:
     got = compile_delta(capability, bytes_each, K, V, kernel, *flags)
     assert got.shared <= tiles.SHARED_LIMIT[tiles.family(divmod(capability, 10))]
     if capability == 90 and (bytes_each, K) != (4, 256):

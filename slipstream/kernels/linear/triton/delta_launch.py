@@ -121,7 +121,8 @@ def _solve(terms: Terms) -> Solved:
     rows = r.new_empty(slots, HV, 1 + gates, tile.C, dtype=torch.float32)
     # R is rounded to the inputs' dtype: in 16 bits tf32 is as good as float32
     inner = "tf32x3" if exact else "tf32"
-    delta_solve_kernel[(slots * HV,)](
+    launch: Any = delta_solve_kernel[(slots * HV,)]
+    launch(
         terms.k,
         terms.k if terms.p is None else terms.p,
         terms.g,
@@ -156,7 +157,8 @@ def _walk(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     tile, BK = _tile_of(terms)
-    delta_walk_kernel[(-(-V // part.B) * HV * terms.sequences,)](
+    launch: Any = delta_walk_kernel[(-(-V // part.B) * HV * terms.sequences,)]
+    launch(
         terms.q if states is None else None,
         terms.k,
         terms.p,
@@ -199,7 +201,8 @@ def _walk_back(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     tile, BK = _tile_of(terms)
-    delta_walk_back_kernel[(-(-V // tile.back.B) * HV * terms.sequences,)](
+    launch: Any = delta_walk_back_kernel[(-(-V // tile.back.B) * HV * terms.sequences,)]
+    launch(
         terms.q,
         terms.k,
         terms.p,
@@ -251,7 +254,8 @@ def _grads(
         if getattr(terms, name) is not None
     }
     dv = torch.empty_like(do)
-    delta_grads_kernel[(NK * HV * states.shape[0],)](
+    launch: Any = delta_grads_kernel[(NK * HV * states.shape[0],)]
+    launch(
         terms.q,
         terms.k,
         terms.p,

@@ -38,8 +38,9 @@ TILES = {
     ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
     ("sm_80", 2, 64): _tile(32, (64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2)),
     ("sm_80", 2, 128): _tile(32, (64, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 2)),
-    ("sm_80", 2, 256): _tile(32, (64, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    ("sm_80", 2, 256): _tile(32, (64, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1)),
     ("sm_80", 4, 64): _tile(16, (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
     ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
     ("sm_90", 2, 64): _tile(64, (64, 4, 2), (64, 4, 3), (64, 4, 3), (64, 8, 2)),
     ("sm_90", 2, 128): _tile(64, (64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2)),
@@ -65,6 +66,8 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     if narrowest > tile.C:
         narrowest = 16
     most_v = max(narrowest, power_of_two(V))
-    walks = [Part(min(x.B, most_v), x.warps, x.stages) for x in (tile.walk, tile.keep, tile.back)]
+    walk, keep, back = (
+        Part(min(x.B, most_v), x.warps, x.stages) for x in (tile.walk, tile.keep, tile.back)
+    )
     solve, grads = (Part(min(x.B, BK), x.warps, x.stages) for x in (tile.solve, tile.grads))
-    return DeltaTile(tile.C, solve, *walks, grads), BK
+    return DeltaTile(tile.C, solve, walk, keep, back, grads), BK

@@ -15,6 +15,9 @@ the state, u = beta (v - p S) and x go from product to product as left operands,
 take from registers, and what is on the right was loaded.
 """
 
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 import triton
 import triton.language as tl
 

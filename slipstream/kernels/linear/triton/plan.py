@@ -24,8 +24,12 @@ def refuses(terms: Terms) -> str | None:
         return f"it computes in float32, and q is {terms.q.dtype}"
     if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
         return "q, k and v differ in dtype"
-    if terms.transition != "none":
-        return "its kernels are those of the additive family (no beta, no a and b)"
+    if terms.transition == "dplr":
+        return "it has no kernels for a and b"
+    if terms.beta is not None and terms.beta.dim() != 3:
+        return "it takes one beta a token"
+    if terms.p is not None and terms.p.dtype != terms.q.dtype:
+        return "q and p differ in dtype"
     if terms.gv is not None:
         return "it has no decay of the value columns (gv)"
     if terms.decay == "channel" or terms.u is not None:
