@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the walk (walk.py): no synchronisation, nothing that depends on device values.
 
 Memory beyond results: with grouped heads the gradients of q and k for each value head; for a
@@ -148,7 +149,7 @@ def _launch(
     tile, BD = _tile(y.device, D, X, y.element_size(), g is not None)
     strides = (0, 0, 0) if g is None else g.stride()
     grid = (-(-X // tile.BX) * HV * terms.sequences,)
-    linear_walk_kernel[grid](  # type: ignore[index]
+    linear_walk_kernel[grid](
         r,
         w,
         x,
