@@ -41,6 +41,7 @@ class Data:
     exclude: globs, matched against the path below its directory, of files to leave out.
     eval_files: the held-out text; if empty, a share `held_out` of the documents of `files`.
     row_tokens: tokens of a row; a batch is training.per_device_train_batch_size rows.
+    lanes: how many documents are read side by side, for rows of a batch that are not alike.
     packing: "separator" lets the state run on from a document into the next, with the
         tokenizer's end-of-text token between them; "reset" starts each document afresh.
     eval_rows: rows of held-out text in an evaluation during training; the last takes all.
@@ -53,6 +54,7 @@ class Data:
     held_out: float = 0.02
     text_field: str = "text"
     row_tokens: int = 512
+    lanes: int = 16
     packing: str = "separator"
     eval_rows: int = 64
 
@@ -61,6 +63,8 @@ class Data:
             raise ValueError("data.files: want at least one file, directory or glob, got none")
         if self.row_tokens < 2:
             raise ValueError(f"data.row_tokens: want at least 2, got {self.row_tokens}")
+        if self.lanes < 1:
+            raise ValueError(f"data.lanes: want at least 1, got {self.lanes}")
         if self.packing not in PACKINGS:
             raise ValueError(f"data.packing: want one of {PACKINGS}, got {self.packing!r}")
         if not 0 <= self.held_out < 1:

@@ -1,7 +1,9 @@
 """Text as rows of a fixed number of tokens, streamed, continuing exactly where it stopped.
 
-The stream is the documents' tokens, each document followed by the end-of-text token. Row i+1
-begins with the last token of row i, so that every token but the first is predicted once.
+A lane is a stream of documents' tokens, each document followed by the end-of-text token. A lane's
+next row begins with the last token of the one before, so that every token but the first is
+predicted once. The files are dealt out to several lanes, read in turn: so the rows of a batch come
+from different documents.
 """
 
 from collections.abc import Iterator
@@ -29,10 +31,18 @@ class Position(NamedTuple):
     token: int = 0
 
 
+class Cursor(NamedTuple):
+    """Whose row is next, and where the next row of each lane begins."""
+
+    turn: int
+    lanes: tuple[Position, ...]
+
+
 class Rows(IterableDataset):
-    """Rows {"input_ids" [row_tokens], "position": where the next row begins}.
+    """Rows {"input_ids" [row_tokens], "cursor": what follows this row}.
 
     Args:
+        lanes: how many, at most one a file.
         seed: shuffles the files, anew every epoch; None keeps their order.
         epochs: how often to go through them; None is without end.
         limit: stop after so many rows.
@@ -45,38 +55,54 @@ class Rows(IterableDataset):
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerFast,
         row_tokens: int,
+        *,
+        lanes: int = 1,
         seed: int | None = None,
         epochs: int | None = None,
         limit: int | None = None,
     ) -> None:
         self.corpus, self.tokenizer, self.row_tokens = corpus, tokenizer, row_tokens
         self.seed, self.epochs, self.limit = seed, epochs, limit
-        self.start = Position()
+        self.start = Cursor(0, (Position(),) * max(1, min(lanes, len(corpus.files))))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return islice(self._rows(), self.limit)
+        return islice(self._in_turn(), self.limit)
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _in_turn(self) -> Iterator[dict[str, Any]]:
+        turn, places = self.start.turn, list(self.start.lanes)
+        lanes = [self._rows(lane, place) for lane, place in enumerate(places)]
+        ended: set[int] = set()
+        begin = places[:]
+        while len(ended) < len(lanes):
+            lane, turn = turn, (turn + 1) % len(lanes)
+            row = next(lanes[lane], None)
+            if row is None:
+                ended.add(lane)
+                continue
+            ids, places[lane] = row
+            yield {"input_ids": torch.tensor(ids), "cursor": Cursor(turn, tuple(places))}
+        if places == begin:
+            raise ValueError(f"data: want text for a row of {self.row_tokens} tokens, found less")
+
+    def _rows(self, lane: int, start: Position) -> Iterator[tuple[list[int], Position]]:
+        """A lane's rows, each with the position of the one after it."""
         row: list[int] = []
-        for place, ids in self._pieces(self.start):
+        for place, ids in self._pieces(lane, start):
             token = place.token
             while token < len(ids):
                 take = min(self.row_tokens - len(row), len(ids) - token)
                 row += ids[token : token + take]
                 token += take
                 if len(row) == self.row_tokens:
-                    yield {
-                        "input_ids": torch.tensor(row),
-                        "position": place._replace(token=token - 1),
-                    }
+                    yield row, place._replace(token=token - 1)
                     row = row[-1:]
 
-    def _pieces(self, start: Position) -> Iterator[tuple[Position, list[int]]]:
+    def _pieces(self, lane: int, start: Position) -> Iterator[tuple[Position, list[int]]]:
         """Token ids of each piece from `start` on, with the piece's position."""
         encode, end = self.tokenizer.backend_tokenizer.encode, end_of_text(self.tokenizer)
         epoch = start.epoch
         while self.epochs is None or epoch < self.epochs:
-            order = self._order(epoch)
+            order = self._order(lane, epoch)
             empty, whole = True, start == Position(epoch)
             for number in range(start.file, len(order)):
                 file = self.corpus.files[order[number]]
@@ -90,20 +116,21 @@ class Rows(IterableDataset):
                     start = Position()
                 start = Position()
             if empty and whole:
-                raise ValueError("data.files: want some text, found only empty files")
+                return  # or an endless stream of nothing
             start, epoch = Position(), epoch + 1
 
-    def _order(self, epoch: int) -> list[int]:
-        count = len(self.corpus.files)
+    def _order(self, lane: int, epoch: int) -> list[int]:
+        """A lane's files: always the same ones, in another order each epoch."""
+        files = range(lane, len(self.corpus.files), len(self.start.lanes))
         if self.seed is None:
-            return list(range(count))
-        return np.random.default_rng([self.seed, epoch]).permutation(count).tolist()
+            return list(files)
+        return np.random.default_rng([self.seed, epoch, lane]).permutation(files).tolist()
 
 
 class Tally(NamedTuple):
-    """Where the row after a batch begins, its predicted tokens, the bytes of text they are."""
+    """What follows a batch, its predicted tokens, the bytes of text they stand for."""
 
-    position: Position
+    cursor: Cursor
     targets: int
     text_bytes: int
 
@@ -132,7 +159,7 @@ class Collator:
             batch["cu_seqlens"] = _offsets(begins.view(-1))
         predicted = ids[~begins]
         text_bytes = int(self.token_bytes[predicted].sum())
-        return {**batch, "tally": Tally(rows[-1]["position"], len(predicted), text_bytes)}
+        return {**batch, "tally": Tally(rows[-1]["cursor"], len(predicted), text_bytes)}
 
 
 def _offsets(begins: Tensor) -> Tensor:

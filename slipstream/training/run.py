@@ -21,7 +21,7 @@ from slipstream.training.checkpoints import STATE, last_checkpoint, step_of
 from slipstream.training.config import RunConfig
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.rows import Collator, Position, Rows
+from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
 
 DEFAULTS = {
@@ -151,6 +151,7 @@ def _trainer(
     train_corpus, held_out = corpus.split(data)
     tok = tokenizer.obtain(config.tokenizer, train_corpus, directory / "tokenizer")
     model = SlipstreamForCausalLM(_model_config(config, tok))
+    rows = Rows(train_corpus, tok, data.row_tokens, lanes=data.lanes, seed=args.seed)
     held_rows = Rows(held_out, tok, data.row_tokens, seed=0, epochs=1, limit=data.eval_rows)
     collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
     board = TensorBoardCallback()
@@ -158,11 +159,11 @@ def _trainer(
     trainer = LMTrainer(
         model=model,
         args=args,
-        train_dataset=Rows(train_corpus, tok, data.row_tokens, seed=args.seed),
+        train_dataset=rows,
         eval_dataset=held_rows,
         data_collator=collator,
         processing_class=tok,
-        place=Place(train_corpus.fingerprint()),
+        place=Place(rows.start, train_corpus.fingerprint()),
         muon=config.muon,
         callbacks=[board, StopWhenAsked(interrupt)],
     )
@@ -200,7 +201,9 @@ def _train_on(trainer: LMTrainer, checkpoint: Path | None) -> None:
     kept = kept[Place.__name__]["attributes"]
     if kept["fingerprint"] != trainer.place.fingerprint:
         raise ValueError("data.files: changed since the checkpoint; name another output_dir")
-    trainer.train_dataset.start = trainer.place.position = Position(*kept["position"])
+    turn, lanes = kept["cursor"]
+    cursor = Cursor(turn, tuple(Position(*lane) for lane in lanes))
+    trainer.train_dataset.start = trainer.place.cursor = cursor
     if state.global_step < trainer.args.max_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint))
     else:  # stopped between its last checkpoint and its end

@@ -15,21 +15,21 @@ from slipstream.models import SlipstreamForCausalLM
 from slipstream.training import config
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.muon import Muon, inner_matrices
-from slipstream.training.rows import Position, Rows, Tally
+from slipstream.training.rows import Cursor, Rows, Tally
 from slipstream.training.speed import Speed
 
 
 class Place(TrainerCallback, ExportableState):
-    """Where the next row begins; kept in the checkpoint's trainer_state.json.
+    """What rows follow; kept in the checkpoint's trainer_state.json.
 
     That file is the last one of a checkpoint to be written, so it is there only if all is.
     """
 
-    def __init__(self, fingerprint: str = "") -> None:
-        self.position, self.fingerprint = Position(), fingerprint
+    def __init__(self, cursor: Cursor, fingerprint: str) -> None:
+        self.cursor, self.fingerprint = cursor, fingerprint
 
     def state(self) -> dict[str, Any]:
-        attributes = {"position": list(self.position), "fingerprint": self.fingerprint}
+        attributes = {"cursor": list(self.cursor), "fingerprint": self.fingerprint}
         return {"args": {}, "attributes": attributes}
 
 
@@ -83,7 +83,7 @@ class LMTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Tensor:
         tally: Tally = inputs.pop("tally")
-        self.place.position = tally.position
+        self.place.cursor = tally.cursor
         self._targets += tally.targets
         self._bytes += tally.text_bytes
         self.speed.tokens += inputs["input_ids"].numel()

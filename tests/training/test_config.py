@@ -42,6 +42,7 @@ def test_config_survives_its_dump(path, tmp_path) -> None:
         ("data.files=[]", "data.files"),
         ("data.held_out=2", "data.held_out"),
         ("data.row_tokens=1", "data.row_tokens"),
+        ("data.lanes=0", "data.lanes"),
         ("output_dir.x=1", "output_dir"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from slipstream.training import corpus as corpus_module
 from slipstream.training.config import Data, Tokenizer
 from slipstream.training.corpus import split
-from slipstream.training.rows import Collator, Position, Rows
+from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.tokenizer import END, obtain, token_bytes
 
 DOCUMENTS = [f"Document {i}: " + "the quick brown füchs 🦊\n" * (1 + i % 5) for i in range(12)]
@@ -51,43 +51,66 @@ def test_rows_are_the_text_each_token_predicted_once(corpus, tokenizer) -> None:
     assert whole - 30 < len(stream) <= whole + 30  # pieces are tokenized one by one
 
 
-def test_rows_continue_exactly_from_any_position(corpus, tokenizer) -> None:
-    rows = list(islice(Rows(corpus, tokenizer, 16, seed=3), 150))  # some epochs
-    assert rows[-1]["position"].epoch > 0
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_rows_continue_exactly_from_any_cursor(corpus, tokenizer, lanes: int) -> None:
+    rows = list(islice(Rows(corpus, tokenizer, 16, lanes=lanes, seed=3), 150))  # some epochs
+    assert all(place.epoch > 0 for place in rows[-1]["cursor"].lanes)
     for i, row in enumerate(rows[:-1]):
-        later = Rows(corpus, tokenizer, 16, seed=3)
-        later.start = row["position"]
+        later = Rows(corpus, tokenizer, 16, lanes=lanes, seed=3)
+        later.start = row["cursor"]
         after = next(iter(later))
         assert torch.equal(after["input_ids"], rows[i + 1]["input_ids"])
-        assert after["position"] == rows[i + 1]["position"]
+        assert after["cursor"] == rows[i + 1]["cursor"]
+
+
+def test_rows_of_lanes_are_those_of_their_files(corpus, tokenizer) -> None:
+    def texts(lanes: int) -> list[str]:
+        rows = Rows(corpus, tokenizer, 4, lanes=lanes, epochs=1)
+        return [tokenizer.decode(row["input_ids"]) for row in rows]
+
+    whole = sum(len(f.path.read_text(encoding="utf-8")) for f in corpus.files)
+    one, three = texts(1), texts(3)
+    assert one[:2] != three[:2]
+    for rows in (one, three):  # all but the overlaps and each lane's last, short row
+        assert 0.9 * whole < sum(map(len, rows)) * 3 / 4 < 1.3 * whole
 
 
 def test_rows_are_shuffled_anew_each_epoch(corpus, tokenizer) -> None:
-    orders = [Rows(corpus, tokenizer, 8, seed=s)._order(e) for s, e in ((0, 0), (0, 1), (1, 0))]
+    orders = [Rows(corpus, tokenizer, 8, seed=s)._order(0, e) for s, e in ((0, 0), (0, 1), (1, 0))]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(len(corpus.files))) for order in orders)
+
+
+def test_rows_deal_every_file_to_one_lane(corpus, tokenizer) -> None:
+    rows = Rows(corpus, tokenizer, 8, lanes=4, seed=0)
+    dealt = [number for lane in range(4) for number in rows._order(lane, 5)]
+    assert sorted(dealt) == list(range(len(corpus.files)))
 
 
 def test_rows_of_empty_files_are_an_error(tmp_path, tokenizer) -> None:
     for i in range(30):
         (tmp_path / f"{i}.md").write_text("")
     empty, _ = split(Data(files=(f"{tmp_path}/*.md",), held_out=0.2))
-    with pytest.raises(ValueError, match="empty"):
-        next(iter(Rows(empty, tokenizer, 8)))
+    with pytest.raises(ValueError, match="want text for a row of 8 tokens"):
+        next(iter(Rows(empty, tokenizer, 8, lanes=4)))
+    (tmp_path / "full.md").write_text(DOCUMENTS[4] * 3)
+    some, _ = split(Data(files=(f"{tmp_path}/*.md",), eval_files=(f"{tmp_path}/0.md",)))
+    assert len(list(islice(Rows(some, tokenizer, 8, lanes=4), 90))) == 90
 
 
 def test_collator_separator_keeps_rows() -> None:
-    rows = [{"input_ids": torch.tensor([5, 0, 7]), "position": Position(token=i)} for i in (1, 2)]
+    cursors = [Cursor(0, (Position(token=i),)) for i in (1, 2)]
+    rows = [{"input_ids": torch.tensor([5, 0, 7]), "cursor": cursor} for cursor in cursors]
     batch = Collator("separator", end=0, token_bytes=SIZES)(rows)
     assert batch["input_ids"].tolist() == [[5, 0, 7]] * 2
     assert batch["labels"].tolist() == [[-100, 0, 7]] * 2
-    assert batch["tally"] == (Position(token=2), 4, 2 * (0 + 3))
+    assert batch["tally"] == (cursors[1], 4, 2 * (0 + 3))
 
 
 def test_collator_reset_starts_documents_afresh() -> None:
-    rows = [{"input_ids": torch.tensor([5, 0, 7, 8]), "position": Position()}] * 2
+    rows = [{"input_ids": torch.tensor([5, 0, 7, 8]), "cursor": None}] * 2
     batch = Collator("reset", end=0, token_bytes=SIZES)(rows)
     assert batch["input_ids"].tolist() == [[5, 0, 7, 8, 5, 0, 7, 8]]
     assert batch["labels"].tolist() == [[-100, 0, -100, 8, -100, 0, -100, 8]]
     assert batch["cu_seqlens"].tolist() == [0, 2, 4, 6, 8]
-    assert batch["tally"] == (Position(), 4, 2 * (0 + 4))
+    assert batch["tally"] == (None, 4, 2 * (0 + 4))
