@@ -132,13 +132,19 @@ class Order:
 def recurrent_forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
     order, tokens = Order(terms), gather(terms)
-    ends = order.ends(terms.initial_state)
-    S = order.begin(ends)
     B, T, HV, V = terms.v.shape
+    borrowed = order.map is None and terms.initial_state is not None
+    if borrowed:  # the first token writes a state of its own instead of into a copy
+        assert terms.initial_state is not None
+        ends = terms.initial_state.to(terms.dtype)
+        S = ends.reshape(B * HV, *ends.shape[2:])
+    else:
+        ends = order.ends(terms.initial_state)
+        S = order.begin(ends)
     o = torch.empty(T, B * HV, V, dtype=terms.dtype, device=terms.q.device)
     for t in range(order.tokens):
         S = order.enter(S, ends, t)
-        out, S = step(tokens.at(t), S, in_place=True)
+        out, S = step(tokens.at(t), S, in_place=t > 0 or not borrowed)
         torch.mul(out[:, 0], scale, out=o[t])
         order.leave(S, ends, t)
     o = o.view(T, B, HV, V).transpose(0, 1).to(terms.q.dtype)
