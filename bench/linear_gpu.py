@@ -36,6 +36,7 @@ ODD = [
     (1, 385, 2, 4, 128, 64, (5, 0, 200, 1, 64, 115)),
     (1, 2300, 1, 1, 64, 128, None),
     (1, 90, 128, 128, 64, 64, None),
+    (1, 4200, 1, 2, 64, 128, (5, 0, 4000, 1, 194)),
 ]
 
 
@@ -66,7 +67,7 @@ def inputs(B, T, H, HV, K, V, lengths, dtype, gate: str, state: bool) -> Terms:
 def error(got: Tensor, want: Tensor) -> float:
     size = want.double().square().mean().sqrt().item()
     off = (got.double() - want.double()).square().mean().sqrt().item()
-    return off / size if size else off
+    return off / size if size > 1e-30 else off  # gates may leave less than float32 holds
 
 
 def chunked(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
@@ -103,25 +104,26 @@ def compare(size: Any, dtype: torch.dtype, gate: str, state: bool) -> dict[str, 
     return {n: error(got[n].cpu(), want[n]) for n in got}
 
 
-def check() -> bool:
+def check(part: int, parts: int) -> bool:
     """One line a dtype and gate: the worst error of each result over the sizes."""
     fine = True
-    for dtype, limits in LIMITS.items():
-        for gate in ("none", "retention", "weak", "mixed"):
-            worst: dict[str, tuple[float, tuple]] = {}
-            for i, size in enumerate(ODD):
-                if dtype == torch.float16 and i % 2:
-                    continue
-                for name, e in compare(size, dtype, gate, state=i % 2 == 0).items():
-                    if not e <= worst.get(name, (-1.0, ()))[0]:
-                        worst[name] = (e, size)
-            line = []
-            for name, (e, size) in worst.items():
-                limit = limits[0 if name in ("o", "final") else 2 if name == "g" else 1]
-                ok = e <= limit
-                fine &= ok
-                line.append(f"{name} {e:.1e}" + ("" if ok else f" WRONG at {size}"))
-            print(f"{str(dtype)[6:]:9} {gate:10}", ", ".join(line), flush=True)
+    cases = [(dtype, gate) for dtype in LIMITS for gate in ("none", "retention", "weak", "mixed")]
+    for dtype, gate in cases[part::parts]:
+        limits = LIMITS[dtype]
+        worst: dict[str, tuple[float, tuple]] = {}
+        for i, size in enumerate(ODD):
+            if dtype == torch.float16 and i % 2:
+                continue
+            for name, e in compare(size, dtype, gate, state=i % 2 == 0).items():
+                if not e <= worst.get(name, (-1.0, ()))[0]:
+                    worst[name] = (e, size)
+        line = []
+        for name, (e, size) in worst.items():
+            limit = limits[0 if name in ("o", "final") else 2 if name == "g" else 1]
+            ok = e <= limit
+            fine &= ok
+            line.append(f"{name} {e:.1e}" + ("" if ok else f" WRONG at {size}"))
+        print(f"{str(dtype)[6:]:9} {gate:10}", ", ".join(line), flush=True)
     return fine
 
 
@@ -231,7 +233,7 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-SWEEP = [(64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3)]
+SWEEP = [(64, 64, 4, 3, True), (64, 64, 4, 2, True), (64, 128, 8, 3, True), (64, 64, 4, 3, False)]
 
 
 def sweep(shape: tuple, gate: str, row: tuple) -> None:
@@ -252,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--part", default="0/1", help="of the check's cases, such as 2/8")
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -261,7 +264,7 @@ def main() -> None:
                 for row in SWEEP:
                     sweep(shape, gate, row)
         return
-    fine = check()
+    fine = check(*map(int, options.part.split("/")))
     if not options.check:
         host_time()
         for label, shape in SHAPES.items():

@@ -3,6 +3,7 @@
 As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -84,6 +85,21 @@ def check_nothing_but_final() -> None:
         assert relative_error(x, want[name]) <= 2e-6, name
 
 
+def check_descriptors() -> None:
+    """Rows of a multiple of 16 bytes by tensor descriptors, as on sm_90."""
+    from slipstream.kernels.linear.triton import delta_launch
+
+    choose = delta_launch._tile
+
+    def with_descriptors(*args):
+        tile, BK = choose(*args)
+        return dataclasses.replace(tile, tma=True), BK
+
+    delta_launch._tile = with_descriptors
+    check("grouped", "weak", True, torch.float32, True)
+    delta_launch._tile = choose
+
+
 def check_inverse() -> None:
     """Of 64 rows, where keys alike and a beta of 2 make 2 below the diagonal."""
     from slipstream.kernels.linear.triton.delta_solve import delta_solve_kernel
@@ -117,3 +133,4 @@ if __name__ == "__main__":
         check(size, gate, has_p, getattr(torch, dtype), state)
         print(size, gate, has_p, dtype, "ok", flush=True)
     check_nothing_but_final()
+    check_descriptors()

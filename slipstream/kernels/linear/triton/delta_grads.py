@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta_solve import decay_between, find_chunk, load_gates
-from slipstream.kernels.linear.triton.walk import _block
+from slipstream.kernels.linear.triton.walk import _rows, _store_rows
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
 def delta_grads_kernel(
-    q_ptr,  # [tokens, H, K]
+    q_ptr,  # [tokens, H, K], or, if TMA, a descriptor of [B, T, H, K]; so all of tokens and states
     k_ptr,
     p_ptr,
     v_ptr,  # [tokens, HV, V]
@@ -59,6 +59,7 @@ def delta_grads_kernel(
     HAS_GATE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -67,18 +68,37 @@ def delta_grads_kernel(
         H = HV
     NK: tl.constexpr = (K + BK - 1) // BK
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
-    KM: tl.constexpr = K % BK != 0
-    VM: tl.constexpr = V % BV != 0
     pid = tl.program_id(0)
     i_k = pid % NK
     i_h = (pid // NK) % HV
     slot = pid // NK // HV
     begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
-    o_k = i_k * BK + tl.arange(0, BK)
-    m_c = o_c < length - i_c * C
-    m_k = m_c[:, None] & (o_k < K)[None, :]
-    row = begin + i_c * C
+    o_n = tl.arange(0, BK)
+    o_k = i_k * BK + o_n
+    o_m = tl.arange(0, BV)
+    t = i_c * C
+    m_c = o_c < length - t
+    row = begin + t
+    i_b = slot // tl.cdiv(T, C)
+    at_q = (i_b, 0, i_h // (HV // H), i_k * BK)
+    at_k = (i_b, 0, i_h, i_k * BK)
+    i_s = (slot.to(tl.int64) * HV + i_h) * (K * V)
+    if not TMA:
+        i_q = (begin * H + i_h // (HV // H)) * K
+        i_v = (begin * HV + i_h) * V
+        q_ptr += i_q
+        k_ptr += i_q
+        v_ptr += i_v
+        do_ptr += i_v
+        x_ptr += i_v
+        y_ptr += i_v
+        dv_ptr += i_v
+        dq_ptr += (begin * HV + i_h) * K
+        dk_ptr += (begin * HV + i_h) * K
+        if HAS_P:
+            p_ptr += i_q
+            dp_ptr += (begin * HV + i_h) * K
     b_dq = tl.zeros((C, BK), tl.float32)
     b_dp = tl.zeros((C, BK), tl.float32)
     b_dk = tl.zeros((C, BK), tl.float32)
@@ -91,18 +111,21 @@ def delta_grads_kernel(
     b_dbeta = tl.zeros((C,), tl.float32)
     p_rows = rows_ptr + (slot.to(tl.int64) * HV + i_h) * (ROWS * C)
     b_beta = tl.load(p_rows + o_c)
-    i_s = (slot.to(tl.int64) * HV + i_h) * (K * V)
-    i_v = (row * HV + i_h) * V
-    live = i_c * C < length
+    live = t < length
     for i in range(tl.cdiv(V, BV)):
-        o_v = i * BV + tl.arange(0, BV)
-        b_do = _block(do_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)  # [C, BV]
-        b_x = _block(x_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
-        b_y = _block(y_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
-        o_s = i_s + o_v[:, None] * K + o_k[None, :]
-        m_s = (o_v < V)[:, None] & (o_k < K)[None, :] & live
-        b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0)  # [BV, BK]
-        b_ds = tl.load(dstates_ptr + o_s, mask=m_s, other=0.0)
+        o_v = i * BV + o_m
+        at_v = (i_b, 0, i_h, i * BV)
+        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
+        b_x = _rows(x_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_y = _rows(y_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        if TMA:
+            b_s = states_ptr.load([slot, i_h, i * BV, i_k * BK]).reshape(BV, BK)
+            b_ds = dstates_ptr.load([slot, i_h, i * BV, i_k * BK]).reshape(BV, BK)
+        else:
+            o_s = i_s + o_v[:, None] * K + o_k[None, :]
+            m_s = (o_v < V)[:, None] & (o_k < K)[None, :] & live
+            b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0)
+            b_ds = tl.load(dstates_ptr + o_s, mask=m_s, other=0.0)
         b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
         b_dp = tl.dot(b_y, b_s, b_dp, input_precision=PRECISION)
         b_dk = tl.dot(b_x, b_ds, b_dk, input_precision=PRECISION)
@@ -112,18 +135,16 @@ def delta_grads_kernel(
         b_mt = tl.dot(b_x, tl.trans(b_y), b_mt, input_precision=PRECISION)
         if HAS_GATE:
             b_z += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
-        m_v = m_c[:, None] & (o_v < V)[None, :] & (i_k == 0)
-        o_o = i_v + o_c[:, None] * (HV * V) + o_v[None, :]
-        b_v = tl.load(v_ptr + o_o, mask=m_v, other=0.0).to(tl.float32)
+        b_v = _rows(v_ptr, at_v, t, HV, o_c, m_c & (i_k == 0), o_m, V, BV, TMA).to(tl.float32)
         b_y = b_y.to(tl.float32)
         b_dbeta += tl.sum(b_y * b_v, 1)
-        tl.store(dv_ptr + o_o, (b_y * b_beta[:, None]).to(dv_ptr.dtype.element_ty), mask=m_v)
+        if i_k == 0:
+            _store_rows(dv_ptr, at_v, t, HV, b_y * b_beta[:, None], o_c, m_c, o_m, V, BV, TMA)
 
-    i_q = (row * H + i_h // (HV // H)) * K
-    b_q = _block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, KM)  # [C, BK]
-    b_k = _block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, KM)
+    b_q = _rows(q_ptr, at_q, t, H, o_c, m_c, o_n, K, BK, TMA)  # [C, BK]
+    b_k = _rows(k_ptr, at_q, t, H, o_c, m_c, o_n, K, BK, TMA)
     if HAS_P:
-        b_p = _block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, KM)
+        b_p = _rows(p_ptr, at_q, t, H, o_c, m_c, o_n, K, BK, TMA)
     else:
         b_p = b_k
     is_own = o_c[:, None] == o_c[None, :]
@@ -158,6 +179,8 @@ def delta_grads_kernel(
     b_dk = tl.dot(b_mt.to(b_k.dtype), b_p, b_dk, input_precision=PRECISION)
     b_seen = tl.sum(b_dp * b_p, 1)
     o_t = i_k * low + (row + o_c) * HV + i_h
+    if i_k > 0:  # y . v is the first tile's
+        b_dbeta = tl.zeros((C,), tl.float32)
     tl.store(dbeta_ptr + o_t, b_dbeta - b_seen, mask=m_c)
     b_dp *= -b_beta[:, None]
     if HAS_GATE:
@@ -166,10 +189,9 @@ def delta_grads_kernel(
         tl.store(dg_ptr + o_t, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
     b_dq += b_own[:, None] * b_k
     b_dk += b_own[:, None] * b_q
-    o_o = ((row + o_c) * HV + i_h)[:, None] * K + o_k[None, :]
     if HAS_P:
-        tl.store(dp_ptr + o_o, b_dp.to(dp_ptr.dtype.element_ty), mask=m_k)
+        _store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
     else:
         b_dk += b_dp
-    tl.store(dq_ptr + o_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_k)
-    tl.store(dk_ptr + o_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_k)
+    _store_rows(dq_ptr, at_k, t, HV, b_dq, o_c, m_c, o_n, K, BK, TMA)
+    _store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)

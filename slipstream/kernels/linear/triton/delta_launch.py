@@ -19,7 +19,7 @@ from slipstream.kernels.linear.triton.delta_grads import delta_grads_kernel
 from slipstream.kernels.linear.triton.delta_solve import BASE, delta_solve_kernel
 from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose
 from slipstream.kernels.linear.triton.delta_walk import delta_walk_back_kernel, delta_walk_kernel
-from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
+from slipstream.kernels.linear.triton.launch import _contiguous, _descriptors, _family, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
 
@@ -111,6 +111,22 @@ def _options(terms: Terms, part: Part) -> dict[str, Any]:
     }
 
 
+def _tiles(terms: Terms, tensors: list[Tensor | None], widths: list[int]) -> tuple[list[Any], bool]:
+    """The tensors [B, T, heads, ...] as the kernels take them, and whether by descriptors."""
+    tile, _ = _tile_of(terms)
+    if tile.tma and terms.cu_seqlens is None:
+        made = _descriptors(tensors, widths, tile.C)
+        if made is not None:
+            return made, True
+    return tensors, False
+
+
+def _square(states: Tensor, BV: int, BK: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(states, list(states.shape), list(states.stride()), [1, 1, BV, BK])
+
+
 def _solve(terms: Terms) -> Solved:
     B, T, HV, _ = terms.v.shape
     H, K = terms.q.shape[2:]
@@ -157,14 +173,20 @@ def _walk(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     tile, BK = _tile_of(terms)
+    q = terms.q if states is None else None
+    (q, k, p, v, r, o, x), tma = _tiles(
+        terms,
+        [q, terms.k, terms.p, terms.v, solved.r, o, x],
+        [BK, BK, BK, part.B, tile.C, part.B, part.B],
+    )
     launch: Any = delta_walk_kernel[(-(-V // part.B) * HV * terms.sequences,)]
     launch(
-        terms.q if states is None else None,
-        terms.k,
-        terms.p,
-        terms.v,
+        q,
+        k,
+        p,
+        v,
         solved.rows,
-        solved.r,
+        r,
         o,
         x,
         states,
@@ -184,6 +206,7 @@ def _walk(
         HAS_P=terms.p is not None,
         HAS_S_IN=terms.initial_state is not None,
         GROUPED=H != HV,
+        TMA=tma,
         **_options(terms, part),
     )
 
@@ -201,14 +224,20 @@ def _walk_back(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     tile, BK = _tile_of(terms)
-    launch: Any = delta_walk_back_kernel[(-(-V // tile.back.B) * HV * terms.sequences,)]
+    BV = tile.back.B
+    (q, k, p, do, r, y), tma = _tiles(
+        terms,
+        [terms.q, terms.k, terms.p, do, solved.r, y],
+        [BK, BK, BK, BV, tile.C, BV],
+    )
+    launch: Any = delta_walk_back_kernel[(-(-V // BV) * HV * terms.sequences,)]
     launch(
-        terms.q,
-        terms.k,
-        terms.p,
+        q,
+        k,
+        p,
         do,
         solved.rows,
-        solved.r,
+        r,
         y,
         dstates,
         dfinal,
@@ -221,12 +250,13 @@ def _walk_back(
         K=K,
         V=V,
         BK=BK,
-        BV=tile.back.B,
+        BV=BV,
         C=tile.C,
         HAS_P=terms.p is not None,
         HAS_S_IN=dfinal is not None,
         HAS_S_OUT=dstate is not None,
         GROUPED=H != HV,
+        TMA=tma,
         **_options(terms, tile.back),
     )
 
@@ -254,22 +284,27 @@ def _grads(
         if getattr(terms, name) is not None
     }
     dv = torch.empty_like(do)
+    BV = min(64, BK)
+    rows_of_v = [terms.v, do, x, y, dv]
+    rows_of_k = [terms.q, terms.k, terms.p, wide["q"], wide["k"], wide.get("p")]
+    made, tma = _tiles(terms, [*rows_of_v, *rows_of_k], [BV] * 5 + [BK] * 6)
+    v, do, x, y, to_dv, q, k, p, to_dq, to_dk, to_dp = made
+    given = [_square(s, BV, BK) if tma else s for s in (states, dstates)]
     launch: Any = delta_grads_kernel[(NK * HV * states.shape[0],)]
     launch(
-        terms.q,
-        terms.k,
-        terms.p,
-        terms.v,
+        q,
+        k,
+        p,
+        v,
         do,
         x,
         y,
         rows,
-        states,
-        dstates,
-        wide["q"],
-        wide["k"],
-        wide.get("p"),
-        dv,
+        *given,
+        to_dq,
+        to_dk,
+        to_dp,
+        to_dv,
         sums["beta"],
         sums.get("g"),
         terms.cu_seqlens,
@@ -282,10 +317,11 @@ def _grads(
         K=K,
         V=V,
         BK=BK,
-        BV=min(64, tile.grads.B),
+        BV=BV,
         C=tile.C,
         HAS_P=terms.p is not None,
         GROUPED=H != HV,
+        TMA=tma,
         **_options(terms, tile.grads),
     )
     if HV != H:

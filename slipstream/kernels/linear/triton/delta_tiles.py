@@ -24,6 +24,7 @@ class DeltaTile:
     keep: Part  # the forward walk that keeps the states
     back: Part
     grads: Part
+    tma: bool = False  # rows by tensor descriptors, where they are aligned
 
 
 def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> DeltaTile:
@@ -34,6 +35,7 @@ def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> Delta
 # stages. What is larger than this on sm_80 makes ptxas put every register on the stack.
 # float32 with K = 256 does so everywhere: right, but slow. On sm_90 its chunks of 64 don't fit, and
 # narrower dots are only right there with 2 warps, which don't use wgmma.
+# The row of sm_90 with K = 128 in 16 bits by bench/results/delta_gpu_sweep.csv.
 TILES = {
     ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
     ("sm_80", 2, 64): _tile(32, (64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2)),
@@ -43,7 +45,14 @@ TILES = {
     ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
     ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
     ("sm_90", 2, 64): _tile(64, (64, 4, 2), (64, 4, 3), (64, 4, 3), (64, 8, 2)),
-    ("sm_90", 2, 128): _tile(64, (64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2)),
+    ("sm_90", 2, 128): DeltaTile(
+        64,
+        solve=Part(128, 4, 1),
+        walk=Part(64, 4, 3),
+        keep=Part(64, 4, 3),
+        back=Part(64, 4, 2),
+        grads=Part(128, 8, 2),
+    ),
     ("sm_90", 2, 256): _tile(64, (64, 4, 2), (64, 8, 1), (64, 8, 1), (64, 8, 1)),
     ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 8, 1), (64, 8, 1), (64, 8, 1)),
     ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
@@ -70,4 +79,5 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
         Part(min(x.B, most_v), x.warps, x.stages) for x in (tile.walk, tile.keep, tile.back)
     )
     solve, grads = (Part(min(x.B, BK), x.warps, x.stages) for x in (tile.solve, tile.grads))
-    return DeltaTile(tile.C, solve, walk, keep, back, grads), BK
+    tma = base[0] == "sm_90" and tile.C >= 64
+    return DeltaTile(tile.C, solve, walk, keep, back, grads, tma), BK

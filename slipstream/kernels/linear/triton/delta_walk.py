@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta_solve import decay_between, load_gates
-from slipstream.kernels.linear.triton.walk import _block
+from slipstream.kernels.linear.triton.walk import _rows, _store
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _sequence(cu_ptr, i_n, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale", "T", "HV", "H"])
 def delta_walk_kernel(
-    q_ptr,  # [tokens, H, K]
+    q_ptr,  # [tokens, H, K], or, if TMA, a descriptor of [B, T, H, K]; so all of tokens
     k_ptr,
     p_ptr,
     v_ptr,  # [tokens, HV, V]
@@ -78,6 +78,7 @@ def delta_walk_kernel(
     HAS_S_IN: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -86,18 +87,31 @@ def delta_walk_kernel(
         H = HV
     NV: tl.constexpr = (V + BV - 1) // BV
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
-    KM: tl.constexpr = K != BK
-    VM: tl.constexpr = V % BV != 0
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_n = (pid // NV // HV).to(tl.int64)
     begin, length, first = _sequence(cu_ptr, i_n, T, C, PACKED)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, BK)
-    o_v = (pid % NV) * BV + tl.arange(0, BV)
-    i_k = (begin * H + i_h // (HV // H)) * K
-    i_v = (begin * HV + i_h) * V
-    i_t = begin * HV + i_h
+    o_n = tl.arange(0, BV)
+    i_v = (pid % NV) * BV
+    o_v = i_v + o_n
+    i_b = pid // NV // HV
+    at_k = (i_b, 0, i_h // (HV // H), 0)
+    at_v = (i_b, 0, i_h, i_v)
+    at_r = (i_b, 0, i_h, 0)
+    if not TMA:
+        i_k = (begin * H + i_h // (HV // H)) * K
+        k_ptr += i_k
+        r_ptr += (begin * HV + i_h) * C
+        v_ptr += (begin * HV + i_h) * V
+        if HAS_P:
+            p_ptr += i_k
+        if KEEP:
+            x_ptr += (begin * HV + i_h) * V
+        else:
+            q_ptr += i_k
+            o_ptr += (begin * HV + i_h) * V
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = (i_n * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
@@ -106,19 +120,17 @@ def delta_walk_kernel(
         b_s = tl.zeros((BV, BK), tl.float32)
     for i in range(tl.cdiv(length, C)):
         i_c = i
-        t = (i_c * C).to(tl.int64)
-        m_c = o_c < length - i_c * C
-        b_k = _block(k_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)  # [C, BK]
+        t = i_c * C
+        m_c = o_c < length - t
+        b_k = _rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
         if HAS_P:
-            b_p = _block(p_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)
+            b_p = _rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
         if not KEEP:
-            b_q = _block(q_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)
-        b_v = _columns(v_ptr + i_v + t * (HV * V), HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
-        b_r = tl.load(
-            r_ptr + (i_t + (t + o_c) * HV)[:, None] * C + o_c[None, :], mask=m_c[:, None], other=0.0
-        )
+            b_q = _rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+        b_v = tl.trans(_rows(v_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
+        b_r = _rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         if HAS_GATE:
@@ -151,13 +163,11 @@ def delta_walk_kernel(
             b_kept = (b_x * tl.exp2((G_C - b_G) + (low_C - b_low))[None, :]).to(b_k.dtype)
             b_s *= tl.exp2(G_C)
         b_s = tl.dot(b_kept, b_k, b_s, input_precision=PRECISION)  # [BV, BK]
-        m_o = m_c[None, :] & (o_v < V)[:, None] if VM else m_c[None, :]
-        o_o = i_v + t * (HV * V) + o_c[None, :] * (HV * V) + o_v[:, None]
         if KEEP:
-            tl.store(x_ptr + o_o, b_left, mask=m_o)
+            _store(x_ptr, at_v, t, HV, b_left, o_c, m_c, o_n, V, BV, TMA)
         else:
-            b_o = tl.dot(b_left, b_a, b_o, input_precision=PRECISION)
-            tl.store(o_ptr + o_o, (b_o * scale).to(o_ptr.dtype.element_ty), mask=m_o)
+            b_o = tl.dot(b_left, b_a, b_o, input_precision=PRECISION) * scale
+            _store(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
     if not KEEP:
         tl.store(s_out_ptr + o_s, b_s, mask=m_s)
 
@@ -190,6 +200,7 @@ def delta_walk_back_kernel(
     HAS_S_OUT: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -198,18 +209,28 @@ def delta_walk_back_kernel(
         H = HV
     NV: tl.constexpr = (V + BV - 1) // BV
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
-    KM: tl.constexpr = K != BK
-    VM: tl.constexpr = V % BV != 0
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_n = (pid // NV // HV).to(tl.int64)
     begin, length, first = _sequence(cu_ptr, i_n, T, C, PACKED)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, BK)
-    o_v = (pid % NV) * BV + tl.arange(0, BV)
-    i_k = (begin * H + i_h // (HV // H)) * K
-    i_v = (begin * HV + i_h) * V
-    i_t = begin * HV + i_h
+    o_n = tl.arange(0, BV)
+    i_v = (pid % NV) * BV
+    o_v = i_v + o_n
+    i_b = pid // NV // HV
+    at_k = (i_b, 0, i_h // (HV // H), 0)
+    at_v = (i_b, 0, i_h, i_v)
+    at_r = (i_b, 0, i_h, 0)
+    if not TMA:
+        i_k = (begin * H + i_h // (HV // H)) * K
+        k_ptr += i_k
+        r_ptr += (begin * HV + i_h) * C
+        q_ptr += i_k
+        do_ptr += (begin * HV + i_h) * V
+        y_ptr += (begin * HV + i_h) * V
+        if HAS_P:
+            p_ptr += i_k
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = (i_n * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
@@ -219,18 +240,16 @@ def delta_walk_back_kernel(
     chunks = tl.cdiv(length, C)
     for step in range(chunks):
         i_c = chunks - 1 - step
-        t = (i_c * C).to(tl.int64)
-        m_c = o_c < length - i_c * C
-        b_q = _block(q_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)  # [C, BK]
-        b_k = _block(k_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)
+        t = i_c * C
+        m_c = o_c < length - t
+        b_q = _rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
+        b_k = _rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         if HAS_P:
-            b_p = _block(p_ptr + i_k + t * (H * K), H * K, o_c, m_c, o_k, K, KM)
+            b_p = _rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
-        b_do = _columns(do_ptr + i_v + t * (HV * V), HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
-        b_r = tl.load(
-            r_ptr + (i_t + (t + o_c) * HV)[:, None] * C + o_c[None, :], mask=m_c[:, None], other=0.0
-        )
+        b_do = tl.trans(_rows(do_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
+        b_r = _rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         b_sb = b_s.to(b_k.dtype)
@@ -253,9 +272,7 @@ def delta_walk_back_kernel(
         b_s = tl.dot(b_read.to(b_k.dtype), b_q, b_s, input_precision=PRECISION)  # [BV, BK]
         b_dx = tl.dot(b_do, b_a.to(b_k.dtype), b_dx, input_precision=PRECISION)
         b_y = tl.dot(b_dx.to(b_k.dtype), b_r, input_precision=PRECISION)  # [BV, C]
-        m_o = m_c[None, :] & (o_v < V)[:, None] if VM else m_c[None, :]
-        p_y = y_ptr + i_v + t * (HV * V) + o_c[None, :] * (HV * V) + o_v[:, None]
-        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_o)
+        _store(y_ptr, at_v, t, HV, b_y, o_c, m_c, o_n, V, BV, TMA)
         b_left = (b_y * -b_beta[None, :]).to(b_k.dtype)
         b_s = tl.dot(b_left, b_p, b_s, input_precision=PRECISION)
     if HAS_S_OUT:

@@ -2,7 +2,8 @@
 """Launches of the walk (walk.py): no synchronisation, nothing that depends on device values.
 
 Memory beyond results: with grouped heads the gradients of q and k for each value head; for a
-gate's gradient, float32, one number a token, head and tile, and a state every SPAN chunks.
+gate's gradient, float32, one number a token, head and tile, and a state every SPAN chunks; for a
+sequence that is split, a state a segment, once forward and twice backward.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,19 +15,27 @@ from torch import Tensor
 
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.tiles import SPAN, Tile, choose, family
-from slipstream.kernels.linear.triton.walk import linear_walk_kernel
+from slipstream.kernels.linear.triton.tiles import SPAN, Tile, choose, family, segment_tokens
+from slipstream.kernels.linear.triton.walk import linear_walk_kernel, state_scan_kernel
+
+
+class Split(NamedTuple):
+    """Sequences cut into `slots` segments of `tokens`."""
+
+    tokens: int
+    slots: int
 
 
 class Walk(NamedTuple):
-    """One launch: tensors by the names of walk.py, y and the states allocated."""
+    """One launch: tensors by the names of walk.py; y None where only the state is wanted."""
 
     r: Tensor
     w: Tensor
     x: Tensor
-    y: Tensor
+    y: Tensor | None
     s_in: Tensor | None = None
     s_out: Tensor | None = None
+    total: Tensor | None = None
     scale_in: float = 1.0
     scale_out: float = 1.0
     reverse: bool = False
@@ -63,10 +72,12 @@ def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     terms = _contiguous(terms)
     o = terms.v.new_empty(terms.v.shape)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    walk = Walk(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
     with _on(o.device):
-        _launch(
-            Walk(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final), terms, scale
-        )
+        split = _split(terms)
+        if split is not None:
+            walk = _met(walk, terms, split)._replace(s_out=None)
+        _launch(walk, terms, scale, split)
     return o, final
 
 
@@ -91,12 +102,21 @@ def backward(
     if terms.initial_state is not None:
         dstate = terms.initial_state.new_empty(terms.state_shape)
     over: dict[str, Any] = {"scale_in": 1 / scale, "scale_out": scale, "reverse": True}
-    back: dict[str, Any] = {"transposed": True}
+    kept = Walk(q, k, v, None, s_in=terms.initial_state)
+    back = Walk(k, q, do, dv, s_in=dfinal, s_out=dstate, **over)
     with _on(q.device):
-        sums = _gate_sums(terms) if gate_gradient and terms.g is not None else None
-        _launch(Walk(do, v, k, dq, s_in=terms.initial_state, **back), terms, scale, sums, q)
-        _launch(Walk(v, do, q, dk, s_in=dfinal, **over, **back), terms, scale, sums, k)
-        _launch(Walk(k, q, do, dv, s_in=dfinal, s_out=dstate, **over), terms, scale)
+        split = _split(terms)
+        sums = None
+        if gate_gradient and terms.g is not None:
+            sums = _gate_sums(terms, split)
+        if split is not None:
+            kept = _met(kept, terms, split)
+            back = _met(back, terms, split)
+        dq_walk = kept._replace(r=do, w=v, x=k, y=dq, s_out=None, transposed=True)
+        dk_walk = back._replace(r=v, w=do, x=q, y=dk, s_out=None, transposed=True)
+        _launch(dq_walk, terms, scale, split, sums, q)
+        _launch(dk_walk, terms, scale, split, sums, k)
+        _launch(back if split is None else back._replace(s_out=None), terms, scale, split)
         if HV != H:
             dq, dk = (x.view(B, T, H, HV // H, K).sum(3) for x in (dq, dk))
         grads = {"q": dq, "k": dk, "v": dv}
@@ -120,14 +140,65 @@ def _contiguous(terms: Terms) -> Terms:
     )
 
 
-def _gate_sums(terms: Terms) -> GateSums:
+def _split(terms: Terms) -> Split | None:
+    """Decided by shapes alone."""
+    B, T, HV, V = terms.v.shape
+    K = terms.q.shape[-1]
+    tile, _ = _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
+    packed = terms.cu_seqlens is not None
+    programs = -(-V // tile.BX) * HV * (1 if packed else B)
+    tokens = segment_tokens(programs, T, tile.C)
+    if tokens is None:
+        return None
+    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+
+
+def _met(walk: Walk, terms: Terms, split: Split) -> Walk:
+    """The walk with the states that segments meet as s_in; fills s_out where there is one."""
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    HV = terms.v.shape[2]
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
+    states = torch.empty(split.slots, HV, K, V, **wide)
+    total = torch.empty(split.slots, HV, **wide) if terms.g is not None else None
+    ends = Walk(walk.r, walk.w, walk.x, None, s_out=states, total=total, reverse=walk.reverse)
+    _launch(ends, terms, 1.0, split)
+    block = 1024
+    cu = terms.cu_seqlens
+    state_scan_kernel[-(-(K * V) // block) * HV * terms.sequences,](
+        states,
+        total,
+        walk.s_in,
+        walk.s_out,
+        cu,
+        walk.scale_in,
+        walk.scale_out,
+        terms.q.shape[1],
+        terms.sequences,
+        HV,
+        split.tokens,
+        SIZE=K * V,
+        BLOCK=block,
+        REVERSE=walk.reverse,
+        HAS_GATE=total is not None,
+        HAS_S_IN=walk.s_in is not None,
+        HAS_S_OUT=walk.s_out is not None,
+        PACKED=cu is not None,
+        num_warps=4,
+    )
+    return walk._replace(s_in=states, scale_in=1.0)
+
+
+def _gate_sums(terms: Terms, split: Split | None) -> GateSums:
     B, T, HV, V = terms.v.shape
     K = terms.q.shape[-1]
     tile, _ = _tile(terms.q.device, V, K, terms.q.element_size(), True)
     NX = -(-K // tile.BX)
     span = SPAN * tile.C
-    spans = B * -(-T // span) if terms.cu_seqlens is None else T // span + terms.sequences
-    wide = {"dtype": torch.float32, "device": terms.q.device}
+    if split is not None:
+        spans = split.slots * -(-split.tokens // span)
+    else:
+        spans = B * -(-T // span) if terms.cu_seqlens is None else T // span + terms.sequences
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
     return GateSums(
         rows=torch.empty(NX, HV, B * T, **wide),
         dg=torch.empty(NX, B * T, HV, **wide),
@@ -135,29 +206,48 @@ def _gate_sums(terms: Terms) -> GateSums:
     )
 
 
+def _descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> list[Any] | None:
+    """Tensor descriptors [1, C, 1, width] of each, or None if one can't have any."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    given = [x for x in tensors if x is not None]
+    if any(x.shape[-1] * x.element_size() % 16 or x.data_ptr() % 16 for x in given):
+        return None
+    return [
+        None
+        if x is None
+        else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, C, 1, width])
+        for x, width in zip(tensors, widths)
+    ]
+
+
 def _launch(
     walk: Walk,
     terms: Terms,
     scale: float,
+    split: Split | None = None,
     sums: GateSums | None = None,
     qk: Tensor | None = None,
 ) -> None:
     r, w, x, y = walk.r, walk.w, walk.x, walk.y
-    B, T, HV, X = y.shape
-    D = r.shape[-1]
+    B, T, HX, X = x.shape
+    HV, D = terms.v.shape[2], r.shape[-1]
     g, cu = terms.g, terms.cu_seqlens
-    tile, BD = _tile(y.device, D, X, y.element_size(), g is not None)
+    tile, BD = _tile(x.device, D, X, x.element_size(), g is not None)
     strides = (0, 0, 0) if g is None else g.stride()
-    grid = (-(-X // tile.BX) * HV * terms.sequences,)
-    linear_walk_kernel[grid](
-        r,
-        w,
-        x,
-        y,
+    slots = terms.sequences if split is None else split.slots
+    rows: list[Any] = [r, w, x, y, qk if sums else None]
+    tiles = None
+    if tile.tma and cu is None:
+        tiles = _descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
+    *rows, qk_rows = tiles or rows
+    linear_walk_kernel[-(-X // tile.BX) * HV * slots,](
+        *rows,
         g,
         walk.s_in,
         walk.s_out,
-        qk if sums else None,
+        walk.total,
+        qk_rows,
         sums.rows if sums else None,
         sums.dg if sums else None,
         sums.anchors if sums else None,
@@ -166,10 +256,12 @@ def _launch(
         walk.scale_in,
         walk.scale_out,
         T,
+        terms.sequences,
         HV,
         r.shape[2],
-        x.shape[2],
+        HX,
         B * T,
+        T if split is None else split.tokens,
         *strides,
         D=D,
         X=X,
@@ -179,13 +271,16 @@ def _launch(
         SPAN=SPAN,
         REVERSE=walk.reverse,
         TRANSPOSED=walk.transposed,
+        HAS_Y=y is not None,
         HAS_GATE=g is not None,
         HAS_DG=sums is not None,
         HAS_S_IN=walk.s_in is not None,
         HAS_S_OUT=walk.s_out is not None,
+        SPLIT=split is not None,
         PACKED=cu is not None,
         GROUPED=terms.q.shape[2] != HV,
-        EXACT=y.dtype == torch.float32,
+        TMA=tiles is not None,
+        EXACT=x.dtype == torch.float32,
         PRECISION="ieee" if INTERPRETED else "tf32x3",
         num_warps=tile.warps,
         num_stages=tile.stages,

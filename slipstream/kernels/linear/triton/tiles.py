@@ -2,7 +2,7 @@
 
 C tokens a chunk, BX columns of the state a program; the state has BD = next power of two of D rows.
 Shared memory is what the compiler reports for the tile (tests/kernels/linear/
-test_triton_compiles.py checks each row against SHARED_LIMIT).
+test_triton_compiles.py checks each row against core/arch.py).
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,16 @@ class Tile:
     BX: int
     warps: int
     stages: int
+    tma: bool = False  # loads and stores by tensor descriptors, where rows are aligned
 
 
-# bytes of shared memory one program may use
-SHARED_LIMIT = {
-    "sm_70": 96 * 1024,
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-}
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
 NARROWEST = {"sm_90": 64}
 # Chunks from one anchor of the gate's gradient to the next (walk.py): an anchor costs as much to
 # write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
 SPAN = 16
+# Programs that fill a device: two for each of 132 multiprocessors.
+FILL = 264
 
 # (family, bytes an element, BD) -> Tile; BX is cut to the width there is. Chosen so that the loop
 # does not spill in 16 bits (float32 takes three products for one, and spills); the rows of sm_90
@@ -48,17 +42,17 @@ TILES = {
     ("sm_80", 4, 64): Tile(32, 32, 4, 2),
     ("sm_80", 4, 128): Tile(16, 32, 4, 2),
     ("sm_80", 4, 256): Tile(16, 16, 4, 2),
-    ("sm_90", 2, 64): Tile(64, 64, 4, 3),
-    ("sm_90", 2, 128): Tile(64, 64, 4, 3),
-    ("sm_90", 2, 256): Tile(64, 64, 8, 2),
-    ("sm_90", 4, 64): Tile(64, 64, 8, 2),
-    ("sm_90", 4, 128): Tile(64, 64, 8, 2),
-    ("sm_90", 4, 256): Tile(64, 64, 8, 1),
+    ("sm_90", 2, 64): Tile(64, 64, 4, 3, tma=True),
+    ("sm_90", 2, 128): Tile(64, 64, 4, 3, tma=True),
+    ("sm_90", 2, 256): Tile(64, 64, 8, 2, tma=True),
+    ("sm_90", 4, 64): Tile(64, 64, 4, 2, tma=True),
+    ("sm_90", 4, 128): Tile(64, 64, 4, 1, tma=True),
+    ("sm_90", 4, 256): Tile(64, 64, 4, 1, tma=True),
     ("interpreter", 2, 64): Tile(16, 32, 4, 1),
     ("interpreter", 4, 64): Tile(16, 16, 4, 1),
 }
 # The same with gates, where it differs: their factors take the registers of half the state.
-GATED = {("sm_90", 2, 128): Tile(64, 64, 4, 2)}
+GATED: dict[tuple[str, int, int], Tile] = {}
 # Families that use another's rows.
 ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
@@ -87,4 +81,16 @@ def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[T
         row = ("interpreter", bytes_each, 64)
     tile = GATED.get(row, TILES[row]) if gated else TILES[row]
     BX = min(tile.BX, max(narrowest, power_of_two(X)))
-    return Tile(tile.C, BX, tile.warps, tile.stages), BD
+    return Tile(tile.C, BX, tile.warps, tile.stages, tile.tma), BD
+
+
+def segment_tokens(programs: int, tokens: int, C: int) -> int | None:
+    """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
+
+    programs: those of one sequence's walk. A cut costs a walk more over half of the inputs: made
+    where it at least triples the programs.
+    """
+    wanted, span = FILL // programs, SPAN * C
+    if wanted < 3 or tokens < 2 * span:
+        return None
+    return -(-tokens // (wanted * span)) * span

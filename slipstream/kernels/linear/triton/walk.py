@@ -1,19 +1,21 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """One kernel for the additive family with no decay or one a token: forward, and all of backward.
 
     y_i = scale * sum over j <= i of exp(G_i - G_j) (r_i . w_j) x_j          G_i = g_1 + ... + g_i
 
-walks a sequence in chunks of C tokens with S [D, X] = sum of decayed w_j x_j^T in registers.
+walks a sequence in chunks of C tokens with S [X, D] = sum of decayed x_j w_j^T in registers.
 Reversed it walks from the last token to the first, over j >= i with exp(G_j - G_i). Then, with the
 gradients do of o and dS of the state,
 
-    o   walks forward,  r, w, x = q, k, v       and S is the state
-    dq  walks forward,  r, w, x = do, v, k      and S is the state, transposed
-    dk  walks reversed, r, w, x = v, do, q      and S is dS, transposed
-    dv  walks reversed, r, w, x = k, q, do      and S is dS
+    o   walks forward,  r, w, x = q, k, v       and S^T is the state
+    dq  walks forward,  r, w, x = do, v, k      and S is the state
+    dk  walks reversed, r, w, x = v, do, q      and S is dS
+    dv  walks reversed, r, w, x = k, q, do      and S^T is dS
 
-so no walk ever needs the transpose of a product, and none writes anything but its result.
+so no walk ever needs the transpose of a product, and none writes anything but its result. The
+columns of x are the rows of all products (y^T = S r^T + x^T A^T, S += x^T w): what is computed
+stays on the left, in registers, and what is on the right was loaded.
 
 The gradient of g_t is the sum over the pairs i >= t > j of what they add to the loss. Over the i of
 its chunk,
@@ -24,6 +26,10 @@ The sums q . dq are written by the dq walk and read by the dk walk, which carrie
 chunk to chunk. A difference of large sums, z loses digits with each chunk: in 16 bits the products
 with S and with dS are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the
 dk walk takes z from it anew.
+
+Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
+tokens, each a program of its own. A first walk (not HAS_Y) leaves what a segment adds to the state
+and how much it decays, state_scan_kernel makes of these the state that each segment meets.
 """
 
 import triton
@@ -41,6 +47,50 @@ def _block(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
         return tl.load(p, mask=m_c[:, None] & (o_n < N)[None, :], other=0.0)
     return tl.load(p, mask=m_c[:, None], other=0.0)
+
+
+@triton.jit
+def _rows(p, at, t, heads, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+    """Tile [C, BN] of a head's rows from token t of the segment, zero outside.
+
+    at: place of the segment: batch entry, first token, head, and column of the tile, of which
+    the pointer p, without TMA, has all already but the column.
+    """
+    i_b, begin, i_h, column = at
+    if TMA:
+        b = p.load([i_b, begin + t, i_h, column]).reshape(o_c.shape[0], BN)
+    else:
+        p += t.to(tl.int64) * (heads * N)
+        b = _block(p, heads * N, o_c, m_c, column + o_n, N, N % BN != 0)
+    return b
+
+
+@triton.jit
+def _store(p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+    """The counterpart of _rows for b [BN, C], whose columns are the rows stored."""
+    i_b, begin, i_h, column = at
+    if TMA:
+        b = tl.trans(b.to(p.dtype)).reshape(1, o_c.shape[0], 1, BN)
+        p.store([i_b, begin + t, i_h, column], b)
+    else:
+        p += t.to(tl.int64) * (heads * N) + o_c[None, :] * (heads * N) + (column + o_n)[:, None]
+        m = m_c[None, :] & (column + o_n < N)[:, None] if N % BN != 0 else m_c[None, :]
+        tl.store(p, b.to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _store_rows(
+    p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
+):
+    """The counterpart of _rows."""
+    i_b, begin, i_h, column = at
+    if TMA:
+        b = b.to(p.dtype).reshape(1, o_c.shape[0], 1, BN)
+        p.store([i_b, begin + t, i_h, column], b)
+    else:
+        p += t.to(tl.int64) * (heads * N) + o_c[:, None] * (heads * N) + (column + o_n)[None, :]
+        m = m_c[:, None] & (column + o_n < N)[None, :] if N % BN != 0 else m_c[:, None]
+        tl.store(p, b.to(p.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -65,10 +115,10 @@ def _chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """exp of the gates between tokens i and j where i sees j, else 0, [C, C]."""
-    between = b_G[:, None] - b_G[None, :]
+    """exp of the gates between tokens j and i where i sees j, else 0, [j, i]."""
+    between = b_G[None, :] - b_G[:, None]
     if EXACT:
-        between += b_low[:, None] - b_low[None, :]
+        between += b_low[None, :] - b_low[:, None]
     if REVERSE:
         between = -between
     return tl.exp2(tl.where(seen, between, float("-inf")))
@@ -82,31 +132,63 @@ def _gate_gradient(p_rows, p_dg, b_row, z, m_c):
     return tl.sum(b_row, 0)
 
 
-_SIZES = ["T", "HV", "HR", "HX", "tokens", "stride_gb", "stride_gt", "stride_gh"]
+@triton.jit
+def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
+    """First token of the sequence of a slot, its tokens (int32), and the segment within it.
+
+    Packed, the segments of sequence n have the slots from cu[n] // segment + n on: never more than
+    there are up to the next sequence's. A slot that no segment has gets one past its sequence's
+    end.
+    """
+    if PACKED:
+        i_n = 0
+        past = N
+        while past - i_n > 1:
+            middle = (i_n + past) // 2
+            before = tl.load(cu_ptr + middle).to(tl.int64) // segment + middle <= slot
+            i_n = tl.where(before, middle, i_n)
+            past = tl.where(before, past, middle)
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        i_s = slot - (begin // segment + i_n)
+        length = tl.maximum(end - begin, 0)
+    else:
+        each = tl.cdiv(T, segment)
+        i_n = slot // each
+        i_s = slot - i_n * each
+        begin = i_n.to(tl.int64) * T
+        length = T
+    return begin, length.to(tl.int32), i_s.to(tl.int32)
+
+
+_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "stride_gb", "stride_gt", "stride_gh"]
 
 
 @triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
 def linear_walk_kernel(
-    r_ptr,  # [tokens, HR, D]
+    r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, qk
     w_ptr,  # [tokens, HR, D]
     x_ptr,  # [tokens, HX, X]
     y_ptr,  # [tokens, HV, X]
     g_ptr,  # [B, T, HV] by strides
-    s_in_ptr,  # [N, HV, D, X], or [N, HV, X, D] if TRANSPOSED; times scale_in
+    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
+    total_ptr,  # [slots, HV]: G over the segment in base 2
     qk_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
     rows_ptr,  # [NX, HV, tokens]: q . dq
     dg_ptr,  # [NX, tokens, HV]
-    anchor_ptr,  # [spans, HV, D, X]
+    anchor_ptr,  # [spans, HV, X, D]
     cu_ptr,  # [N + 1]
     scale,
     scale_in,
     scale_out,
     T,
+    N,
     HV,
     HR,
     HX,
     tokens,
+    segment,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -118,70 +200,92 @@ def linear_walk_kernel(
     SPAN: tl.constexpr,
     REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    HAS_Y: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_DG: tl.constexpr,
     HAS_S_IN: tl.constexpr,
     HAS_S_OUT: tl.constexpr,
+    SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(X / BX) * HV * N,): one program walks one tile of X of one head and sequence."""
+    """grid (ceil(X / BX) * HV * slots,): one program walks one tile of X of one head and segment.
+
+    Without SPLIT a slot is a sequence.
+    """
     if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
         HR = HV
         HX = HV
     pid = tl.program_id(0)
     NX: tl.constexpr = (X + BX - 1) // BX
-    DM: tl.constexpr = D != BD
-    XM: tl.constexpr = X % BX != 0
     # q_i . dq_i - k_i . dk_i has no share of the pair (i, i), which may dwarf the rest: left out
     # of both in float32, and equal in both to the last bit or two else.
     OWN_LAST: tl.constexpr = HAS_DG and EXACT
     i_x = pid % NX
     i_h = (pid // NX) % HV
-    i_n = (pid // NX // HV).to(tl.int64)
-    if PACKED:
+    slot = pid // NX // HV
+    i_n = slot.to(tl.int64)
+    if SPLIT:
+        begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
+        i_b = 0 if PACKED else slot // tl.cdiv(T, segment)
+        skip = i_s * segment
+        begin += skip
+        length = tl.minimum(length - skip, segment)
+        first_span = i_n * tl.cdiv(segment, SPAN * C)
+    elif PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
         length = tl.maximum(end - begin, 0).to(tl.int32)
+        i_b = 0
+        skip = tl.full((), 0, tl.int32)
         first_span = begin // (SPAN * C) + i_n
     else:
         begin = i_n * T
         length = T
+        i_b = slot
+        skip = tl.full((), 0, tl.int32)
         first_span = i_n * tl.cdiv(T, SPAN * C)
 
     o_c = tl.arange(0, C)
     o_d = tl.arange(0, BD)
-    o_x = i_x * BX + tl.arange(0, BX)
-    i_r = begin * HR + i_h // (HV // HR)
-    r_ptr += i_r * D
-    w_ptr += i_r * D
-    x_ptr += (begin * HX + i_h // (HV // HX)) * X
-    y_ptr += (begin * HV + i_h) * X
+    o_n = tl.arange(0, BX)
+    o_x = i_x * BX + o_n
+    i_r = i_h // (HV // HR)
+    i_w = i_h // (HV // HX)
+    if not TMA:
+        r_ptr += (begin * HR + i_r) * D
+        w_ptr += (begin * HR + i_r) * D
+        x_ptr += (begin * HX + i_w) * X
+        if HAS_Y:
+            y_ptr += (begin * HV + i_h) * X
     if HAS_GATE:
         g_ptr += i_h.to(tl.int64) * stride_gh
-        g_ptr += begin * stride_gt if PACKED else i_n * stride_gb
+        g_ptr += begin * stride_gt if PACKED else i_b * stride_gb + skip.to(tl.int64) * stride_gt
 
-    m_s = (o_d < D)[:, None] & (o_x < X)[None, :]
-    o_s = o_d[:, None] * X + o_x[None, :]
+    m_s = (o_x < X)[:, None] & (o_d < D)[None, :]
+    o_s = o_x[:, None] * D + o_d[None, :]
     i_s = (i_n * HV + i_h) * (D * X)
-    o_io = o_x[None, :] * D + o_d[:, None] if TRANSPOSED else o_s
+    o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
     if HAS_S_IN:
         b_s = tl.load(s_in_ptr + i_s + o_io, mask=m_s, other=0.0).to(tl.float32) * scale_in
     else:
-        b_s = tl.zeros((BD, BX), tl.float32)
+        b_s = tl.zeros((BX, BD), tl.float32)
     if HAS_DG:
-        qk_ptr += (begin * HX + i_h // (HV // HX)) * X
+        if not TMA:
+            qk_ptr += (begin * HX + i_w) * X
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         dg_ptr += (i_x.to(tl.int64) * tokens + begin) * HV + i_h
         anchor_ptr += (first_span * HV + i_h) * (D * X)
 
-    chunks = tl.cdiv(length, C)
+    chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_DG:
         spans = tl.cdiv(chunks, SPAN)
     else:
         spans = 1
+    total = 0.0
     for i_span in range(spans):
         if HAS_DG:
             span = spans - 1 - i_span if REVERSE else i_span
@@ -197,49 +301,53 @@ def linear_walk_kernel(
             count = chunks
         for i in range(count):
             i_c = first + count - 1 - i if REVERSE else first + i
-            t = (i_c * C).to(tl.int64)
-            m_c = o_c < length - i_c * C
-            b_r = _block(r_ptr + t * (HR * D), HR * D, o_c, m_c, o_d, D, DM)  # [C, BD]
-            b_w = _block(w_ptr + t * (HR * D), HR * D, o_c, m_c, o_d, D, DM)  # [C, BD]
-            b_x = _block(x_ptr + t * (HX * X), HX * X, o_c, m_c, o_x, X, XM)  # [C, BX]
-            b_a = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
-            if REVERSE:
-                seen = o_c[:, None] <= o_c[None, :]
-            else:
-                seen = o_c[:, None] >= o_c[None, :]
-            if HAS_GATE:
-                b_G, b_low, G_C, low_C = _chunk_gates(
-                    g_ptr + t * stride_gt, stride_gt, o_c, m_c, C, EXACT
-                )
-                if OWN_LAST:
-                    own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1)
-                    seen = seen & (o_c[:, None] != o_c[None, :])
-                b_a *= _decay(seen, b_G, b_low, REVERSE, EXACT)
-            else:
-                b_a = tl.where(seen, b_a, 0.0)
-            b_a = b_a.to(b_x.dtype)
-            b_y = tl.dot(b_r, b_s.to(b_r.dtype), input_precision=PRECISION)  # [C, BX]
+            t = i_c * C
+            m_c = o_c < length - t
+            b_w = _rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
+            b_x = _rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
+            b_x = tl.trans(b_x)  # [BX, C]
             b_kept = b_x
             if HAS_GATE:
+                b_G, b_low, G_C, low_C = _chunk_gates(
+                    g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, EXACT
+                )
                 b_start = tl.exp2(b_G)
                 b_end = tl.exp2((G_C - b_G) + (low_C - b_low))
-                b_y *= (b_end if REVERSE else b_start)[:, None]
+                b_kept = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
+                total += G_C
+            if HAS_Y:
+                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
+                b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
+                if REVERSE:
+                    seen = o_c[:, None] >= o_c[None, :]
+                else:
+                    seen = o_c[:, None] <= o_c[None, :]
+                b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
+                if HAS_GATE:
+                    if OWN_LAST:
+                        own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
+                        seen = seen & (o_c[:, None] != o_c[None, :])
+                    b_a *= _decay(seen, b_G, b_low, REVERSE, EXACT)
+                    b_y *= (b_end if REVERSE else b_start)[None, :]
+                else:
+                    b_a = tl.where(seen, b_a, 0.0)
+                b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
+            if HAS_GATE:
                 b_s *= tl.exp2(G_C)
-                b_kept = (b_x * (b_start if REVERSE else b_end)[:, None]).to(b_x.dtype)
-            b_y = tl.dot(b_a, b_x, b_y, input_precision=PRECISION)
-            b_s = tl.dot(tl.trans(b_w), b_kept, b_s, input_precision=PRECISION)  # [BD, BX]
-            b_y *= scale
-            if HAS_DG:
-                b_qk = _block(qk_ptr + t * (HX * X), HX * X, o_c, m_c, o_x, X, XM)  # [C, BX]
-                b_row = tl.sum(b_qk.to(tl.float32) * b_y, 1)
-            if OWN_LAST:
-                b_y += (own * scale)[:, None] * b_x
-            m_y = m_c[:, None] & (o_x < X)[None, :] if XM else m_c[:, None]
-            p_y = y_ptr + t * (HV * X) + o_c[:, None] * (HV * X) + o_x[None, :]
-            tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_y)
+            b_s = tl.dot(b_kept, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
+            if HAS_Y:
+                b_y *= scale
+                if HAS_DG:
+                    at = (i_b, skip, i_w, i_x * BX)
+                    b_qk = _rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    b_row = tl.sum(tl.trans(b_qk).to(tl.float32) * b_y, 0)
+                if OWN_LAST:
+                    b_y += (own * scale)[None, :] * b_x
+                at = (i_b, skip, i_h, i_x * BX)
+                _store(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)
             if HAS_DG:
                 if REVERSE:
-                    p_dg = dg_ptr + (t + o_c) * HV
+                    p_dg = dg_ptr + (t + o_c).to(tl.int64) * HV
                     z += _gate_gradient(rows_ptr + t + o_c, p_dg, b_row, z, m_c)
                 else:
                     tl.store(rows_ptr + t + o_c, b_row, mask=m_c)
@@ -247,3 +355,57 @@ def linear_walk_kernel(
             tl.store(p_a, b_s, mask=m_s)
     if HAS_S_OUT:
         tl.store(s_out_ptr + i_s + o_io, b_s * scale_out, mask=m_s)
+    if SPLIT and HAS_GATE and not HAS_Y:
+        tl.store(total_ptr + i_n * HV + i_h, total, mask=i_x == 0)
+
+
+@triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
+def state_scan_kernel(
+    states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
+    total_ptr,  # [slots, HV]
+    s_in_ptr,  # [N, HV, SIZE], times scale_in
+    s_out_ptr,  # the same, times scale_out
+    cu_ptr,  # [N + 1]
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    segment,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """grid (ceil(SIZE / BLOCK) * HV * N,): one program follows a part of one state."""
+    pid = tl.program_id(0)
+    NB: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    i_h = (pid // NB) % HV
+    i_n = (pid // NB // HV).to(tl.int64)
+    o = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
+    m = o < SIZE
+    if PACKED:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        slot = begin // segment + i_n
+        count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
+    else:
+        count = tl.cdiv(T, segment)
+        slot = i_n * count
+    o_io = (i_n * HV + i_h) * SIZE + o
+    if HAS_S_IN:
+        b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
+    else:
+        b_s = tl.zeros((BLOCK,), tl.float32)
+    for i in range(count):
+        at = (slot + (count - 1 - i if REVERSE else i)) * HV + i_h
+        b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
+        tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
+        if HAS_GATE:
+            b_s *= tl.exp2(tl.load(total_ptr + at))
+        b_s += b_add
+    if HAS_S_OUT:
+        tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
