@@ -16,7 +16,11 @@ from torch import Tensor
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import SPAN, Tile, choose, family, segment_tokens
-from slipstream.kernels.linear.triton.walk import linear_walk_kernel, state_scan_kernel
+from slipstream.kernels.linear.triton.walk import (
+    gate_gradient_kernel,
+    linear_walk_kernel,
+    state_scan_kernel,
+)
 
 
 class Split(NamedTuple):
@@ -43,10 +47,11 @@ class Walk(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the dq and the dk walk share for dg, by the names of walk.py."""
+    """What the dq and the dk walk leave for dg, by the names of walk.py."""
 
-    rows: Tensor
-    dg: Tensor
+    q_rows: Tensor
+    k_rows: Tensor
+    z: Tensor
     anchors: Tensor
 
 
@@ -58,6 +63,12 @@ def _family(device: torch.device) -> str:
 @cache
 def _tile(device: torch.device, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
     return choose("interpreter" if INTERPRETED else _family(device), D, X, bytes_each, gated)
+
+
+def _tile_of(terms: Terms) -> tuple[Tile, int]:
+    """The forward walk's; C is that of all."""
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    return _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
 
 
 def _on(device: torch.device) -> AbstractContextManager:
@@ -122,9 +133,8 @@ def backward(
         grads = {"q": dq, "k": dk, "v": dv}
         if dstate is not None:
             grads["initial_state"] = dstate
-        if sums is not None and terms.g is not None:
-            dg = sums.dg.sum(0) if sums.dg.shape[0] > 1 else sums.dg[0]
-            grads["g"] = dg.view(terms.g.shape).to(terms.g.dtype)
+        if sums is not None:
+            grads["g"] = _gate_gradient(terms, sums, split)
     return grads
 
 
@@ -140,11 +150,40 @@ def _contiguous(terms: Terms) -> Terms:
     )
 
 
+def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None) -> Tensor:
+    assert terms.g is not None
+    B, T, HV = terms.g.shape
+    cu = terms.cu_seqlens
+    dg = torch.empty(B, T, HV, dtype=terms.g.dtype, device=terms.g.device)
+    NX, spans, _ = sums.z.shape
+    BH = 16
+    gate_gradient_kernel[-(-HV // BH) * spans,](
+        sums.q_rows,
+        sums.k_rows,
+        sums.z,
+        dg,
+        cu,
+        T,
+        terms.sequences,
+        HV,
+        B * T,
+        T if split is None else split.tokens,
+        spans,
+        NX=NX,
+        TOKENS=SPAN * _tile_of(terms)[0].C,
+        BT=64,
+        BH=BH,
+        PACKED=cu is not None,
+        SPLIT=split is not None,
+        num_warps=4,
+    )
+    return dg
+
+
 def _split(terms: Terms) -> Split | None:
     """Decided by shapes alone."""
     B, T, HV, V = terms.v.shape
-    K = terms.q.shape[-1]
-    tile, _ = _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
+    tile, _ = _tile_of(terms)
     packed = terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
     tokens = segment_tokens(programs, T, tile.C)
@@ -200,8 +239,9 @@ def _gate_sums(terms: Terms, split: Split | None) -> GateSums:
         spans = B * -(-T // span) if terms.cu_seqlens is None else T // span + terms.sequences
     wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
     return GateSums(
-        rows=torch.empty(NX, HV, B * T, **wide),
-        dg=torch.empty(NX, B * T, HV, **wide),
+        q_rows=torch.empty(NX, HV, B * T, **wide),
+        k_rows=torch.empty(NX, HV, B * T, **wide),
+        z=torch.empty(NX, spans, HV, **wide),
         anchors=torch.empty(spans, HV, V, K, **wide),
     )
 
@@ -248,8 +288,8 @@ def _launch(
         walk.s_out,
         walk.total,
         qk_rows,
-        sums.rows if sums else None,
-        sums.dg if sums else None,
+        (sums.k_rows if walk.reverse else sums.q_rows) if sums else None,
+        sums.z if sums else None,
         sums.anchors if sums else None,
         cu,
         scale,
@@ -262,6 +302,7 @@ def _launch(
         HX,
         B * T,
         T if split is None else split.tokens,
+        sums.z.shape[1] if sums else 0,
         *strides,
         D=D,
         X=X,
@@ -283,5 +324,6 @@ def _launch(
         EXACT=x.dtype == torch.float32,
         PRECISION="ieee" if INTERPRETED else "tf32x3",
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        # pointers take more shared memory: two programs then still fit a multiprocessor
+        num_stages=min(tile.stages, 2) if tile.tma and tiles is None else tile.stages,
     )

@@ -22,10 +22,10 @@ its chunk,
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
 
-The sums q . dq are written by the dq walk and read by the dk walk, which carries z from
-chunk to chunk. A difference of large sums, z loses digits with each chunk: in 16 bits the products
-with S and with dS are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the
-dk walk takes z from it anew.
+The sums q . dq and k . dk are left by the dq and dk walks, and added up by gate_gradient_kernel. A
+difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
+are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the dk walk takes z
+from it anew.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
 tokens, each a program of its own. A first walk (not HAS_Y) leaves what a segment adds to the state
@@ -125,14 +125,6 @@ def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _gate_gradient(p_rows, p_dg, b_row, z, m_c):
-    """Writes a chunk's dg from q . dq at p_rows and k . dk in b_row; what it adds to z."""
-    b_row = tl.load(p_rows, mask=m_c, other=0.0) - b_row
-    tl.store(p_dg, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
-    return tl.sum(b_row, 0)
-
-
-@triton.jit
 def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
     """First token of the sequence of a slot, its tokens (int32), and the segment within it.
 
@@ -161,10 +153,11 @@ def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
     return begin, length.to(tl.int32), i_s.to(tl.int32)
 
 
-_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "stride_gb", "stride_gt", "stride_gh"]
+_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "spans"]
+_STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
-@triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
+@triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
 def linear_walk_kernel(
     r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, qk
     w_ptr,  # [tokens, HR, D]
@@ -175,8 +168,8 @@ def linear_walk_kernel(
     s_out_ptr,  # the same; times scale_out
     total_ptr,  # [slots, HV]: G over the segment in base 2
     qk_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
-    rows_ptr,  # [NX, HV, tokens]: q . dq
-    dg_ptr,  # [NX, tokens, HV]
+    rows_ptr,  # [NX, HV, tokens]: q . dq, or k . dk
+    z_ptr,  # [NX, spans, HV]: sum(S * dS) after a span
     anchor_ptr,  # [spans, HV, X, D]
     cu_ptr,  # [N + 1]
     scale,
@@ -189,6 +182,7 @@ def linear_walk_kernel(
     HX,
     tokens,
     segment,
+    spans,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -277,25 +271,25 @@ def linear_walk_kernel(
         if not TMA:
             qk_ptr += (begin * HX + i_w) * X
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
-        dg_ptr += (i_x.to(tl.int64) * tokens + begin) * HV + i_h
         anchor_ptr += (first_span * HV + i_h) * (D * X)
 
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_DG:
-        spans = tl.cdiv(chunks, SPAN)
+        own_spans = tl.cdiv(chunks, SPAN)
     else:
-        spans = 1
+        own_spans = 1
     total = 0.0
-    for i_span in range(spans):
+    for i_span in range(own_spans):
         if HAS_DG:
-            span = spans - 1 - i_span if REVERSE else i_span
+            span = own_spans - 1 - i_span if REVERSE else i_span
             first = span * SPAN
             count = tl.minimum(chunks - first, SPAN)
             p_a = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
             if REVERSE:
                 # by axis: one reduction over both breaks Triton 3.6's compiler on sm_100
                 b_z = tl.sum(b_s * tl.load(p_a, mask=m_s, other=0.0), 1)
-                z = tl.sum(b_z, 0) * scale_out
+                p_z = z_ptr + (i_x.to(tl.int64) * spans + first_span + span) * HV + i_h
+                tl.store(p_z, tl.sum(b_z, 0) * scale_out)
         else:
             first = 0
             count = chunks
@@ -306,6 +300,10 @@ def linear_walk_kernel(
             b_w = _rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
             b_x = _rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
             b_x = tl.trans(b_x)  # [BX, C]
+            if HAS_Y:
+                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
+                b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
+                b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
             b_kept = b_x
             if HAS_GATE:
                 b_G, b_low, G_C, low_C = _chunk_gates(
@@ -316,13 +314,10 @@ def linear_walk_kernel(
                 b_kept = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
                 total += G_C
             if HAS_Y:
-                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
-                b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
                 if REVERSE:
                     seen = o_c[:, None] >= o_c[None, :]
                 else:
                     seen = o_c[:, None] <= o_c[None, :]
-                b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
                 if HAS_GATE:
                     if OWN_LAST:
                         own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
@@ -345,11 +340,7 @@ def linear_walk_kernel(
                     b_y += (own * scale)[None, :] * b_x
                 at = (i_b, skip, i_h, i_x * BX)
                 _store(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)
-            if HAS_DG:
-                if REVERSE:
-                    p_dg = dg_ptr + (t + o_c).to(tl.int64) * HV
-                    z += _gate_gradient(rows_ptr + t + o_c, p_dg, b_row, z, m_c)
-                else:
+                if HAS_DG:
                     tl.store(rows_ptr + t + o_c, b_row, mask=m_c)
         if HAS_DG and not REVERSE:
             tl.store(p_a, b_s, mask=m_s)
@@ -409,3 +400,55 @@ def state_scan_kernel(
         b_s += b_add
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "tokens", "segment", "spans"])
+def gate_gradient_kernel(
+    q_rows_ptr,  # [NX, HV, tokens]: q . dq
+    k_rows_ptr,  # [NX, HV, tokens]: k . dk
+    z_ptr,  # [NX, spans, HV]
+    dg_ptr,  # [tokens, HV]
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    tokens,
+    segment,
+    spans,
+    NX: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """grid (ceil(HV / BH) * spans,): BH heads of a span of TOKENS, from its last BT tokens on."""
+    pid = tl.program_id(0)
+    NH = tl.cdiv(HV, BH)
+    i_span = pid // NH
+    o_h = (pid % NH) * BH + tl.arange(0, BH)
+    o_t = tl.arange(0, BT)
+    if SPLIT:  # a segment is some whole spans
+        each = segment // TOKENS
+        begin, length, i_s = find_segment(cu_ptr, i_span // each, T, N, segment, PACKED)
+        first = i_s * segment + (i_span % each) * TOKENS
+        length = tl.minimum(length, (i_s + 1) * segment)
+    else:
+        begin, length, i_s = find_segment(cu_ptr, i_span, T, N, TOKENS, PACKED)
+        first = i_s * TOKENS
+    b_z = tl.zeros((BH,), tl.float32)
+    for x in range(NX):
+        p_z = z_ptr + (tl.full((), x, tl.int64) * spans + i_span) * HV + o_h
+        b_z += tl.load(p_z, mask=(o_h < HV) & (first < length), other=0.0)
+    for i in range(TOKENS // BT):
+        t = first + TOKENS - (i + 1) * BT
+        m = (t + o_t < length)[:, None] & (o_h < HV)[None, :]
+        b = tl.zeros((BT, BH), tl.float32)
+        for x in range(NX):
+            o = (tl.full((), x, tl.int64) * HV + o_h[None, :]) * tokens + begin + (t + o_t)[:, None]
+            b += tl.load(q_rows_ptr + o, mask=m, other=0.0)
+            b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
+        p_dg = dg_ptr + (begin + t + o_t[:, None]) * HV + o_h[None, :]
+        b_dg = tl.cumsum(b, 0, reverse=True) + b_z[None, :]
+        tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+        b_z += tl.sum(b, 0)
