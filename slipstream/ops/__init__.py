@@ -16,6 +16,9 @@ from slipstream.ops.dplr_delta_rule import (
     fused_recurrent_dplr_delta_rule as fused_recurrent_dplr_delta_rule,
 )
 from slipstream.ops.embedding import embedding as embedding
+from slipstream.ops.flash_attn import flash_attn_func as flash_attn_func
+from slipstream.ops.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+from slipstream.ops.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
 from slipstream.ops.gated_delta_product import (
     chunk_gated_delta_product as chunk_gated_delta_product,
 )
@@ -51,6 +54,7 @@ from slipstream.ops.norm import l2_norm as l2_norm
 from slipstream.ops.norm import layer_norm as layer_norm
 from slipstream.ops.norm import rms_norm as rms_norm
 from slipstream.ops.norm import rms_norm_gated as rms_norm_gated
+from slipstream.ops.recurrent_step import recurrent_step as recurrent_step
 from slipstream.ops.retention import chunk_retention as chunk_retention
 from slipstream.ops.retention import fused_recurrent_retention as fused_recurrent_retention
 from slipstream.ops.rotary import packed_positions as packed_positions

@@ -26,7 +26,7 @@ def chunk_hgrn(
         output_final_state: return h after the last token too.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        impl: "eager" or "reference" to insist on one; chosen if None.
+        impl: "eager", "triton" or "reference" to insist on one; chosen if None.
 
     Returns:
         h [B, T, D] in x's dtype, and the final state [N, D], float32 (float64 for float64), or

@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.core import checks
 from slipstream.core.autocast import autocast_dtype
 from slipstream.core.plan import Candidate, Plan, choose
+from slipstream.core.signature import Remembered, signature
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
@@ -25,6 +26,7 @@ CANDIDATES = (
 )
 # Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/log.md).
 DEFAULT_CHUNK = 32
+_PLANS = Remembered()
 
 
 class Options(NamedTuple):
@@ -57,11 +59,13 @@ def run(
     if options.state_v_first and terms.initial_state is not None:
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
-    check(terms, names or {}, options, recurrent)
+    key = signature(terms, options.chunk_size, options.impl, recurrent)
+    if key is not None and terms.q is not None:
+        key = (*key, autocast_dtype(terms.q))
+    plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent))
     terms = _autocast(terms)
     if options.reverse:
         terms = _reversed(terms)
-    plan = plan_for(terms, options.impl)
     scale = terms.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     if plan.impl == "reference":
         o, state = linear_reference(terms, scale)
@@ -73,6 +77,12 @@ def run(
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _checked(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> Plan:
+    """Looks at nothing but shapes, dtypes and devices."""
+    check(terms, names, options, recurrent)
+    return plan_for(_autocast(terms), options.impl)
 
 
 def plan_for(terms: Terms, impl: str | None) -> Plan:

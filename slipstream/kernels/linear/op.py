@@ -18,6 +18,11 @@ from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.triton.plan import only_by_token
+
+# Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
+# in chunks: one chunk of sm_90, which fewer would not fill.
+STEP_TOKENS = 64
 
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
 
@@ -28,6 +33,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return _empty_forward(terms)
     if impl == "triton":
+        if only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS):
+            from slipstream.kernels.linear.triton import step_launch
+
+            return step_launch.forward(terms, scale)
         return _triton(terms).forward(terms, scale)
     assert impl == "eager", impl
     if chunk == 0:
@@ -37,10 +46,19 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _triton(terms: Terms) -> Any:
     """The launches of a transition; Triton is imported only here, once they are wanted."""
+    channel = terms.transition == "delta" and terms.decay == "channel"
+    if channel or terms.transition == "dplr":
+        from slipstream.kernels.linear.triton import dplr_launch
+
+        return dplr_launch
     if terms.transition == "delta":
         from slipstream.kernels.linear.triton import delta_launch
 
         return delta_launch
+    if terms.decay == "channel" or terms.gv is not None or terms.u is not None:
+        from slipstream.kernels.linear.triton import channel_launch
+
+        return channel_launch
     from slipstream.kernels.linear.triton import launch
 
     return launch
@@ -60,7 +78,7 @@ def _backward(*args: Any) -> list[Tensor]:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
-    elif impl == "triton":
+    elif impl == "triton" and not only_by_token(terms):
         grads = _triton(terms).backward(terms, dout, dfinal, scale)
     elif chunk == 0:
         grads = recurrent_backward(terms, dout, dfinal, scale)

@@ -4,10 +4,24 @@ from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.plan import Candidate, choose
+from slipstream.kernels.launching import DTYPES, HAVE_TRITON, INTERPRETED
 from slipstream.kernels.scan.op import scan
 from slipstream.kernels.scan.reference import scan_reference
 
+
+def refuses(x: Tensor) -> str | None:
+    """Why the Triton kernels can't take this call, or None if they can."""
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if not (x.is_cuda or INTERPRETED):
+        return f"it runs on CUDA devices, and the tensors are on {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"it computes in float32, and x is {x.dtype}"
+    return None
+
+
 CANDIDATES = (
+    Candidate("triton", "portable Triton kernels, on CUDA", refuses),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )

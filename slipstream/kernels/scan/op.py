@@ -23,11 +23,20 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 def _forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
-    assert impl == "eager", impl
     if x.numel() > 0:
+        if impl == "triton":
+            return _triton().forward(x, g, initial_state, cu_seqlens)
+        assert impl == "eager", impl
         return scan_forward(x, g, initial_state, cu_seqlens)
     final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
     return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
+
+
+def _triton() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.scan.triton import launch
+
+    return launch
 
 
 def _fake_forward(
@@ -46,9 +55,9 @@ def _backward(
     dfinal: Tensor | None,
     impl: str,
 ) -> list[Tensor]:
-    assert impl == "eager", impl
     if h.numel() > 0:
-        grads = scan_backward(g, h, initial_state, cu_seqlens, dh, dfinal)
+        backward = _triton().backward if impl == "triton" else scan_backward
+        grads = backward(g, h, initial_state, cu_seqlens, dh, dfinal)
         return [x for x in grads if x is not None]
     grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
     if initial_state is not None:

@@ -24,16 +24,27 @@ def refuses(terms: Terms) -> str | None:
         return f"it computes in float32, and q is {terms.q.dtype}"
     if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
         return "q, k and v differ in dtype"
-    if terms.transition == "dplr":
-        return "it has no kernels for a and b"
+    if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
+        return f"K and V may be at most {WIDEST}"
+    if only_by_token(terms):
+        return None
+    if terms.a is not None and terms.b is not None:
+        if terms.a.dtype != terms.q.dtype or terms.b.dtype != terms.q.dtype:
+            return "q, a and b differ in dtype"
     if terms.beta is not None and terms.beta.dim() != 3:
         return "it takes one beta a token"
     if terms.p is not None and terms.p.dtype != terms.q.dtype:
         return "q and p differ in dtype"
-    if terms.gv is not None:
-        return "it has no decay of the value columns (gv)"
-    if terms.decay == "channel" or terms.u is not None:
-        return "it has no decay per channel and no bonus u"
-    if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
-        return f"K and V may be at most {WIDEST}"
+    if terms.gv is not None and (terms.g is not None or terms.u is not None):
+        return "it has a decay of the value columns (gv) only without g and u"
+    if terms.p is not None and terms.decay == "channel":
+        return "it has no decay per channel with p"
     return None
+
+
+def only_by_token(terms: Terms) -> bool:
+    """Whether only the step kernel takes these terms: no kernel takes them in chunks."""
+    if terms.beta is not None and terms.beta.dim() == 4:
+        return True
+    rest = (terms.g, terms.u, terms.beta, terms.a)
+    return terms.gv is not None and any(x is not None for x in rest)

@@ -1,0 +1,151 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportInvalidTypeForm=false
+"""The whole linear family token by token, in one launch: decoding, and short sequences.
+
+    S <- exp(g_t) S exp(gv_t)                        g_t a number or [K], down the rows; gv_t [V]
+    x_t = v_t, or beta_t (v_t - p_t^T S)             after the decay
+    S <- S + b_t (a_t^T S_{t-1}) + k_t x_t^T
+    o_t = scale * q_t^T S, or with a bonus u: scale * (q_t^T S_{t-1} + (q_t . u k_t) x_t)
+
+The columns of S never meet, so a program has BV of them in registers, and all its sums run down
+them. Nothing here is a matrix product: one token does 4 to 8 flops for 8 bytes of state, and the
+state's way to memory and back is all the time there is.
+
+A term that is not given is None, and its lines are not compiled.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row(p, o, m):
+    return tl.load(p + o, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _unit(b_x):
+    """x / sqrt(sum x^2 + 1e-6)."""
+    return b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) + 1e-6)
+
+
+# The strides of states are left out: whether 16 divides them decides how wide their loads are.
+_SIZES = ["T", "H", "HV", "slots", *(f"row_{x}" for x in "qkvgpab"), "row_gv", "row_beta"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def linear_step_kernel(
+    q_ptr,  # [tokens, H, K]; so are k, p, a, b
+    k_ptr,
+    v_ptr,  # [tokens, HV, V]; so is gv
+    g_ptr,  # [tokens, HV], or [tokens, HV, K] if PER_CHANNEL
+    gv_ptr,
+    beta_ptr,  # [tokens, HV], or [tokens, HV, V] if PER_COLUMN
+    p_ptr,
+    a_ptr,
+    b_ptr,
+    u_ptr,  # [HV, K]
+    o_ptr,  # [tokens, HV, V]
+    s_in_ptr,  # [slots, HV, K, V], or [slots, HV, V, K] if IN_V_FIRST
+    s_out_ptr,  # the same, and may be the same memory
+    cu_ptr,  # [N + 1]
+    index_ptr,  # [N]: the slot of each sequence; n if None
+    scale,
+    T: tl.int64,
+    H: tl.int32,
+    HV: tl.int32,
+    slots: tl.int64,
+    row_q: tl.int64,  # from one token to the next
+    row_k: tl.int64,
+    row_v: tl.int64,
+    row_g: tl.int64,
+    row_gv: tl.int64,
+    row_beta: tl.int64,
+    row_p: tl.int64,
+    row_a: tl.int64,
+    row_b: tl.int64,
+    in_slot,
+    in_head,
+    out_slot,
+    out_head,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
+    IN_V_FIRST: tl.constexpr,
+    OUT_V_FIRST: tl.constexpr,
+    L2_NORM: tl.constexpr,
+):
+    """grid (ceil(V / BV) * HV * N,): one program takes BV columns of one head and sequence."""
+    pid = tl.program_id(0)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_h = (pid // NV) % HV
+    i_n = (pid // NV // HV).to(tl.int64)
+    i_k = (i_h // (HV // H)) * K
+    o_k = tl.arange(0, BK)
+    o_v = (pid % NV) * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    slot = i_n
+    if index_ptr is not None:
+        slot = tl.load(index_ptr + i_n).to(tl.int64)
+    live = (slot >= 0) & (slot < slots)
+    m_s = m_k[:, None] & m_v[None, :] & live
+    if cu_ptr is not None:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+    else:
+        begin = i_n * T
+        end = begin + T
+    b_s = tl.zeros((BK, BV), tl.float32)
+    if s_in_ptr is not None:
+        o_s = o_v[None, :] * K + o_k[:, None] if IN_V_FIRST else o_k[:, None] * V + o_v[None, :]
+        p_s = s_in_ptr + slot * in_slot + i_h.to(tl.int64) * in_head + o_s
+        b_s += tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    for t in range(begin, end):
+        b_q = _row(q_ptr + t * row_q + i_k, o_k, m_k)
+        b_k = _row(k_ptr + t * row_k + i_k, o_k, m_k)
+        b_x = _row(v_ptr + t * row_v + i_h * V, o_v, m_v)
+        if L2_NORM:
+            b_q = _unit(b_q)
+            b_k = _unit(b_k)
+        if a_ptr is not None:
+            b_a = _row(a_ptr + t * row_a + i_k, o_k, m_k)
+            b_b = _row(b_ptr + t * row_b + i_k, o_k, m_k)
+            b_read = tl.sum(b_a[:, None] * b_s, 0)  # [BV]
+        if u_ptr is not None:
+            b_u = _row(u_ptr + i_h * K, o_k, m_k)
+            b_o = tl.sum(b_q[:, None] * b_s, 0)
+        if g_ptr is not None:
+            if PER_CHANNEL:
+                b_s *= tl.exp(_row(g_ptr + t * row_g + i_h * K, o_k, m_k))[:, None]
+            else:
+                b_s *= tl.exp(tl.load(g_ptr + t * row_g + i_h).to(tl.float32))
+        if gv_ptr is not None:
+            b_s *= tl.exp(_row(gv_ptr + t * row_gv + i_h * V, o_v, m_v))[None, :]
+        if beta_ptr is not None:
+            b_p = b_k
+            if p_ptr is not None:
+                b_p = _row(p_ptr + t * row_p + i_k, o_k, m_k)
+                if L2_NORM:
+                    b_p = _unit(b_p)
+            b_x -= tl.sum(b_p[:, None] * b_s, 0)
+            if PER_COLUMN:
+                b_x *= _row(beta_ptr + t * row_beta + i_h * V, o_v, m_v)
+            else:
+                b_x *= tl.load(beta_ptr + t * row_beta + i_h).to(tl.float32)
+        if a_ptr is not None:
+            b_s += b_b[:, None] * b_read[None, :]
+        b_s += b_k[:, None] * b_x[None, :]
+        if u_ptr is not None:
+            b_o += tl.sum(b_q * b_u * b_k, 0) * b_x
+        else:
+            b_o = tl.sum(b_q[:, None] * b_s, 0)
+        b_o = tl.where(live, b_o * scale, 0.0)
+        p_o = o_ptr + (t * HV + i_h) * V + o_v
+        tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_v)
+    o_s = o_v[None, :] * K + o_k[:, None] if OUT_V_FIRST else o_k[:, None] * V + o_v[None, :]
+    p_s = s_out_ptr + slot * out_slot + i_h.to(tl.int64) * out_head + o_s
+    tl.store(p_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)
