@@ -35,8 +35,6 @@ def refuses(terms: Terms) -> str | None:
         return "it takes one beta a token"
     if terms.p is not None and terms.p.dtype != terms.q.dtype:
         return "q and p differ in dtype"
-    if terms.gv is not None and (terms.g is not None or terms.u is not None):
-        return "it has a decay of the value columns (gv) only without g and u"
     if terms.p is not None and terms.decay == "channel":
         return "it has no decay per channel with p"
     return None

@@ -1,0 +1,338 @@
+"""Decay per channel (gla, rwkv6, gsa) on a GPU: right at odd sizes, then how fast.
+
+python bench/channel_gpu.py            # the comparison with the float64 reference, then the times
+python bench/channel_gpu.py --check    # only the comparison
+python bench/channel_gpu.py --times    # only the times, and those of each kernel
+python bench/channel_gpu.py --peer     # the times, and those of fla's chunk_gla (PYTHONPATH)
+python bench/channel_gpu.py --sweep    # tiles of each kernel
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from record import record
+from torch import Tensor
+
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton import channel_launch as launch
+from slipstream.kernels.linear.triton import channel_tiles
+from slipstream.ops import chunk_gla, chunk_gsa, chunk_rwkv6
+
+COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
+# of outputs, of gradients, of those of gates
+LIMITS = {torch.float32: (1e-4, 1e-4, 1e-4), torch.bfloat16: (0.005, 0.008, 0.02)}
+LIMITS[torch.float16] = LIMITS[torch.bfloat16]
+GATES = ("weak", "medium", "mixed", "reset", "zero")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# form, dtype, dtype of gates, (B, T, H, HV, K, V), lengths of packed sequences; each compiles anew
+ODD = [
+    ("g", BF16, BF16, (1, 300, 3, 3, 128, 128), None),
+    ("u", BF16, FP32, (1, 185, 2, 4, 64, 128), (5, 0, 100, 1, 64, 15)),
+    ("gv", FP32, FP32, (1, 150, 2, 2, 64, 64), None),
+    ("g", FP32, FP32, (2, 70, 1, 1, 128, 128), None),
+    ("gv", BF16, BF16, (1, 130, 2, 4, 100, 40), None),
+    ("g", BF16, FP32, (1, 200, 1, 1, 256, 192), None),
+    ("g", FP16, FP32, (1, 130, 1, 1, 30, 60), None),
+    ("u", FP32, FP32, (1, 90, 2, 2, 17, 130), None),
+]
+# as above: form, dtype of gates, size
+SHAPES = {
+    "gla A": ("g", BF16, (1, 8192, 96, 96, 128, 128)),
+    "gla A g fp32": ("g", FP32, (1, 8192, 96, 96, 128, 128)),
+    "gla A mixed": ("g", BF16, (1, 8192, 96, 96, 128, 128)),
+    "gla C": ("g", BF16, (1, 32768, 8, 8, 128, 128)),
+    "rwkv6 A": ("u", BF16, (1, 8192, 96, 96, 128, 128)),
+    "gsa A 64 slots": ("gsa", BF16, (1, 8192, 96, 96, 128, 128)),
+}
+SLOTS = 64
+
+
+def gates(kind: str, *shape: int, dtype: torch.dtype) -> Tensor:
+    """medium: down to -1.5 a token, so that blocks of 32 tokens are safe, and not the chunk."""
+    x = torch.rand(shape, device="cuda")
+    weak = 0.1 * x
+    return {
+        "weak": lambda: -weak,
+        "medium": lambda: -1.5 * x,
+        "mixed": lambda: -torch.where(torch.rand_like(x) < 0.2, 50 * x, weak),
+        "reset": lambda: torch.where(x < 0.1, -torch.inf, -weak),
+        "zero": lambda: torch.zeros_like(x),
+    }[kind]().to(dtype)
+
+
+def inputs(form: str, kind: str, dtype: torch.dtype, gate: torch.dtype, size: tuple, **more: Any):
+    B, T, H, HV, K, V = size
+    q, k = (torch.randn(B, T, H, K, device="cuda", dtype=dtype) for _ in range(2))
+    v = torch.randn(B, T, HV, V, device="cuda", dtype=dtype)
+    g = gates(kind, B, T, HV, V if form == "gv" else K, dtype=gate)
+    more["gv" if form == "gv" else "g"] = g
+    if form == "u":
+        more["u"] = torch.randn(HV, K, device="cuda")
+    return Terms(q, k, v, **more)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    size = want.double().square().mean().sqrt().item()
+    off = (got.double() - want.double()).square().mean().sqrt().item()
+    return off / size if size else off
+
+
+def compare(form: str, dtype: torch.dtype, gate: torch.dtype, size: tuple, lengths, kind: str):
+    """Relative errors by name; nan if two runs differ in a bit."""
+    B, _, _, HV, K, V = size
+    N = B if lengths is None else len(lengths)
+    more: dict[str, Any] = {"initial_state": torch.randn(N, HV, K, V, device="cuda")}
+    if lengths is not None:
+        more["cu_seqlens"] = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    terms = inputs(form, kind, dtype, gate, size, **more)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    scale, runs = K**-0.5, []
+    for _ in range(2):
+        o, final = launch.forward(terms, scale)
+        runs.append({"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)})
+    wide = {
+        n: x.double().requires_grad_()
+        for n, x in terms._asdict().items()
+        if x is not None and n != "cu_seqlens"
+    }
+    o, final = linear_reference(Terms(**wide, cu_seqlens=terms.cu_seqlens), scale)
+    loss = (o * do.double()).sum() + (final * dfinal.double()).sum()
+    grads = torch.autograd.grad(loss, list(wide.values()))
+    want = {"o": o.detach(), "final": final.detach(), **dict(zip(wide, grads))}
+    same = {n: torch.equal(runs[0][n], runs[1][n]) for n in want}
+    return {n: error(runs[0][n], x) if same[n] else float("nan") for n, x in want.items()}
+
+
+def check(seconds: float) -> bool:
+    """One line a case: the worst error of each result over the gates."""
+    fine, start = True, time.perf_counter()
+    for form, dtype, gate, size, lengths in ODD:
+        label = f"{form:2} {str(dtype)[6:]:8} gates {str(gate)[6:]:8} {size}"
+        label += " packed" if lengths else ""
+        if time.perf_counter() - start > seconds:
+            print(label, "left out: no time", flush=True)
+            continue
+        worst: dict[str, tuple[float, str]] = {}
+        try:
+            for kind in GATES:
+                for name, e in compare(form, dtype, gate, size, lengths, kind).items():
+                    if not e <= worst.get(name, (-1.0, ""))[0]:
+                        worst[name] = (e, kind)
+        except Exception as e:
+            print(label, f"RAISED {type(e).__name__}: {str(e)[:150]}".replace("\n", " "))
+            fine = False
+            continue
+        line = []
+        for name, (e, kind) in worst.items():
+            limit = LIMITS[dtype][{"o": 0, "final": 0, "g": 2, "gv": 2}.get(name, 1)]
+            fine &= e <= limit
+            line.append(f"{name} {e:.1e}" + ("" if e <= limit else f" WRONG {kind}"))
+        print(label, ", ".join(line), flush=True)
+    return fine
+
+
+def bench(fn: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    timed: Any = do_bench
+    return timed(fn, warmup=15, rep=60, return_mode="median")
+
+
+def first(fn: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    fn()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def operator(form: str, x: dict[str, Any], impl: str = "triton") -> Tensor:
+    if form == "gsa":
+        return chunk_gsa(**x, impl=impl)[0]
+    if form == "u":
+        return chunk_rwkv6(r=x["q"], k=x["k"], v=x["v"], w=x["g"], u=x["u"], impl=impl)[0]
+    return chunk_gla(**x, impl=impl)[0]
+
+
+def arguments(label: str) -> tuple[str, dict[str, Tensor]]:
+    """The operator's tensors, which want gradients."""
+    form, gate, size = SHAPES[label]
+    kind = "mixed" if "mixed" in label else "weak"
+    terms = inputs("g" if form == "gsa" else form, kind, BF16, gate, size)
+    x = {n: t for n, t in terms._asdict().items() if t is not None}
+    if form == "gsa":
+        B, T, H = size[:3]
+        x["s"] = torch.randn(B, T, H, SLOTS, device="cuda", dtype=BF16)
+        x["g"] = x["g"][..., :SLOTS].contiguous()
+    return form, {n: t.requires_grad_() for n, t in x.items()}
+
+
+def measure(fn: Callable[..., Tensor], x: dict[str, Tensor]) -> dict[str, float]:
+    """ms, seconds of the first calls, and of memory what is neither argument nor result."""
+    do = torch.randn_like(x["v"])
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return fn(x)
+
+    def both() -> Any:
+        return torch.autograd.grad(fn(x), list(x.values()), do)
+
+    row = {"first_fwd_s": first(forward), "first_both_s": first(both)}
+    given = sum(t.numel() * t.element_size() for t in x.values())
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward()
+    fwd = torch.cuda.max_memory_allocated() - held - do.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    back = torch.cuda.max_memory_allocated() - held - do.nbytes - given
+    row["extra_fwd"] = fwd / (given + do.nbytes)
+    row["extra_both"] = back / (2 * given + 2 * do.nbytes)
+    row["fwd_ms"], row["both_ms"] = bench(forward), bench(both)
+    row["floor_fwd_ms"] = (given + do.nbytes) / COPY_BYTES_PER_MS
+    row["floor_both_ms"] = (3 * given + 2 * do.nbytes) / COPY_BYTES_PER_MS
+    return row
+
+
+def show(label: str, who: str, row: dict[str, float]) -> dict[str, object]:
+    print(
+        f"{label:15} {who:10} fwd {row['fwd_ms']:.3f} ms (floor {row['floor_fwd_ms']:.2f}), "
+        f"fwd+bwd {row['both_ms']:.3f} ({row['floor_both_ms']:.2f}); first "
+        f"{row['first_fwd_s']:.1f} + {row['first_both_s']:.1f} s; memory beyond arguments and "
+        f"results {row['extra_fwd']:+.0%}, {row['extra_both']:+.0%}",
+        flush=True,
+    )
+    return {"shape": label, "who": who, **{n: f"{x:.4g}" for n, x in row.items()}}
+
+
+def stages(label: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each kernel alone, over all groups of heads."""
+    _, x = arguments(label)
+    terms = Terms(**{n: t.detach() for n, t in x.items()})
+    do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
+    y, dk, dg = (torch.empty_like(do) for _ in range(3))
+    du = None
+
+    def every(walks: int, run: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+        work = launch._work(launch._prepare(terms), do, scale)
+        work = work if walks == 2 else work._replace(do=None)
+        groups = list(launch._groups(work, [y, dk, dg, do] if walks == 2 else [y], walks))
+        tile = work.tile
+
+        def all_of() -> None:
+            now = work._replace(tile=launch._tile(do.device, *terms.state_shape[2:], 2))
+            assert now.tile.C == tile.C
+            for heads in groups:
+                run(now, heads)
+
+        return all_of
+
+    if terms.u is not None:
+        slots = launch._work(launch._prepare(terms), do, scale).slots
+        du = do.new_empty(slots, *terms.u.shape, dtype=torch.float32)
+    out = {"q": y, "k": dk, "g": dg, "u": du}
+    yield "states", every(1, lambda w, h: launch._states(w, h, {}))
+    yield "read", every(1, lambda w, h: launch._read(w, h, y, back=False))
+    yield "both", every(2, lambda w, h: launch._states(w, h, {}))
+    yield "grads", every(2, lambda w, h: launch._grads(w, h, out))
+    yield "back", every(2, lambda w, h: launch._read(w, h, y, back=True))
+
+
+def times(peer: bool) -> None:
+    rows = []
+    for label in SHAPES:
+        try:
+            form, x = arguments(label)
+            rows.append(show(label, "slipstream", measure(lambda x, f=form: operator(f, x), x)))
+            if peer and label in ("gla A", "gla C"):
+                from fla.ops.gla import chunk_gla as peer_gla
+
+                rows.append(show(label, "fla", measure(lambda x: peer_gla(**x)[0], x)))
+            if form != "gsa":
+                each = [f"{name} {bench(fn):.3f}" for name, fn in stages(label)]
+                print("   ", ", ".join(each), "ms", flush=True)
+        except Exception as e:
+            print(label, f"RAISED {type(e).__name__}: {str(e)[:200]}".replace("\n", " "))
+        x = None
+        torch.cuda.empty_cache()
+    if rows:
+        record("channel_gpu", rows)
+
+
+def host_time() -> None:
+    terms = inputs("g", "weak", BF16, BF16, (1, 64, 1, 1, 128, 128))
+    do = torch.randn_like(terms.v)
+    for name, fn in (
+        ("forward", lambda: launch.forward(terms, 0.1)),
+        ("backward", lambda: launch.backward(terms, do, None, 0.1)),
+    ):
+        fn()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            fn()
+        print(f"host {name} {(time.perf_counter() - start) * 5e3:.0f} us a call")
+        torch.cuda.synchronize()
+
+
+_WALKS = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3)]
+SWEEP = {  # BK, BV, warps, stages
+    "states": _WALKS,
+    "both": _WALKS,
+    "read": [(64, 128, 4, 1), (64, 64, 4, 1), (64, 128, 4, 2), (128, 128, 8, 1)],
+    "grads": [(64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 4, 1), (64, 64, 8, 1)],
+}
+
+
+def sweep(label: str) -> None:
+    """One kernel's tile at a time in place of the table's; right only if --check says so."""
+    key = ("sm_90", 2)
+    kept = channel_tiles.TILES[key]
+    fns = dict(stages(label))
+    rows: list[dict[str, object]] = []
+    for name, parts in SWEEP.items():
+        line = []
+        for part in parts:
+            field = {"both": "states"}.get(name, name)
+            channel_tiles.TILES[key] = dataclasses.replace(
+                kept, **{field: channel_tiles.Part(*part)}
+            )
+            launch._tile.cache_clear()
+            try:
+                ms = f"{bench(fns[name]):.3f}"
+            except Exception as e:  # too much shared memory is a row too
+                ms = type(e).__name__
+            line.append(f"{part} {ms}")
+            rows.append({"shape": label, "kernel": name, "tile": str(part), "ms": ms})
+        print(f"{label} {name}:", ", ".join(line), flush=True)
+    channel_tiles.TILES[key] = kept
+    launch._tile.cache_clear()
+    record("channel_gpu_sweep", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("check", "times", "peer", "sweep"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60, help="after which no case is begun")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    if options.sweep:
+        sweep("gla A")
+        return
+    fine = options.times or options.peer or check(options.seconds)
+    if not options.check:
+        host_time()
+        times(options.peer)
+    raise SystemExit(0 if fine else "results differ from the reference")
+
+
+if __name__ == "__main__":
+    main()
