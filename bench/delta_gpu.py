@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import record
 from torch import Tensor
 
 from slipstream.kernels.linear.reference import linear_reference
@@ -226,21 +227,22 @@ def host_time() -> None:
 
 _WALKS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]
 SWEEP = {
-    "solve": [(64, 4, 2), (128, 4, 1), (64, 8, 1)],
-    "walk": _WALKS,
+    "solve": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 8, 1)],
+    "walk": _WALKS[1:3],
     "keep": _WALKS,
     "back": _WALKS,
-    "grads": [(64, 8, 1), (64, 8, 2), (64, 8, 3), (128, 8, 1), (128, 8, 2)],
+    "grads": [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 1), (64, 8, 2), (128, 8, 1), (128, 8, 2)],
 }
 
 
-def sweep(label: str) -> None:
+def sweep(label: str) -> list[dict[str, object]]:
     """One kernel's tile (B, warps, stages) at a time in place of the table's."""
     size, gate = SHAPES[label][:-1], str(SHAPES[label][-1])
     terms = inputs(size, gate, torch.bfloat16, has_p=False, state=False)
     key = ("sm_90", 2, 128)
     kept = delta_tiles.TILES[key]
     fns = stages(terms, terms.q.shape[-1] ** -0.5)
+    found = []
     for name, rows in SWEEP.items():
         line = []
         for row in rows:
@@ -248,12 +250,16 @@ def sweep(label: str) -> None:
             delta_tiles.TILES[key] = dataclasses.replace(kept, **part)
             launch._tile.cache_clear()
             try:
-                line.append(f"{row} {bench(fns[name]):.3f}")
+                ms = bench(fns[name])
+                line.append(f"{row} {ms:.3f}")
+                tile = dict(zip(("B", "warps", "stages"), row))
+                found.append({"shape": label, "kernel": name, **tile, "ms": round(ms, 4)})
             except Exception as e:  # too much shared memory is a row too
                 line.append(f"{row} {type(e).__name__}")
         print(f"{label} {name}:", ", ".join(line), flush=True)
     delta_tiles.TILES[key] = kept
     launch._tile.cache_clear()
+    return found
 
 
 def main() -> None:
@@ -265,8 +271,7 @@ def main() -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     if options.sweep:
-        for label in SHAPES:
-            sweep(label)
+        print(record("delta_gpu_sweep", [row for label in SHAPES for row in sweep(label)]))
         return
     fine = options.times or check(*map(int, options.part.split("/")))
     if not options.check:

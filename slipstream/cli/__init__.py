@@ -2,7 +2,11 @@
 
 import typer
 
+from slipstream.cli.doctor import doctor
+from slipstream.cli.explain import explain
 from slipstream.cli.generate import generate
+from slipstream.cli.matrix import matrix
+from slipstream.cli.precompile import precompile
 from slipstream.cli.train import train
 
 app = typer.Typer(
@@ -11,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-for command in (train, generate):
+for command in (train, generate, doctor, explain, matrix, precompile):
     app.command()(command)
 
 

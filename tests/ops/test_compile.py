@@ -84,4 +84,6 @@ def test_linear_ops_pass_opcheck(make: Any, chunk: int) -> None:
     terms = make()
     torch.library.opcheck(linear_op._forward_op, (*terms, 0.5, chunk, "eager"))
     dout = torch.randn_like(terms.v)
-    torch.library.opcheck(linear_op._backward_op, (*terms, dout, None, 0.5, chunk, "eager"))
+    for gate_gradient in (True, False):
+        args = (*terms, dout, None, 0.5, chunk, "eager", gate_gradient)
+        torch.library.opcheck(linear_op._backward_op, args)

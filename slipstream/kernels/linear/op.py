@@ -21,8 +21,8 @@ from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import only_by_token
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
-# in chunks: one chunk of sm_90, which fewer would not fill.
-STEP_TOKENS = 64
+# in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda): docs/log.md.
+STEP_TOKENS = 16
 
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
 
@@ -72,19 +72,21 @@ def _empty_forward(terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    *given, dout, dfinal, scale, chunk, impl = args
+    *given, dout, dfinal, scale, chunk, impl, gate_gradient = args
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
     elif impl == "triton" and not only_by_token(terms):
-        grads = _triton(terms).backward(terms, dout, dfinal, scale)
+        launches = _triton(terms)
+        skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
+        grads = launches.backward(terms, dout, dfinal, scale, **skips)
     elif chunk == 0:
         grads = recurrent_backward(terms, dout, dfinal, scale)
     else:
         grads = chunk_backward(terms, dout, dfinal, scale, chunk)
-    return [grads[name] for name in DIFFERENTIABLE if getattr(terms, name) is not None]
+    return [grads[name] for name in _with_gradient(terms, gate_gradient)]
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -95,8 +97,14 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(*args: Any) -> list[Tensor]:
     terms = Terms(*args[: len(Terms._fields)])
-    given = (getattr(terms, name) for name in DIFFERENTIABLE)
-    return [x.new_empty(x.shape) for x in given if x is not None]
+    given = (getattr(terms, name) for name in _with_gradient(terms, args[-1]))
+    return [x.new_empty(x.shape) for x in given]
+
+
+def _with_gradient(terms: Terms, gate_gradient: bool) -> list[str]:
+    """What backward returns, in order. The gradient of g may cost as much as all others."""
+    given = (name for name in DIFFERENTIABLE if getattr(terms, name) is not None)
+    return [name for name in given if gate_gradient or name != "g"]
 
 
 _OPTIONS = "float scale, int chunk, str impl"
@@ -105,7 +113,7 @@ _forward_op: Callable = define(
 )
 _backward_op: Callable = define(
     "linear_backward",
-    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
+    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -125,9 +133,11 @@ class _Linear(torch.autograd.Function):
         given = ctx.saved_tensors
         if dout is None and dfinal is None:
             return (None,) * (3 + len(given))
-        grads = iter(_backward_op(*given, dout, dfinal, *ctx.options))
         terms = Terms(*given)
-        by_term = [None if getattr(terms, name) is None else next(grads) for name in DIFFERENTIABLE]
+        gate_gradient = ctx.needs_input_grad[3 + Terms._fields.index("g")]
+        grads = _backward_op(*given, dout, dfinal, *ctx.options, gate_gradient)
+        named = dict(zip(_with_gradient(terms, gate_gradient), grads))
+        by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, *by_term, None)
 
 

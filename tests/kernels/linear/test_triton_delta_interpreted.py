@@ -106,10 +106,10 @@ def check_inverse() -> None:
 
     k = torch.ones(1, 64, 1, 1)
     beta, r = torch.full((1, 64, 1), 2.0), torch.empty(1, 64, 1, 64)
-    flags = {"HAS_GATE": False, "PACKED": False, "EXACT": True, "PRECISION": "ieee"}
+    flags = {"HAS_P": False, "HAS_GATE": False, "PACKED": False, "EXACT": True, "PRECISION": "ieee"}
     shape = {"K": 1, "BK": 16, "C": 64, "LEVELS": 2, "INNER": "ieee"}
     delta_solve_kernel[(1,)](
-        k, k, None, beta, r, torch.empty(64), None, 64, 1, 1, 1, **shape, **flags
+        k, None, None, beta, r, torch.empty(64), None, 64, 1, 1, 1, **shape, **flags
     )
     lower = torch.eye(64) + 2 * torch.ones(64, 64).tril(-1)
     assert (r[0, :, 0] @ lower - torch.eye(64)).abs().max() <= 1e-5

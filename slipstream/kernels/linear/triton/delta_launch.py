@@ -135,12 +135,12 @@ def _solve(terms: Terms) -> Solved:
     slots, gates = _slots(terms, tile.C), 0 if terms.g is None else 1 + exact
     r = terms.v.new_empty(B, T, HV, tile.C)
     rows = r.new_empty(slots, HV, 1 + gates, tile.C, dtype=torch.float32)
-    # R is rounded to the inputs' dtype: in 16 bits tf32 is as good as float32
-    inner = "tf32x3" if exact else "tf32"
+    # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
+    inner = "tf32x3" if exact else "halves" if tile.tma else "tf32"
     launch: Any = delta_solve_kernel[(slots * HV,)]
     launch(
         terms.k,
-        terms.k if terms.p is None else terms.p,
+        terms.p,
         terms.g,
         terms.beta,
         r,
@@ -154,6 +154,7 @@ def _solve(terms: Terms) -> Solved:
         BK=tile.solve.B,
         C=tile.C,
         LEVELS=(tile.C // BASE.value).bit_length() - 1,
+        HAS_P=terms.p is not None,
         INNER="ieee" if INTERPRETED else inner,
         **_options(terms, tile.solve),
     )
@@ -189,7 +190,7 @@ def _walk(
         r,
         o,
         x,
-        states,
+        _square(states, part.B, BK) if tma and states is not None else states,
         terms.initial_state,
         final,
         terms.cu_seqlens,
@@ -239,7 +240,7 @@ def _walk_back(
         solved.rows,
         r,
         y,
-        dstates,
+        _square(dstates, BV, BK) if tma else dstates,
         dfinal,
         dstate,
         terms.cu_seqlens,
@@ -276,35 +277,34 @@ def _grads(
     H, K = terms.q.shape[2:]
     tile, _ = _tile_of(terms)
     BK = tile.grads.B
-    NK = -(-K // BK)
+    BV = min(64, BK)
     wide = {name: do.new_empty(B, T, HV, K) for name in "qkp" if getattr(terms, name) is not None}
     sums = {
-        name: do.new_empty(NK, B, T, HV, dtype=torch.float32)
+        name: do.new_empty(B, T, HV, dtype=torch.float32)
         for name in ("beta", "g")
         if getattr(terms, name) is not None
     }
     dv = torch.empty_like(do)
-    BV = min(64, BK)
-    rows_of_v = [terms.v, do, x, y, dv]
-    rows_of_k = [terms.q, terms.k, terms.p, wide["q"], wide["k"], wide.get("p")]
-    made, tma = _tiles(terms, [*rows_of_v, *rows_of_k], [BV] * 5 + [BK] * 6)
-    v, do, x, y, to_dv, q, k, p, to_dq, to_dk, to_dp = made
+    made, tma = _tiles(
+        terms,
+        [do, x, y, wide["q"], wide["k"], wide.get("p")],
+        [BV, BV, BV, BK, BK, BK],
+    )
     given = [_square(s, BV, BK) if tma else s for s in (states, dstates)]
-    launch: Any = delta_grads_kernel[(NK * HV * states.shape[0],)]
+    launch: Any = delta_grads_kernel[(HV * states.shape[0],)]
     launch(
-        q,
-        k,
-        p,
-        v,
-        do,
-        x,
-        y,
-        rows,
+        terms.q,
+        terms.k,
+        terms.p,
+        terms.v,
+        *made[:3],
         *given,
-        to_dq,
-        to_dk,
-        to_dp,
-        to_dv,
+        *made[3:],
+        rows,
+        y,
+        states,
+        dstates,
+        dv,
         sums["beta"],
         sums.get("g"),
         terms.cu_seqlens,
@@ -313,7 +313,6 @@ def _grads(
         terms.sequences,
         HV,
         H,
-        B * T,
         K=K,
         V=V,
         BK=BK,
@@ -326,5 +325,4 @@ def _grads(
     )
     if HV != H:
         wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
-    summed = {name: x.sum(0) if NK > 1 else x[0] for name, x in sums.items()}
-    return {**wide, "v": dv, **summed}
+    return {**wide, "v": dv, **sums}

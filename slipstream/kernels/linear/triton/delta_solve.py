@@ -84,7 +84,7 @@ def _invert_blocks(b_a, C: tl.constexpr):
     is_row = o_r[None, :, None]
     is_column = o_r[None, None, :]
     b_x = tl.where(is_row == is_column, 1.0, tl.zeros_like(b_d))  # [NB, i, j]
-    for i in range(1, BASE):
+    for i in tl.static_range(1, BASE):
         b_row = tl.sum(tl.where(is_column == i, b_d, 0.0), 2)  # [NB, j]
         b_new = tl.sum(b_row[:, :, None] * b_x, 1)  # [NB, j]
         b_x = tl.where(is_row == i, b_x - b_new[:, None, :], b_x)
@@ -92,24 +92,48 @@ def _invert_blocks(b_a, C: tl.constexpr):
 
 
 @triton.jit
+def _halves(b):
+    """b rounded to bf16 (ties away from 0), and the rest of it, rounded too."""
+    b_high = ((b.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), (b - b_high).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(b_l, b_r, PRECISION: tl.constexpr):
+    """b_l @ b_r in float32. "halves" leaves out 2^-16 of it, tf32 2^-11 and is slower.
+
+    For that wants its right operand transposed in shared memory, 32 bits at a time.
+    """
+    if PRECISION == "halves":
+        b_lh, b_ll = _halves(b_l)
+        b_rh, b_rl = _halves(b_r)
+        b = tl.dot(b_lh, b_rl)
+        b = tl.dot(b_ll, b_rh, b)
+        b = tl.dot(b_lh, b_rh, b)
+    else:
+        b = tl.dot(b_l, b_r, input_precision=PRECISION)
+    return b
+
+
+@triton.jit
 def inverse(b_a, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + b_a)^-1 for b_a strictly lower triangular [C, C], C = BASE 2^LEVELS."""
     o_c = tl.arange(0, C)
     b_x = _invert_blocks(b_a, C)
-    for level in tl.static_range(LEVELS):
-        side = BASE * (1 << level)
-        i_block = o_c // side
+    i_block = o_c // BASE
+    # a loop when compiled too: b_x then has one layout, that of products
+    for _ in range(LEVELS):
         below = (i_block[:, None] == i_block[None, :] + 1) & (i_block[:, None] % 2 == 1)
         b_m = tl.where(below, b_a, 0.0)
-        b_m = tl.dot(b_x, b_m, input_precision=PRECISION)
-        b_x -= tl.dot(b_m, b_x, input_precision=PRECISION)
+        b_x -= _product(_product(b_x, b_m, PRECISION), b_x, PRECISION)
+        i_block = i_block // 2
     return b_x
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "H"])
 def delta_solve_kernel(
     k_ptr,  # [tokens, H, K]
-    p_ptr,  # [tokens, H, K]; k's if there is no p
+    p_ptr,
     g_ptr,  # [tokens, HV]
     beta_ptr,  # [tokens, HV]
     r_ptr,  # [tokens, HV, C]
@@ -123,6 +147,7 @@ def delta_solve_kernel(
     BK: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
+    HAS_P: tl.constexpr,
     HAS_GATE: tl.constexpr,
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
@@ -141,7 +166,10 @@ def delta_solve_kernel(
     for i in range(tl.cdiv(K, BK)):
         o_k = i * BK + tl.arange(0, BK)
         b_k = _block(k_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_p = _block(p_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)
+        if HAS_P:
+            b_p = _block(p_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)
+        else:
+            b_p = b_k
         b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
     b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
     b_a *= b_beta[:, None]

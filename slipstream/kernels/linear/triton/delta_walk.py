@@ -49,6 +49,18 @@ def _sequence(cu_ptr, i_n, T, C: tl.constexpr, PACKED: tl.constexpr):
     return begin, length, first
 
 
+@triton.jit
+def _store_state(p, at, b, o_v, o_k, m_s, K: tl.constexpr, V: tl.constexpr, TMA: tl.constexpr):
+    """b [BV, BK] of a state of [slots, HV, V, K]. at: slot, value head and heads, column of V."""
+    slot, i_h, HV, i_v = at
+    if TMA:
+        b = b.reshape(1, 1, o_v.shape[0], o_k.shape[0])
+        p.store([slot.to(tl.int32), i_h, i_v, 0], b)
+    else:
+        p += (slot * HV + i_h) * (K * V)
+        tl.store(p + o_v[:, None] * K + o_k[None, :], b, mask=m_s)
+
+
 @triton.jit(do_not_specialize=["scale", "T", "HV", "H"])
 def delta_walk_kernel(
     q_ptr,  # [tokens, H, K], or, if TMA, a descriptor of [B, T, H, K]; so all of tokens
@@ -139,8 +151,8 @@ def delta_walk_kernel(
         b_sb = b_s.to(b_k.dtype)
         # what o needs goes first, so that little else is live in registers
         if KEEP:
-            p_s = states_ptr + ((first + i_c) * HV + i_h) * (K * V)
-            tl.store(p_s + o_v[:, None] * K + o_k[None, :], b_sb, mask=m_s)
+            at_s = (first + i_c, i_h, HV, i_v)
+            _store_state(states_ptr, at_s, b_sb, o_v, o_k, m_s, K, V, TMA)
         else:
             b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [j, i]
             seen = o_c[:, None] <= o_c[None, :]
@@ -253,8 +265,8 @@ def delta_walk_back_kernel(
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         b_sb = b_s.to(b_k.dtype)
-        p_s = states_ptr + ((first + i_c) * HV + i_h) * (K * V)
-        tl.store(p_s + o_v[:, None] * K + o_k[None, :], b_sb, mask=m_s)
+        at_s = (first + i_c, i_h, HV, i_v)
+        _store_state(states_ptr, at_s, b_sb, o_v, o_k, m_s, K, V, TMA)
         b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale  # [i, j]
         seen = o_c[:, None] >= o_c[None, :]
         b_dx = tl.dot(b_sb, tl.trans(b_k), input_precision=PRECISION)  # [BV, C]

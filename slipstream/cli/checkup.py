@@ -1,0 +1,286 @@
+"""What doctor looks at: the installation, and operators against float64 on fresh random inputs."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream import __version__
+from slipstream.cli.filling import stale
+from slipstream.cli.samples import Sample, Shape, flat
+from slipstream.core import guard, toolchain
+from slipstream.core.faults import INTERPRETER, applying
+
+# Root mean square of the error over that of the result: outputs, gradients. In 16 bits the inputs'
+# own rounding is not in it: the oracle gets the rounded ones.
+BARS = {
+    torch.float32: (1e-4, 1e-3),
+    torch.float16: (5e-3, 2e-2),
+    torch.bfloat16: (2e-2, 5e-2),
+}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Check:
+    """output, gradient: relative errors; worst: the tensor with the largest against its bar."""
+
+    operator: str
+    impl: str
+    shape: str
+    ok: bool
+    output: float = 0.0
+    gradient: float = 0.0
+    bars: tuple[float, float] = (0.0, 0.0)
+    worst: str = ""
+    error: str = ""
+
+
+def about() -> dict[str, Any]:
+    """Versions, device, compilers, faults that apply, places."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    here = guard.machine(device) if device is not None else None
+    triton = toolchain.triton_version()
+    return {
+        "slipstream": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "device": None if device is None else _device(device),
+        "ptxas": None if here is None else _ptxas(here),
+        "verified": None if here is None else here.verified,
+        "faults": [x.__dict__ for x in _faults(here, triton)],
+        "remembered": {} if here is None else here.remembered,
+        "places": _places(),
+        "precompiled": None if here is None else stale(Path(_places()["triton cache"]), here.arch),
+    }
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "name": torch.cuda.get_device_name(device),
+        "arch": guard.of_device(device).name,
+        "driver": _driver(),
+        "memory": {"free": free, "total": total},
+    }
+
+
+def _driver() -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    out = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return out[0] if out else None
+
+
+def _ptxas(here: guard.Machine) -> dict[str, Any]:
+    path = toolchain.ptxas_path(here.arch)
+    return {"path": path, "version": here.ptxas, "selected": toolchain.VARIABLE in os.environ}
+
+
+def _faults(here: guard.Machine | None, triton: str | None) -> Sequence[Any]:
+    if triton is None:
+        return ()
+    if here is None:
+        return applying(INTERPRETER, triton)
+    return applying(here.arch, triton, here.ptxas or None)
+
+
+def _places() -> dict[str, str]:
+    triton = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton/cache")
+    return {"triton cache": triton, "slipstream cache": str(guard.cache_dir())}
+
+
+def forget() -> None:
+    (guard.cache_dir() / "verdicts.json").unlink(missing_ok=True)
+    guard.machine.cache_clear()
+
+
+def examine(
+    samples: Sequence[Sample], full: bool, shown: Callable[[Check], None] | None = None
+) -> Iterator[Check]:
+    """Every operator, forward and backward, with every implementation that takes it here."""
+    gpu = torch.cuda.is_available() and not INTERPRETED
+    device = torch.device("cuda" if gpu else "cpu")
+    shapes = _shapes(gpu, full)
+    for sample in samples:
+        impls = ["eager", "triton", "hopper"] if gpu else ["triton"] if INTERPRETED else ["eager"]
+        for impl in impls if "impl" in sample.takes else [None]:
+            for shape in shapes:
+                check = examine_one(sample, shape, device, impl)
+                if check is not None:
+                    if shown is not None:
+                        shown(check)
+                    yield check
+
+
+def _shapes(gpu: bool, full: bool) -> list[Shape]:
+    rich: dict[str, Any] = {"grouped": True, "packed": True, "state": True}
+    if not gpu:
+        small = Shape(T=24 if INTERPRETED else 70, K=16, V=24, dtype=torch.float32, **rich)
+        return [small]
+    found = [Shape(T=150, K=64, V=64, **rich)]
+    if full:
+        found += [
+            Shape(T=150, K=128, V=128),
+            Shape(T=150, K=100, V=60, dtype=torch.float32, **rich),
+            Shape(T=150, K=256, V=256, dtype=torch.float16, state=True),
+            Shape(T=1, K=128, V=128, state=True),
+        ]
+    return found
+
+
+def examine_one(
+    sample: Sample, shape: Shape, device: torch.device, impl: str | None
+) -> Check | None:
+    """One comparison; None if the operator has no such implementation for this."""
+    check = Check(sample.op, impl or "-", str(shape), ok=False, bars=BARS[shape.dtype])
+    try:
+        args = sample.inputs(shape, device)
+        got = _run(sample, args, impl)
+        wide = {name: _each(x, _widened) for name, x in args.items()}
+        want = _run(sample, wide, "reference", [x.cpu().double() for x in got.given])
+    except NotImplementedError:
+        return None
+    except ValueError as error:
+        if str(error).startswith("impl: want"):
+            return None  # it has no implementation of that name
+        return replace(check, error=str(error))
+    except Exception as error:  # a checkup reports, whatever it meets
+        return replace(check, error=f"{type(error).__name__}: {str(error)[:200]}")
+    return _judged(check, got, want)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """given: gradients of the outputs. grads: by the name of the argument."""
+
+    outputs: list[Tensor]
+    given: list[Tensor]
+    grads: dict[str, Tensor]
+
+
+def _run(
+    sample: Sample, args: Mapping[str, Any], impl: str | None, given: list[Tensor] | None = None
+) -> _Result:
+    args = {name: _each(x, _leaf) for name, x in args.items()}
+    leaves = {
+        f"{name}{i or ''}": x
+        for name, value in args.items()
+        for i, x in enumerate(flat(value))
+        if x.requires_grad
+    }
+    outputs = sample.call(args, impl)
+    wanted = [x for x in outputs if x.requires_grad]
+    given = [torch.randn_like(x) for x in wanted] if given is None else given
+    grads = torch.autograd.grad(wanted, list(leaves.values()), given, allow_unused=True)
+    found = {name: x for name, x in zip(leaves, grads) if x is not None}
+    return _Result([x.detach() for x in outputs], given, found)
+
+
+def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return tuple(change(y) for y in x) if isinstance(x, tuple) else change(x)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.cpu().double() if x.is_floating_point() else x.cpu()
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_() if x.is_floating_point() else x
+
+
+def _judged(check: Check, got: _Result, want: _Result) -> Check:
+    pairs = enumerate(zip(got.outputs, want.outputs))
+    outputs = {f"output {i}": _error(x, y) for i, (x, y) in pairs}
+    shared = [k for k in want.grads if k in got.grads]
+    grads = {f"grad of {k}": _error(got.grads[k], want.grads[k]) for k in shared}
+    missing = set(want.grads) - set(got.grads)
+    parts = zip((outputs, grads), check.bars)
+    shares = {name: error / bar for part, bar in parts for name, error in part.items()}
+    worst = max(shares, key=lambda k: shares[k])
+    return replace(
+        check,
+        ok=shares[worst] <= 1 and not missing,
+        output=max(outputs.values(), default=0.0),
+        gradient=max(grads.values(), default=0.0),
+        worst=worst,
+        error=f"no gradient of {', '.join(sorted(missing))}" if missing else "",
+    )
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Relative, root mean square; infinite where got is not finite."""
+    got = got.detach().cpu().double()
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    size = want.square().mean().sqrt().item() if want.numel() else 0.0
+    error = (got - want).square().mean().sqrt().item() if want.numel() else 0.0
+    return error / max(size, 1e-30) if error > 0 else 0.0
+
+
+def interpreted(names: Sequence[str], shown: Callable[[Check], None] | None = None) -> list[Check]:
+    """The kernels in Triton's interpreter, in a child: it has to be chosen before the import."""
+    if INTERPRETED or toolchain.triton_version() is None:
+        return []
+    command = [sys.executable, "-c", "from slipstream.cli import main; main()", "doctor", *names]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=env)
+    try:
+        rows = json.loads(done.stdout)["checks"]
+    except ValueError:
+        words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return [Check("interpreter", "triton", "", ok=False, error=words)]
+    found = [Check(**{**x, "bars": tuple(x["bars"]), "impl": "interpreted"}) for x in rows]
+    if shown is not None:
+        for check in found:
+            shown(check)
+    return found
+
+
+def show(about: Mapping[str, Any]) -> None:
+    """The report without its checks, for people."""
+    for key in ("slipstream", "python", "torch", "triton", "cuda"):
+        print(f"{key:11} {about[key] or 'none'}")
+    device, ptxas = about["device"], about["ptxas"]
+    if device is None:
+        print("device      none: plain torch, and the kernels in Triton's interpreter")
+    else:
+        free, total = (x / 2**30 for x in device["memory"].values())
+        print(f"device      {device['name']}, {device['arch']}, driver {device['driver']}")
+        print(f"memory      {free:.1f} of {total:.1f} GiB free")
+    if ptxas is not None:
+        how = "verified by the matrix" if about["verified"] else "not verified: guarded"
+        own = "nvidia-cuda-nvcc's" if ptxas["selected"] else "Triton's own"
+        print(f"ptxas       {ptxas['version']} ({own}, {ptxas['path']}); {how}")
+    for name, place in about["places"].items():
+        print(f"{name:16} {place}")
+    if about["precompiled"]:
+        print(f"warning     {about['precompiled']}")
+    for fault in about["faults"]:
+        what = "avoided by how kernels are written" if fault["avoided"] else fault["way_out"]
+        print(f"fault       {fault['name']} ({fault['effect']}): {fault['pattern']}; {what}")
+    for kind, entries in about["remembered"].items():
+        for key, reason in entries.items():
+            print(f"{kind:11} {key}: {reason}")
+
+
+def show_check(check: Check) -> None:
+    verdict = "ok  " if check.ok else "FAIL"
+    what = check.error or (
+        f"output {check.output:.1e} (bar {check.bars[0]:.0e}), gradients {check.gradient:.1e}"
+        f" (bar {check.bars[1]:.0e})" + ("" if check.ok else f", worst: {check.worst}")
+    )
+    print(f"{verdict} {check.operator:34} {check.impl:11} {what}", flush=True)

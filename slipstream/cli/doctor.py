@@ -1,0 +1,47 @@
+"""slipstream doctor: what is installed here, and whether every operator computes right."""
+
+import json as encode
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    operators: Annotated[
+        list[str] | None, typer.Argument(help="such as kda or chunk_kda; all of them if none")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    full: Annotated[bool, typer.Option(help="more dtypes and shapes")] = False,
+    checks: Annotated[bool, typer.Option(help="compute; --no-checks only looks around")] = True,
+    interpreted: Annotated[
+        bool, typer.Option(help="without a GPU, run the kernels in Triton's interpreter")
+    ] = True,
+    forget: Annotated[bool, typer.Option(help="forget what guarded compilation learnt")] = False,
+) -> None:
+    """Versions, known faults, every operator against its oracle; exit status 1 on a mismatch."""
+    from slipstream.cli.errors import reported
+
+    with reported():
+        from slipstream.cli import checkup
+        from slipstream.cli.samples import chosen
+
+        samples = chosen(operators)
+        if forget:
+            checkup.forget()
+        about = checkup.about()
+        if not json:
+            checkup.show(about)
+        found = []
+        if checks:
+            names = [x.op for x in samples]
+            found = list(checkup.examine(samples, full, None if json else checkup.show_check))
+            if interpreted and about["device"] is None:
+                found += checkup.interpreted(names, None if json else checkup.show_check)
+        bad = [x for x in found if not x.ok]
+        if json:
+            typer.echo(encode.dumps({**about, "checks": [x.__dict__ for x in found]}, indent=1))
+        elif checks:
+            verdict = f"{len(bad)} of {len(found)} checks failed" if bad else "all agree"
+            typer.secho(f"{len(found)} checks: {verdict}", fg="red" if bad else "green")
+        if bad:
+            raise typer.Exit(1)

@@ -1,0 +1,29 @@
+"""slipstream explain OP: which implementation a call takes, and why."""
+
+from typing import Annotated
+
+import typer
+
+
+def explain(
+    operator: Annotated[str, typer.Argument(help="such as chunk_kda")],
+    arch: Annotated[str, typer.Option(help="as sm_90; cpu for none")] = "sm_90",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    shape: Annotated[
+        str, typer.Option(help="as B=2,T=4096,H=8,K=128,V=128; the rest is the sample's")
+    ] = "",
+    packed: Annotated[bool, typer.Option(help="with cu_seqlens")] = False,
+    state: Annotated[bool, typer.Option(help="with an initial state")] = False,
+    grouped: Annotated[bool, typer.Option(help="twice as many heads of v as of q")] = False,
+) -> None:
+    """Print the plan: implementation, kernels and tiles, why, and what was rejected and why."""
+    from slipstream.cli.errors import reported
+
+    with reported():
+        from slipstream.cli.reasons import lines, parse_shape
+        from slipstream.cli.samples import chosen
+
+        flags = {"packed": packed, "state": state, "grouped": grouped}
+        for sample in chosen([operator]):
+            for line in lines(sample, parse_shape(shape, dtype, flags), arch):
+                typer.echo(line)

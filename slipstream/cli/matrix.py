@@ -1,0 +1,52 @@
+"""slipstream matrix: every kernel for every architecture and Triton release, without a GPU."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def matrix(
+    operators: Annotated[
+        list[str] | None, typer.Argument(help="such as kda or chunk_kda; all of them if none")
+    ] = None,
+    arch: Annotated[str, typer.Option(help="architectures, as sm_80,sm_90; all if empty")] = "",
+    triton: Annotated[str, typer.Option(help="releases, as 3.6.0,3.7.1; else what is here")] = "",
+    jobs: Annotated[int, typer.Option(help="compiler processes at once")] = 2,
+    timeout: Annotated[float, typer.Option(help="seconds for one kernel")] = 180.0,
+    shapes: Annotated[int, typer.Option(help="how many sample shapes, of 11; telling first")] = 6,
+    forward: Annotated[bool, typer.Option(help="leave gradients out")] = False,
+    kernels: Annotated[bool, typer.Option(help="a line for every kernel")] = False,
+    out: Annotated[Path | None, typer.Option("--json", help="every kernel's row goes here")] = None,
+    record: Annotated[
+        bool, typer.Option(help="write docs/SUPPORT.md and what guarded compilation trusts")
+    ] = False,
+) -> None:
+    """Compile every kernel ahead of time and check shared memory, spills and tensor cores."""
+    from slipstream.cli.errors import reported
+
+    with reported():
+        from slipstream.cli import support
+        from slipstream.cli.samples import FURTHER, REPRESENTATIVE, chosen
+        from slipstream.core.arch import ARCHS, named
+        from slipstream.core.matrix import as_json
+
+        samples = chosen(operators)
+        archs = [named(x).name for x in arch.split(",")] if arch else list(ARCHS)
+        sizes = (*REPRESENTATIVE, *FURTHER)[:shapes]
+        if record and operators:
+            raise ValueError("--record: wants every operator, so name none")
+        run = support.Run(samples, sizes, archs, backward=not forward)
+        rows = []
+        for release in triton.split(",") if triton else [None]:
+            found = run.compile(release, jobs, timeout)
+            rows += found
+            for row in found if kernels else ():
+                typer.echo(support.line(row))
+        if out is not None:
+            out.write_text(json.dumps([as_json(x) for x in rows], indent=1) + "\n")
+        if record:
+            support.record(rows, run.without)
+        if run.failures or any(x.status in ("crash", "hang") for x in rows):
+            raise typer.Exit(1)

@@ -1,0 +1,107 @@
+"""What an operator would run on an architecture: its implementations there, and their kernels."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from slipstream.cli.samples import Sample, Shape
+from slipstream.core.aot import Job
+from slipstream.core.matrix import Task
+from slipstream.core.plan import Plan
+from slipstream.core.trace import PlainTorch, trace
+
+# Asked for by name: kernels that are not chosen by themselves are compiled, too.
+IMPLS = ("triton", "hopper")
+
+_FAILED = "not traced:"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """jobs: by implementation, None for the one that is chosen. refused: why the others are not.
+
+    plan: of the choice, where the operator has one to make.
+    """
+
+    jobs: dict[str | None, list[Job]]
+    refused: dict[str | None, str]
+    plan: Plan | None
+
+    @property
+    def all(self) -> list[Job]:
+        return list({job.key: job for jobs in self.jobs.values() for job in jobs}.values())
+
+
+def traced(sample: Sample, shape: Shape, arch: str, backward: bool = True) -> Traced:
+    """The kernels of one operator for one shape, on an architecture that need not be there."""
+    jobs: dict[str | None, list[Job]] = {}
+    refused: dict[str | None, str] = {}
+    plans: list[Plan] = []
+    for impl in (None, *IMPLS) if "impl" in sample.takes else (None,):
+
+        def call(device: torch.device, impl: str | None = impl) -> Any:
+            return sample.call(sample.inputs(shape, device), impl)
+
+        try:
+            with _noting(plans) if impl is None else nullcontext():
+                jobs[impl] = trace(call, arch, backward)
+        except PlainTorch:
+            jobs[impl] = []
+        except (NotImplementedError, ValueError) as error:
+            refused[impl] = str(error)
+        except Exception as error:  # what cannot be traced must not hide the rest
+            refused[impl] = f"{_FAILED} {type(error).__name__}: {error}"
+    return Traced(jobs, refused, plans[0] if plans else None)
+
+
+@contextmanager
+def _noting(plans: list[Plan]) -> Iterator[None]:
+    """Every plan that is made is added to `plans`."""
+    make = Plan.__init__
+
+    def noted(plan: Plan, *args: Any, **kwargs: Any) -> None:
+        make(plan, *args, **kwargs)
+        plans.append(plan)
+
+    with mock.patch.object(Plan, "__init__", noted):
+        yield
+
+
+class Found(NamedTuple):
+    """tasks: jobs with the operators that want them, each once. without: why an operator has none.
+
+    failures: calls that raised what no call should, in words.
+    """
+
+    tasks: list[Task]
+    without: dict[str, str]
+    failures: list[str]
+
+
+def find(
+    samples: Iterable[Sample], shapes: Sequence[Shape], arch: str, backward: bool = True
+) -> Found:
+    """The kernels of these operators for these shapes."""
+    jobs: dict[str, Job] = {}
+    wanted: dict[str, list[str]] = {}
+    found = Found([], {}, [])
+    for sample in samples:
+        reasons: dict[str | None, str] = {}
+        for shape in shapes:
+            got = traced(sample, shape, arch, backward)
+            reasons |= got.refused
+            for reason in {x for x in got.refused.values() if x.startswith(_FAILED)}:
+                found.failures.append(f"{sample.op} {shape} {arch}: {reason}")
+            for job in got.all:
+                jobs[job.key] = job
+                if sample.op not in wanted.setdefault(job.key, []):
+                    wanted[job.key].append(sample.op)
+        if not any(sample.op in x for x in wanted.values()):
+            reason = reasons.get("triton", "plain torch").removeprefix("impl='triton': ")
+            found.without[sample.op] = reason.partition("; impl=None")[0]
+    found.tasks.extend((job, tuple(wanted[key])) for key, job in jobs.items())
+    return found

@@ -1,0 +1,77 @@
+"""What explain prints about one operator."""
+
+from collections.abc import Iterator, Mapping
+
+from slipstream.cli.filling import DTYPES
+from slipstream.cli.plans import IMPLS, traced
+from slipstream.cli.samples import Sample, Shape
+from slipstream.core import guard, toolchain
+from slipstream.core.aot import Job
+from slipstream.core.arch import named
+from slipstream.core.faults import applying
+
+# Compile-time arguments that make a tile; the rest are flags.
+_TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
+
+
+def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
+    """Raises ValueError for a letter or a dtype that is none."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+    sizes = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in ("B", "T", "H", "K", "V") or not value.isdigit():
+            raise ValueError(
+                f"--shape: want B=2,T=4096,H=8,K=128,V=128 or some of it, got {part!r}"
+            )
+        sizes[name] = int(value)
+    return Shape(dtype=DTYPES[dtype], **sizes, **flags)
+
+
+def lines(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
+    yield f"{sample.op}  {shape}  {arch}"
+    if arch == "cpu":
+        yield "  eager: plain torch; kernels run on GPUs"
+        return
+    row = named(arch)
+    got = traced(sample, shape, arch)
+    default = got.jobs.get(None)
+    chosen = got.plan.impl if got.plan else "GPU kernels" if default else "plain torch"
+    if None in got.refused:
+        yield f"  refused: {got.refused[None]}"
+    else:
+        yield f"  chosen: {chosen}" + (f", {got.plan.why}" if got.plan else "")
+    yield from (f"    {_describe(job)}" for job in default or ())
+    rejected = dict(got.plan.rejected) if got.plan else {}
+    for name, reason in rejected.items():
+        yield f"  rejected: {name}, {reason}"
+    for impl in IMPLS:
+        reason = got.refused.get(impl, "impl: want").removeprefix(f"impl={impl!r}: ")
+        if impl in got.jobs and got.jobs[impl] != default:
+            yield f"  by name (impl={impl!r}):"
+            yield from (f"    {_describe(job)}" for job in got.jobs[impl])
+        elif not reason.startswith("impl: want") and impl not in rejected:
+            yield f"  by name (impl={impl!r}): no, {reason}"
+    yield from _compilers(arch)
+    yield f"  {arch}: {row.shared} bytes of shared memory, {row.instruction or 'no tensor cores'}"
+
+
+def _describe(job: Job) -> str:
+    tile = " ".join(f"{x}={job.constants[x]}" for x in _TILE if x in job.constants)
+    flags = [k for k, v in job.constants.items() if v is True]
+    return f"{job.name} [{tile} warps={job.warps} stages={job.stages}] {' '.join(flags)}".rstrip()
+
+
+def _compilers(arch: str) -> Iterator[str]:
+    triton = toolchain.triton_version()
+    if triton is None:
+        return
+    path = toolchain.ptxas_path(arch)
+    ptxas = (path and toolchain.ptxas_version(path)) or ""
+    known = (arch, triton, ptxas) in guard.verified()
+    how = "verified by the matrix" if known else "not verified: compiled in a child process first"
+    yield f"  Triton {triton}, ptxas {ptxas or 'none'}: {how}"
+    for fault in applying(arch, triton, ptxas or None):
+        what = "avoided by how kernels are written" if fault.avoided else fault.way_out
+        yield f"    known fault {fault.name} ({fault.effect}): {fault.pattern}; {what}"

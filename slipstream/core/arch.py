@@ -1,0 +1,119 @@
+"""What each GPU architecture can do, as data; nothing here touches a device, Triton or torch.
+
+ARCHS["sm_90"].shared       bytes of shared memory one program may use
+of((8, 9))                  the row of a device by its compute capability
+expect_fits(...)            ValueError that says what is wrong and what would run
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Arch:
+    """shared: bytes a program may use. instruction: the tensor cores' (aot.INSTRUCTIONS) or None.
+
+    dots: dtypes the tensor cores multiply, as Triton 3.4 and later uses them. fp8: the e4m3 that
+    kernels may load and store. precisions: of float32 dots. warp: threads of one. units: streaming
+    multiprocessors of the usual device.
+    """
+
+    name: str
+    shared: int
+    units: int
+    instruction: str | None = None
+    dots: tuple[str, ...] = ()
+    fp8: str | None = None
+    tma: bool = False
+    wgmma: bool = False
+    warp: int = 32
+    precisions: tuple[str, ...] = ("ieee", "tf32", "tf32x3")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        digits = self.name.removeprefix("sm_").removeprefix("gfx")
+        return (9, 4) if self.name == "gfx942" else divmod(int(digits), 10)
+
+    @property
+    def precise(self) -> str:
+        """The fastest float32 dot that is right to float32."""
+        return "tf32x3" if "tf32x3" in self.precisions else "ieee"
+
+
+_FLOATS = ("fp16", "bf16", "tf32")
+_FP8 = (*_FLOATS, "fp8e4nv", "fp8e5")
+_KB = 1024
+# sm_70 and sm_75 have tensor cores, which Triton uses up to 3.2 only: dots run on FMA units there.
+ARCHS = {
+    x.name: x
+    for x in (
+        Arch("sm_70", 96 * _KB, 80),
+        Arch("sm_75", 64 * _KB, 40),
+        Arch("sm_80", 163 * _KB, 108, "mma.sync", _FLOATS),
+        Arch("sm_86", 99 * _KB, 84, "mma.sync", _FLOATS),
+        Arch("sm_89", 99 * _KB, 128, "mma.sync", _FP8, "fp8e4nv"),
+        Arch("sm_90", 227 * _KB, 132, "wgmma", _FP8, "fp8e4nv", tma=True, wgmma=True),
+        Arch("sm_100", 227 * _KB, 148, "tcgen05", _FP8, "fp8e4nv", tma=True),
+        Arch("sm_120", 99 * _KB, 188, "mma.sync", _FP8, "fp8e4nv", tma=True),
+        Arch(
+            "gfx942",
+            64 * _KB,
+            304,
+            "mfma",
+            ("fp16", "bf16", "fp8e4b8"),
+            "fp8e4b8",
+            warp=64,
+            precisions=("ieee",),
+        ),
+    )
+}
+# Capabilities without a row of their own, by the row that has their limits.
+_LIKE = {(7, 2): "sm_70", (8, 7): "sm_80", (10, 3): "sm_100", (11, 0): "sm_100", (12, 1): "sm_120"}
+
+
+def named(name: str) -> Arch:
+    """The row of "sm_90", "gfx942" ...; ValueError that lists them all."""
+    if name not in ARCHS:
+        raise ValueError(f"arch: want one of {', '.join(ARCHS)}, got {name!r}")
+    return ARCHS[name]
+
+
+def of(capability: tuple[int, int], hip: bool = False) -> Arch:
+    """The row of a device; an unknown one gets the limits of the nearest below, under its own name.
+
+    A later device has at least its predecessor's units, but for sm_90's wgmma and sm_100's tcgen05.
+    """
+    if hip:
+        return ARCHS["gfx942"]
+    name = "sm_{}{}".format(*capability)
+    if name in ARCHS:
+        return ARCHS[name]
+    if capability in _LIKE:
+        return replace(ARCHS[_LIKE[capability]], name=name)
+    below = [x for x in ARCHS.values() if x.name != "gfx942" and x.capability < capability]
+    near = max(below, key=lambda x: x.capability, default=ARCHS["sm_75"])
+    shared = min(near.shared, ARCHS["sm_86"].shared)
+    return replace(near, name=name, shared=shared, wgmma=False)
+
+
+def expect_fits(what: str, shared: int, arch: Arch, nearest: str = "") -> None:
+    """Raises ValueError if `what` needs more shared memory than a program of `arch` may use.
+
+    Args:
+        nearest: the nearest configuration that runs, in words.
+    """
+    if shared <= arch.shared:
+        return
+    able = [x.name for x in ARCHS.values() if x.shared >= shared]
+    way = nearest or (f"it runs on {', '.join(able)}" if able else "no architecture has as much")
+    raise ValueError(
+        f"{what}: needs {shared} bytes of shared memory, {arch.name} has {arch.shared}; {way}"
+    )
+
+
+def expect_dot(what: str, dtype: str, arch: Arch) -> None:
+    """Raises ValueError if Triton cannot load or multiply `dtype` (as "fp8e4nv") on `arch`."""
+    if not dtype.startswith("fp8") or dtype in arch.dots:
+        return
+    able = [x.name for x in ARCHS.values() if dtype in x.dots]
+    way = f"it runs on {', '.join(able)}; on {arch.name} take bf16"
+    raise ValueError(f"{what}: {arch.name} has no {dtype}; {way}")

@@ -1,0 +1,244 @@
+"""Known faults of GPU compilers, as data: where, what triggers them, what happens, the way out.
+
+The plan asks `blocking` before it takes a kernel, the matrix and `slipstream doctor` list what
+`applying` finds. A fault that kernels here avoid by how they are written blocks nothing.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+NEWEST = (999,)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """triton, ptxas: first and last release affected, inclusive; None: every one.
+
+    trigger: the feature of a kernel, as kernels name theirs. effect: "crash", "wrong result" or
+    "refusal". avoided: no kernel here has the pattern, so nothing is refused.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    triton: tuple[str, str] | None
+    ptxas: tuple[str, str] | None
+    trigger: str
+    pattern: str
+    effect: str
+    source: str
+    way_out: str
+    avoided: bool = False
+
+
+_HOPPER = ("sm_90",)
+_BEFORE_AMPERE = ("sm_70", "sm_75")
+# Not an architecture: the kernels under TRITON_INTERPRET=1.
+INTERPRETER = "interpreter"
+
+FAULTS = (
+    Fault(
+        "narrow-dot",
+        _HOPPER,
+        None,
+        ("12.8", "12.8.93"),
+        "narrow_dot",
+        "a dot with a dimension of 16 or 32 beside other dots, 4 or more warps",
+        "wrong result",
+        "pytorch/helion#1905, triton-lang/triton#11366",
+        "ptxas 13 (pip install slipstream[cuda]), or tiles of 64 and more",
+        avoided=True,
+    ),
+    Fault(
+        "transposed-dot",
+        _HOPPER,
+        ("3.4.0", "3.7.0"),
+        None,
+        "transposed_dot",
+        "tl.dot(tl.trans(x), y) where x is itself a product",
+        "wrong result",
+        "fla-org/flash-linear-attention#640, #826",
+        "Triton 3.7.1, or compute the transposed product",
+        avoided=True,
+    ),
+    Fault(
+        "chained-dots",
+        _HOPPER,
+        ("3.4.0", "3.7.1"),
+        ("12.8", "12.8.93"),
+        "chained_64_dots",
+        "several chained dots of 64 x 64 with num_warps=4",
+        "wrong result",
+        "fla-org/flash-linear-attention#984, #1262",
+        "ptxas 13.1 or later (pip install slipstream[cuda])",
+        avoided=True,
+    ),
+    Fault(
+        "fp8-scaled-mm",
+        _HOPPER,
+        ("3.8.0", "3.8.0"),
+        None,
+        "fp8_dot",
+        "scaled fp8 products",
+        "wrong result",
+        "triton-lang/triton#10787",
+        "Triton 3.7.1 or 3.9.0",
+    ),
+    Fault(
+        "rounding-mode",
+        _BEFORE_AMPERE,
+        ("3.3.0", "3.3.1"),
+        None,
+        "dot16",
+        "a dot of fp16 or bf16 operands",
+        "crash",
+        "LLVM: Unsupported rounding mode for conversion",
+        "Triton 3.4 or later, or operands in float32",
+    ),
+    Fault(
+        "volta-bf16",
+        _BEFORE_AMPERE,
+        ("3.2.0", "3.2.0"),
+        None,
+        "dot16",
+        "a dot of bf16 operands",
+        "crash",
+        "ptxas: bf16 wants sm_80; IndexError map::at",
+        "Triton 3.4 or later, or operands in float32",
+    ),
+    Fault(
+        "fma-dots",
+        _BEFORE_AMPERE,
+        ("3.4.0", "999"),
+        None,
+        "dot16",
+        "any dot: its tensor cores are no longer used",
+        "slow",
+        "triton-lang/triton, release 3.3",
+        "none; results are right",
+        avoided=True,
+    ),
+    Fault(
+        "wgmma-fp32-shape",
+        _HOPPER,
+        ("3.2.0", "3.2.0"),
+        None,
+        "fp32_tma_dot",
+        "an fp32 product through TMA with the right operand [K, N]",
+        "crash",
+        "WGMMA type or shape is not supported",
+        "Triton 3.3 or later, or the operand as [N, K]",
+    ),
+    Fault(
+        "blackwell-dot-3.2",
+        ("sm_100", "sm_120"),
+        ("3.2.0", "3.2.0"),
+        None,
+        "dot16",
+        "any dot: the compiler aborts",
+        "crash",
+        "getMMAVersionSafe assertion",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "blackwell-dot-3.3",
+        ("sm_120",),
+        ("3.3.0", "3.3.0"),
+        None,
+        "dot16",
+        "any dot",
+        "refusal",
+        "assertion caught as RuntimeError",
+        "Triton 3.3.1 or later",
+    ),
+    Fault(
+        "two-axis-sum",
+        ("sm_100",),
+        ("3.6.0", "3.6.0"),
+        None,
+        "two_axis_sum",
+        "one reduction over both axes of an accumulator",
+        "crash",
+        "bench of this library, Triton 3.6.0",
+        "reduce one axis at a time",
+        avoided=True,
+    ),
+    Fault(
+        "ptxas13-volta",
+        ("sm_70",),
+        None,
+        ("13.0", "999"),
+        "any",
+        "any kernel: ptxas 13 has no sm_70",
+        "refusal",
+        "ptxas: sm_70 is not defined",
+        "unset TRITON_PTXAS_PATH: Triton's own ptxas 12 takes sm_70",
+    ),
+    Fault(
+        "no-rocm-linker",
+        ("gfx942",),
+        ("3.2.0", "3.4.0"),
+        None,
+        "any",
+        "any kernel, where ROCm is not installed",
+        "refusal",
+        "ROCm ld.lld not found",
+        "Triton 3.5.1 or later, or an installed ROCm",
+    ),
+    Fault(
+        "tf32x3-on-hip",
+        ("gfx942",),
+        None,
+        None,
+        "tf32x3",
+        "input_precision='tf32x3'",
+        "refusal",
+        "triton.compiler.errors.CompilationError",
+        "input_precision='ieee'",
+    ),
+    Fault(
+        "interpreter-bf16",
+        (INTERPRETER,),
+        ("3.6.0", "3.9.0"),
+        None,
+        "interpreted_bf16",
+        "a bf16 dot under TRITON_INTERPRET=1",
+        "wrong result",
+        "triton-lang/triton#11584",
+        "interpret in float32 or float16",
+    ),
+)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """(3, 6, 0) of "3.6.0", "3.6.0+git" ..."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def _within(text: str | None, bounds: tuple[str, str] | None) -> bool:
+    if bounds is None or text is None:
+        return bounds is None
+    first, last = map(version, bounds)
+    found = version(text)
+    # "12.8" is before "12.8.93", and "12.8.93" is within a range that ends in "12.8.93"
+    return first <= found and found[: len(last)] <= last
+
+
+def applying(arch: str, triton: str, ptxas: str | None = None) -> tuple[Fault, ...]:
+    """The faults of this architecture (or INTERPRETER), Triton release and ptxas."""
+    return tuple(
+        x
+        for x in FAULTS
+        if arch in x.archs and _within(triton, x.triton) and _within(ptxas, x.ptxas)
+    )
+
+
+def blocking(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
+    """The first fault that a kernel with these features meets; "any" is a feature of every one."""
+    found = (x for x in applying(arch, triton, ptxas) if not x.avoided)
+    return next((x for x in found if x.trigger == "any" or x.trigger in features), None)

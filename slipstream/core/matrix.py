@@ -1,0 +1,190 @@
+"""Every kernel compiled for every architecture, in child processes, and what came of it.
+
+A kernel is refused if the compiler refuses it or if it needs more shared memory than there is,
+slow if it spills or misses the tensor cores, ok else; a compiler that dies or hangs is what the
+matrix is there to find before a user does.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.core.aot import Compiled, Job
+from slipstream.core.arch import ARCHS, Arch, expect_fits
+from slipstream.core.faults import applying
+from slipstream.core.worker import TIMEOUT, Outcome, Worker
+
+# Best first; an operator has the worst of its kernels.
+STATUSES = ("ok", "slow", "refused", "hang", "crash")
+# Bytes of stack a thread beyond which a kernel counts as slow: walks keep a state in registers and
+# spill some of it outside of their loops.
+SPILLS = 1280
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel, one architecture, one Triton release."""
+
+    arch: str
+    triton: str
+    ptxas: str
+    kernel: str
+    operators: tuple[str, ...]
+    status: str
+    reason: str
+    warps: int
+    stages: int
+    constants: Mapping[str, str]
+    shared: int = 0
+    registers: int = 0
+    stack: int = 0
+    instructions: Mapping[str, int] | None = None
+    seconds: float = 0.0
+
+
+Task = tuple[Job, tuple[str, ...]]
+
+
+def run(
+    tasks: Sequence[Task],
+    *,
+    processes: int = 2,
+    timeout: float = TIMEOUT,
+    path: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
+    done: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Compiles every task (a job and the operators that want it) and judges it.
+
+    Args:
+        path: folders before sys.path in the children: another Triton's.
+        done: called with each row, from any thread but one at a time.
+    """
+    waiting: queue.Queue[Task] = queue.Queue()
+    for task in tasks:
+        waiting.put(task)
+    rows: list[Row] = []
+    one_at_a_time = threading.Lock()
+
+    def serve() -> None:
+        worker = Worker(path, env)
+        while True:
+            try:
+                task = waiting.get_nowait()
+            except queue.Empty:
+                return worker.close()
+            row = attempt(worker, task, timeout)
+            with one_at_a_time:
+                rows.append(row)
+                done(row)
+
+    threads = [threading.Thread(target=serve) for _ in range(min(processes, len(tasks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(rows, key=lambda x: (x.arch, x.kernel, str(x.constants)))
+
+
+def attempt(worker: Worker, task: Task, timeout: float) -> Row:
+    """One row; where shared memory does not suffice, the nearest number of stages that fits."""
+    job, operators = task
+    outcome = worker.compile(job, timeout)
+    status, reason = judge(job, outcome)
+    if outcome.compiled is not None and outcome.compiled.shared > ARCHS[job.arch].shared:
+        reason = _too_large(worker, job, outcome.compiled, timeout)
+    blackwell = job.arch.startswith("sm_") and int(job.arch[3:]) >= 100
+    ptxas = worker.about.get("ptxas_sm_100" if blackwell else "ptxas_sm_90", "")
+    row = Row(
+        arch=job.arch,
+        triton=worker.about.get("triton", ""),
+        ptxas=ptxas if job.arch.startswith("sm_") else "",
+        kernel=job.name,
+        operators=operators,
+        status=status,
+        reason=reason,
+        warps=job.warps,
+        stages=job.stages,
+        constants={k: str(v) for k, v in job.constants.items() if v is not None},
+    )
+    if outcome.compiled is not None:
+        names = ("shared", "registers", "stack", "instructions", "seconds")
+        row = replace(row, **{x: getattr(outcome.compiled, x) for x in names})
+    if status in ("crash", "refused") and (known := _known(row)):
+        row = replace(row, reason=f"{row.reason} ({known})")
+    return row
+
+
+def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
+    """Status and reason of an outcome."""
+    if outcome.compiled is None:
+        return outcome.status, outcome.reason
+    arch, got = ARCHS[job.arch], outcome.compiled
+    try:
+        expect_fits(job.name, got.shared, arch)
+    except ValueError as error:
+        return "refused", str(error)
+    reasons = [_missing(arch, got)] if got.dots else []
+    if got.stack > SPILLS:
+        reasons.append(f"spills {got.stack} bytes a thread")
+    said = "; ".join(x for x in reasons if x)
+    return ("slow" if said else "ok"), said
+
+
+def _missing(arch: Arch, got: Compiled) -> str:
+    """What the products use instead of the architecture's tensor cores, if they do."""
+    if arch.instruction is None:
+        return "no tensor cores: Triton uses this architecture's no longer"
+    if got.instructions[arch.instruction] == 0:
+        found = [x for x in ("wgmma", "mma.sync", "tcgen05", "mfma") if got.instructions[x]]
+        return f"{' and '.join(found) or 'no tensor cores'} instead of {arch.instruction}"
+    if arch.wgmma and got.instructions["mma.sync"]:
+        return "some products by mma.sync instead of wgmma"
+    return ""
+
+
+def _too_large(worker: Worker, job: Job, got: Compiled, timeout: float) -> str:
+    arch, nearest = ARCHS[job.arch], ""
+    for stages in range(job.stages - 1, 0, -1):
+        other = worker.compile(replace(job, stages=stages), timeout).compiled
+        if other is not None and other.shared <= arch.shared:
+            nearest = f"with {stages} stages it needs {other.shared} and runs"
+            break
+    try:
+        expect_fits(f"{job.name} with {job.stages} stages", got.shared, arch, nearest)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it fits")
+
+
+def _known(row: Row) -> str:
+    """The known fault behind a crash or a refusal, if the table has one of that effect."""
+    for fault in applying(row.arch, row.triton, row.ptxas or None):
+        if fault.effect == row.status and not fault.avoided:
+            return f"{fault.name}: {fault.way_out}"
+    return ""
+
+
+def by_operator(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
+    """operator -> architecture -> the worst status of its kernels, with its reason."""
+    table: dict[str, dict[str, tuple[str, str]]] = {}
+    for row in rows:
+        for operator in row.operators:
+            cells = table.setdefault(operator, {})
+            before = cells.get(row.arch, ("ok", ""))
+            if row.arch not in cells or STATUSES.index(row.status) > STATUSES.index(before[0]):
+                cells[row.arch] = (row.status, row.reason)
+    return table
+
+
+def verified(rows: Iterable[Row]) -> set[tuple[str, str, str]]:
+    """(arch, Triton, ptxas) where no compiler died, hung or refused."""
+    rows = list(rows)
+    bad = {(x.arch, x.triton, x.ptxas) for x in rows if STATUSES.index(x.status) > 1}
+    return {(x.arch, x.triton, x.ptxas) for x in rows} - bad
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    return {**row.__dict__, "operators": list(row.operators)}

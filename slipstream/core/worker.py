@@ -1,0 +1,166 @@
+"""A child process that compiles: a compiler that dies or hangs takes only the child with it."""
+
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.core.aot import Compiled, Job
+
+TIMEOUT = 180.0
+# Bringing in torch and Triton, on a slow disk.
+_START = 300.0
+_SERVE = "from slipstream.core.worker import serve; serve()"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """status: "ok", "refused" (the compiler raised), "crash" (it died) or "hang"."""
+
+    status: str
+    reason: str = ""
+    compiled: Compiled | None = None
+
+
+class Worker:
+    """Compiles jobs one after another in a child, which starts with the first and restarts.
+
+    Args:
+        path: folders that go before the parent's sys.path, such as another Triton's.
+        env: variables beyond the parent's; None removes one.
+    """
+
+    def __init__(
+        self, path: Sequence[str] = (), env: Mapping[str, str | None] | None = None
+    ) -> None:
+        self._path, self._env = list(path), dict(env or {})
+        self._process: subprocess.Popen | None = None
+        self._answers: queue.Queue = queue.Queue()
+        self._log: Any = None
+        self.about: Mapping[str, str] = {}
+        atexit.register(self.close)
+
+    def compile(self, job: Job, timeout: float = TIMEOUT) -> Outcome:
+        """The outcome of one job; never raises for what the compiler does."""
+        try:
+            self.start()
+            assert self._process is not None and self._process.stdin is not None
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.flush()
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self.close()
+            return Outcome("hang", f"the compiler had not finished after {timeout:g} s")
+        except (BrokenPipeError, ChildProcessError) as error:
+            return Outcome("crash", self._epitaph() or str(error))
+        return Outcome("crash", self._epitaph()) if answer is None else answer
+
+    def start(self) -> None:
+        """Starts the child if there is none; `about` then has its versions."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._answers = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        reader = threading.Thread(
+            target=_pump, args=(self._process.stdout, self._answers), daemon=True
+        )
+        reader.start()
+        about = self._answers.get(timeout=_START)
+        if about is None:
+            raise ChildProcessError(f"no compiler process: {self._epitaph()}")
+        self.about = about
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout, self._log):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _environment(self) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(self._path + sys.path)}
+        given = {k: v for k, v in self._env.items() if v is not None}
+        return {k: v for k, v in env.items() if k not in self._env} | given
+
+    def _epitaph(self) -> str:
+        """How the child ended, and its last words."""
+        if self._process is None:
+            return ""
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        telling = [x for x in lines if any(y in x for y in ("ERROR", "Assert", "error:"))]
+        words = (telling or lines or [""])[-1].strip()[:300]
+        how = f"exit status {code}"
+        if code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        return f"the compiler's process died, {how}" + (f": {words}" if words else "")
+
+
+def _pump(stream: Any, answers: queue.Queue) -> None:
+    try:
+        while True:
+            answers.put(pickle.load(stream))
+    except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+        answers.put(None)
+
+
+def serve() -> None:
+    """The child: jobs from stdin, outcomes to stdout, all that anyone prints to stderr."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    from slipstream.core.toolchain import versions
+
+    _answer(answers, versions())
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _answer(answers, _compiled(job))
+
+
+def _answer(stream: Any, answer: Any) -> None:
+    pickle.dump(answer, stream)
+    stream.flush()
+
+
+def _compiled(job: Job) -> Outcome:
+    try:
+        return Outcome("ok", compiled=replace(job.compile(), asm={}))
+    except Exception as error:  # whatever a compiler raises is the answer
+        return Outcome("refused", f"{type(error).__name__}: {_telling(str(error))}")
+
+
+def _telling(text: str) -> str:
+    """Of a compiler's message the line that says what is wrong."""
+    lines = [x.strip() for x in text.splitlines() if x.strip() and set(x.strip()) != {"^"}]
+    for line in lines:
+        if "rror" in line:
+            return line[:300]
+    return (lines or [""])[-1][:300]

@@ -1,0 +1,56 @@
+"""Kernels that do to the compiler what bad luck does: compile, raise, abort, be killed, hang."""
+
+import os
+import signal
+import time
+
+import triton
+import triton.language as tl
+
+
+class Deed:
+    """A class: of what a constexpr function refers to, Triton looks into functions only."""
+
+    def __init__(self, what: str) -> None:
+        if what == "abort":
+            os.abort()
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "hang":
+            time.sleep(3600)
+        if what == "raise":
+            raise RuntimeError("error: Unsupported rounding mode for conversion")
+
+
+@triton.constexpr_function
+def _do(what):
+    Deed(what)
+    return 1
+
+
+@triton.jit
+def planted_kernel(x_ptr, n, WHAT: tl.constexpr):
+    one: tl.constexpr = _do(WHAT)
+    i = tl.arange(0, 16)
+    tl.store(x_ptr + i, i + one, mask=i < n)
+
+
+@triton.jit(do_not_specialize=["scale", "n"])
+def product_kernel(
+    x_ptr, y_ptr, o_ptr, bias_ptr, scale, n, N: tl.constexpr, PRECISION: tl.constexpr = "tf32"
+):
+    """o = scale x y + bias, all [N, N]; rows from n on are left out."""
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    x = tl.load(x_ptr + at, mask=i[:, None] < n, other=0.0)
+    o = tl.dot(x, tl.load(y_ptr + at), input_precision=PRECISION) * scale
+    if bias_ptr is not None:
+        o += tl.load(bias_ptr + i)[None, :]
+    tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=i[:, None] < n)
+
+
+@triton.jit
+def descriptor_product_kernel(x_desc, y_desc, o_ptr):
+    """o [128, 32] = x [128, 32] y [32, 32]."""
+    o = tl.dot(x_desc.load([0, 0]), y_desc.load([0, 0]))
+    tl.store(o_ptr + tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :], o)

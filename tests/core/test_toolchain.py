@@ -1,0 +1,54 @@
+"""Which compilers are here, and when another ptxas than Triton's own is selected."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.core import toolchain
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Triton 3.6.0 with ptxas 12.8.93, and nvidia-cuda-nvcc's 13.1.80 beside it."""
+    places = {"own/ptxas": "12.8.93", "own/ptxas-blackwell": "12.9.86", "cu13/bin/ptxas": "13.1.80"}
+    for name, version in places.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release x, V{version}'\n")
+        path.chmod(0o755)
+    found = tmp_path / "cu13/bin/ptxas"
+    monkeypatch.delenv(toolchain.VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "_bundled", lambda: tmp_path / "own")
+    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: found)
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    return found
+
+
+def test_select_ptxas_where_tritons_own_is_faulty(
+    other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert toolchain.select_ptxas(("sm_80",)) is None
+    why = toolchain.select_ptxas(("sm_90",))
+    assert why is not None and "13.1.80" in why and "narrow-dot" in why
+    assert toolchain.ptxas_path("sm_90") == str(other)
+    monkeypatch.delenv(toolchain.VARIABLE)
+
+
+def test_select_ptxas_leaves_what_would_break(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 13 has no sm_70; a user's own path stays; a cured release wants none."""
+    assert toolchain.select_ptxas(("sm_90", "sm_70")) is None
+    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: None)
+    assert toolchain.select_ptxas(("sm_90",)) is None
+    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: other)
+    monkeypatch.setenv(toolchain.VARIABLE, "/own/ptxas")
+    assert toolchain.select_ptxas(("sm_90",)) is None
+    assert toolchain.ptxas_path("sm_90") == "/own/ptxas"
+
+
+def test_ptxas_path_and_version(other: Path) -> None:
+    own = toolchain.ptxas_path("sm_90")
+    assert own is not None and toolchain.ptxas_version(own) == "12.8.93"
+    blackwell = toolchain.ptxas_path("sm_120")
+    assert blackwell is not None and toolchain.ptxas_version(blackwell) == "12.9.86"
+    assert toolchain.ptxas_path("gfx942") is None
+    assert toolchain.ptxas_version("/nowhere/ptxas") is None
