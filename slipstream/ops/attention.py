@@ -1,13 +1,18 @@
 """attention: softmax attention in the layout [B, T, H, D]."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.core.autocast import autocast_dtype
 from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.softmax.eager import attend
+from slipstream.kernels.softmax.call import run
+from slipstream.kernels.softmax.terms import Options, Terms
 
 
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
@@ -16,12 +21,58 @@ def attention(
     scale: float | None = None,
     causal: bool = True,
     window_size: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    g: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
-) -> Tensor:
+    return_lse: Literal[False] = False,
+    impl: str | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window_size: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    g: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    return_lse: Literal[True],
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window_size: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    g: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention.
 
-        o_t = sum_s softmax_s(scale q_t . k_s) v_s        over the keys s that t sees
+        x_ts = f(scale q_t . k_s) - slope |t - s| + g_{s+1} + ... + g_t      f(x) = c tanh(x / c)
+        lse_t = log(exp(sink) + sum_s exp(x_ts))        over the keys s that t sees
+        o_t = sum_s exp(x_ts - lse_t) v_s               each part only if given
 
     The last query stands on the last key: with T queries and S keys, query t is at position
     S - T + t, and causal means that it sees keys up to there.
@@ -34,34 +85,64 @@ def attention(
         causal: no query sees a later key.
         window_size: W: sees the last W keys, its own position included, and without causal as many
             ahead; or (left, right): so many before and after its own, -1 for no bound.
-        cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1. k and v are packed
-            alike (S = T), or are [N, S, HKV, ...] beside key_lengths.
-        key_lengths: int32 or int64 [B], or [N] if packed: how many of the S keys are real, the
-            first ones; the last query stands on the last of them. None is S.
+        softcap: c > 0 bounds the scores; None or 0 is no bound.
+        g: [B, S, H], the forgetting gate: log of what is kept of all before a token, <= 0, -inf
+            forgets it (-1e4 and below are that). Wants causal.
+        sinks: [H], a score beside those of the keys that takes its share of the sum.
+        alibi_slopes: [H] or [B, H], >= 0, without gradient.
+        cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1. k, v and g are
+            packed alike (S = T), or by cu_seqlens_k, or are [N, S, ...].
+        cu_seqlens_k: int32 or int64 [N+1], offsets of the keys packed in [1, S, ...].
+        key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are real,
+            the first ones; the last query stands on the last of them. None is all.
+        return_lse: return lse too.
+        impl: None chooses; "triton", "eager" or "reference" is used or refused.
 
     Returns:
-        o [B, T, H, DV] in q's dtype; 0 for a query that sees nothing.
+        o [B, T, H, DV] in q's dtype; 0 for a query that sees nothing. With return_lse also lse
+        [B, H, T], float32 or q's float64; -inf for a query that sees nothing, not even a sink.
+        Gradients flow through both, to q, k, v, g and sinks.
 
     Raises:
         ValueError: shapes do not fit, an empty window, or cu_seqlens are no offsets.
-        TypeError: dtypes.
+        TypeError: dtypes. NotImplementedError: impl cannot do it.
 
-    Cost: 2 B H T S (D + DV) flops, about half of it causal; memory linear in T, but for a mask
-        [T, S] with a window, T != S > 1, or packed sequences not on the CPU.
-    Source: Vaswani et al., Attention Is All You Need, 2017, eq. 1.
+    Cost: 2 B H T S (D + DV) flops, of which those that no query sees are skipped; memory linear
+        in T. Deterministic, also backward.
+    Source: Vaswani et al., Attention Is All You Need, 2017; Dao et al., FlashAttention, 2022; Press
+        et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025.
     """
-    _check(q, k, v, cu_seqlens, key_lengths)
-    window = _window(window_size, causal)
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    k_offsets = _keys_of(cu_seqlens, cu_seqlens_k, key_lengths, k)
+    _check(q, k, v, cu_seqlens, k_offsets, key_lengths)
+    left, right = window_of(window_size, causal)
+    _check_biases(q, k, g, sinks, alibi_slopes, cu_seqlens, right)
+    narrow = autocast_dtype(q)
+    if narrow is not None:
+        q, k, v = (x.to(narrow) for x in (q, k, v))
     else:
         checks.expect_one_dtype({"q": q, "k": k, "v": v})
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return attend(q, k, v, factor, window, cu_seqlens, key_lengths)
+    if softcap is not None and softcap < 0:
+        raise ValueError(f"softcap: want a positive number or None, got {softcap}")
+    terms = Terms(q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths)
+    o, lse = run(terms, Options(factor, left, right, float(softcap or 0.0)), return_lse, impl)
+    return o if lse is None else (o, lse)
 
 
-def _window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+def _keys_of(
+    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, key_lengths: Tensor | None, k: Tensor
+) -> Tensor | None:
+    """The offsets of the keys: beside packed queries without lengths they are packed alike."""
+    if cu_seqlens_k is not None:
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens_k: wants packed queries, cu_seqlens, beside it; got None")
+        checks.expect_cu_seqlens(cu_seqlens_k, k.shape[0])
+        checks.expect_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens.shape)
+        return cu_seqlens_k
+    return cu_seqlens if key_lengths is None else None
+
+
+def window_of(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     """(left, right), -1 for no bound"""
     if window_size is None:
         left = right = -1
@@ -70,35 +151,70 @@ def _window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[in
             raise ValueError(f"window_size: want at least 1 key, got {window_size}")
         left = right = window_size - 1
     else:
-        left, right = window_size
+        left, right = (max(x, -1) for x in window_size)
     if causal:
         right = 0 if right < 0 else min(right, 0)
     return left, right
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, key_lengths: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    k_offsets: Tensor | None,
+    key_lengths: Tensor | None,
 ) -> None:
     checks.expect_rank("q", q, 4, "[B, T, H, D]")
     checks.expect_rank("k", k, 4, "[B, S, HKV, D]")
     checks.expect_rank("v", v, 4, "[B, S, HKV, DV]")
     batch, tokens, heads, width = q.shape
     keys, key_heads = k.shape[1:3]
-    sequences = batch
+    sequences = rows = batch
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, batch)
-        if not torch.compiler.is_compiling():
-            check_cu_seqlens_values(cu_seqlens, tokens)
-        if key_lengths is None:
+        sequences = cu_seqlens.shape[0] - 1
+        rows = 1 if k_offsets is not None else sequences
+        if k_offsets is cu_seqlens:
             keys = tokens
-        else:
-            sequences = cu_seqlens.shape[0] - 1
-    checks.expect_shape("k", k, (sequences, keys, key_heads, width))
-    checks.expect_shape("v", v, (sequences, keys, key_heads, v.shape[3]))
+    checks.expect_shape("k", k, (rows, keys, key_heads, width))
+    checks.expect_shape("v", v, (rows, keys, key_heads, v.shape[3]))
+    if cu_seqlens is not None and not torch.compiler.is_compiling():
+        check_cu_seqlens_values(cu_seqlens, tokens)
+        if k_offsets is not None and k_offsets is not cu_seqlens:
+            check_cu_seqlens_values(k_offsets, keys)
     checks.expect_multiple("heads of q", heads, "heads of k", key_heads)
     checks.expect_floating({"q": q, "k": k, "v": v})
     checks.expect_one_device({"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens})
+    checks.expect_one_device({"q": q, "cu_seqlens_k": k_offsets, "key_lengths": key_lengths})
     if key_lengths is not None:
         checks.expect_shape("key_lengths", key_lengths, (sequences,))
         if key_lengths.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"key_lengths: want int32 or int64, got {key_lengths.dtype}")
+
+
+def _check_biases(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    cu_seqlens: Tensor | None,
+    right: int,
+) -> None:
+    heads = q.shape[2]
+    given = {"g": g, "sinks": sinks, "alibi_slopes": slopes}
+    checks.expect_floating(given)
+    checks.expect_one_device({"q": q, **given})
+    if g is not None:
+        checks.expect_shape("g", g, (*k.shape[:2], heads))
+        if right != 0:
+            raise ValueError("g: want causal=True beside a forgetting gate, got causal=False")
+    if sinks is not None:
+        checks.expect_shape("sinks", sinks, (heads,))
+    check_slopes(slopes, heads, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+
+def check_slopes(slopes: Tensor | None, heads: int, sequences: int) -> None:
+    if slopes is not None and tuple(slopes.shape) != (heads,):
+        checks.expect_shape("alibi_slopes", slopes, (sequences, heads))

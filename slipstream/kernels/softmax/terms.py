@@ -1,0 +1,81 @@
+"""What a call of softmax attention is made of (reference.py has the formula, MATH.md the rest)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# a gate below this is this: the exponential is 0 in float64 already
+LOWEST_GATE = -1e4
+
+
+class Terms(NamedTuple):
+    """B batch, T queries, S keys, H heads of q, HKV of k and v, N sequences.
+
+    Queries are [B, T] with N = B, or packed [1, T] by cu_q; keys [N, S], or packed [1, S] by cu_k.
+    """
+
+    q: Tensor  # [B, T, H, D]
+    k: Tensor  # [N or 1, S, HKV, D]
+    v: Tensor  # [N or 1, S, HKV, DV]
+    g: Tensor | None = None  # [N or 1, S, H], log of what a token forgets; only with right = 0
+    sinks: Tensor | None = None  # [H]
+    slopes: Tensor | None = None  # [H] or [N, H]
+    cu_q: Tensor | None = None  # [N + 1]
+    cu_k: Tensor | None = None  # [N + 1]
+    lengths: Tensor | None = None  # [N], how many of its keys a sequence uses, the first ones
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def simple(self) -> bool:
+        """Nothing but q, k and v."""
+        return all(x is None for x in self[3:])
+
+
+class Options(NamedTuple):
+    """left, right: how far a query sees, -1 without bound. softcap: 0 for none."""
+
+    scale: float
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+
+
+# by whose name gradients are returned, in the order of Terms
+DIFFERENTIABLE = ("q", "k", "v", "g", "sinks")
+
+
+# batch and rows of q, batch and rows of k
+Slices = tuple[slice, slice, slice, slice]
+
+
+def slice_sequences(terms: Terms) -> list[Slices]:
+    """Where each sequence lies. Reads the offsets."""
+    N = terms.sequences
+    _, T = terms.q.shape[:2]
+    S = terms.k.shape[1]
+    q_of = None if terms.cu_q is None else terms.cu_q.tolist()
+    k_of = None if terms.cu_k is None else terms.cu_k.tolist()
+    used = None if terms.lengths is None else terms.lengths.tolist()
+    found = []
+    for n in range(N):
+        qb, q_rows = _rows(n, q_of, T, None)
+        kb, k_rows = _rows(n, k_of, S, None if used is None else used[n])
+        found.append((qb, q_rows, kb, k_rows))
+    return found
+
+
+def _rows(n: int, offsets: list[int] | None, rows: int, used: int | None) -> tuple[slice, slice]:
+    batch = slice(n, n + 1) if offsets is None else slice(0, 1)
+    begin, end = (0, rows) if offsets is None else (offsets[n], offsets[n + 1])
+    if used is not None:
+        end = min(end, begin + max(used, 0))
+    return batch, slice(begin, end)

@@ -1,0 +1,1 @@
+"""Portable Triton kernels of softmax attention."""

@@ -1,0 +1,142 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""What the kernels of the family share: where a sequence lies, who sees whom, and the scores.
+
+Rows are queries or keys of a sequence, positions are those of its keys; query r stands at position
+r + (keys - queries). Tiles of B rows: a tensor packed by cu [N + 1] has cu[N] / B + N of them, an
+upper bound that needs no lengths, and the tiles of sequence n begin at cu[n] / B + n.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def sequence_of_tile(tile, i_n, cu_ptr, N, steps, B: tl.constexpr, PACKED: tl.constexpr):
+    """The sequence of a tile and the tile's first row in it; 2^steps >= N."""
+    if PACKED:
+        low = N * 0
+        high = N
+        for _ in range(steps):
+            middle = (low + high) // 2
+            before = tl.load(cu_ptr + middle).to(tl.int64) // B + middle <= tile
+            low = tl.where(before, middle, low)
+            high = tl.where(before, high, middle)
+        i_n = low
+        tile -= (tl.load(cu_ptr + i_n).to(tl.int64) // B).to(tl.int32) + i_n
+    return i_n, tile * B
+
+
+@triton.jit
+def rows_of_sequence(
+    i_n, cu_ptr, lengths_ptr, rows, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr
+):
+    """Batch row, the first row in it, how many the sequence has and how many it uses."""
+    if PACKED:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), rows)
+        room = tl.maximum(end - begin, 0).to(tl.int32)
+        i_b = begin * 0
+    else:
+        i_b = i_n.to(tl.int64)
+        begin = i_b * 0
+        room = rows
+    used = room
+    if HAS_LENGTHS:
+        used = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_n).to(tl.int32), 0), room)
+    return i_b, begin, room, used
+
+
+@triton.jit
+def seen_tiles(
+    first,
+    last,
+    count,
+    before,
+    after,
+    B: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+):
+    """Of rows 0 .. count - 1, those that first .. last see, `before` back and `after` ahead:
+    from `low` to `high`, and between `inner` and `outer` in whole tiles that all of them see.
+    """
+    low = count * 0
+    inner = low
+    high = count
+    outer = count
+    if HAS_BEFORE:
+        low = tl.maximum(first - before, 0) // B * B
+        inner = tl.cdiv(tl.maximum(last - before, 0), B) * B
+    if HAS_AFTER:
+        high = tl.minimum(last + after + 1, count)
+        outer = tl.minimum(first + after + 1, count)
+    high = tl.maximum(high, low)
+    inner = tl.minimum(inner, tl.cdiv(high, B) * B)
+    outer = tl.maximum(tl.maximum(outer, 0) // B * B, inner)
+    return low, inner, outer, high
+
+
+@triton.jit
+def block(p, stride, o_r, rows, o_c, C: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr):
+    """Rows o_r and columns o_c of a matrix at p, zero outside of `rows` (if MASKED) and C."""
+    p += o_r[:, None] * stride + o_c[None, :]
+    if MASKED and C != BC:
+        b = tl.load(p, mask=(o_r < rows)[:, None] & (o_c < C)[None, :], other=0.0)
+    elif MASKED:
+        b = tl.load(p, mask=(o_r < rows)[:, None], other=0.0)
+    elif C != BC:
+        b = tl.load(p, mask=(o_c < C)[None, :], other=0.0)
+    else:
+        b = tl.load(p)
+    return b
+
+
+@triton.jit
+def scores(
+    s,
+    factor,
+    cap,
+    slope,
+    age,
+    b_gate,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):
+    """Scores in base 2 from products q . k, and the softcap's tanh. With no bias and no softcap
+    they stay as they are, and are to be scaled under the exponential.
+
+    age: how far the key is behind the query. factor: log2(e) scale, over cap / 2 with a softcap.
+    """
+    t = s
+    if HAS_SOFTCAP:
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(s * factor))
+        s = cap * t
+    elif HAS_SLOPES or HAS_GATE:
+        s = s * factor
+    if HAS_SLOPES:
+        s -= slope * tl.abs(age).to(tl.float32)
+    if HAS_GATE:
+        s += b_gate
+    return s, t
+
+
+@triton.jit
+def sees(age, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Whether the window lets a query see a key `age` behind it."""
+    seen = age == age
+    if HAS_LEFT:
+        seen = seen & (age <= left)
+    if HAS_RIGHT:
+        seen = seen & (age >= -right)
+    return seen
+
+
+@triton.jit
+def finite(x):
+    """0 for -inf, so that differences with it are no NaN."""
+    return tl.where(x == float("-inf"), 0.0, x)

@@ -1,0 +1,294 @@
+"""The names, arguments and shapes of the flash_attn package, by this library's kernels.
+
+dropout_p must be 0. `deterministic` and `num_splits` change nothing: every result is the same in
+every run, and how a cache is cut is decided here.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.core import checks
+from slipstream.kernels.softmax import op
+from slipstream.kernels.softmax.cache import Cache, gathered
+from slipstream.kernels.softmax.call import decode, plan_cache
+from slipstream.kernels.softmax.terms import Options
+from slipstream.ops.attention import attention, check_slopes, window_of
+from slipstream.ops.rotary import rotary_embedding
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Softmax attention: slipstream.ops.attention in flash_attn's words.
+
+    Args:
+        q: [B, T, H, D]. k: [B, S, HKV, D]. v: [B, S, HKV, DV].
+        dropout_p: 0. softmax_scale: None is D^-0.5.
+        causal: the last query stands on the last key.
+        window_size: (left, right) keys seen before and after a query's own, -1 for no bound.
+        softcap: c > 0 for c tanh(x / c), 0 for none.
+        alibi_slopes: [H] or [B, H], of -slope |distance|.
+        return_attn_probs: also return lse, and None.
+
+    Returns:
+        o [B, T, H, DV]; or o, lse [B, H, T] (-inf where nothing is seen), None.
+
+    Raises:
+        ValueError: shapes do not fit. TypeError: dtypes. NotImplementedError: dropout.
+
+    Source: Dao, FlashAttention-2, 2023, whose interface this is.
+    """
+    _refuse_dropout(dropout_p)
+    o, lse = attention(
+        q,
+        k,
+        v,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=True,
+    )
+    return (o, lse, None) if return_attn_probs else o
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """The same of packed sequences.
+
+    Args:
+        q: [T, H, D], the queries of N sequences one behind the other.
+        k, v: [S, HKV, D] and [S, HKV, DV]; or with block_table pages [M, P, HKV, ...].
+        cu_seqlens_q, cu_seqlens_k: int32 [N+1], where each sequence begins.
+        max_seqlen_q, max_seqlen_k: not needed, and not read.
+        block_table: int32 [N, pages], the pages of each sequence. They are copied into one tensor
+            first; flash_attn_with_kvcache reads them where they are.
+        The rest is as flash_attn_func has it.
+
+    Returns:
+        o [T, H, DV]; or o, lse [H, T], None.
+
+    Raises:
+        ValueError: shapes do not fit. TypeError: dtypes. NotImplementedError: dropout.
+    """
+    _refuse_dropout(dropout_p)
+    checks.expect_rank("q", q, 3, "[T, H, D]")
+    lengths, offsets = None, cu_seqlens_k
+    if block_table is None:
+        checks.expect_rank("k", k, 3, "[S, HKV, D]")
+        checks.expect_rank("v", v, 3, "[S, HKV, DV]")
+        k, v = k[None], v[None]
+    else:
+        _check_pages(k, v, block_table, cu_seqlens_q.shape[0] - 1)
+        queries = q.new_empty(block_table.shape[0], 0, *q.shape[1:])
+        _, k, v, *_ = gathered(Cache(queries, k, v, table=block_table))
+        lengths, offsets = cu_seqlens_k.diff(), None
+    o, lse = attention(
+        q[None],
+        k,
+        v,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens=cu_seqlens_q,
+        cu_seqlens_k=offsets,
+        key_lengths=lengths,
+        return_lse=True,
+    )
+    return (o[0], lse[0], None) if return_attn_probs else o[0]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries to a cache, into which new keys are written first. No gradients.
+
+    Args:
+        q: [B, T, H, D], the last query on the last key.
+        k_cache, v_cache: [N, S, HKV, D] and [N, S, HKV, DV], N >= B; or with block_table pages
+            [M, P, HKV, ...] of any size P.
+        k, v: [B, T', HKV, D] and [B, T', HKV, DV], written behind the cache_seqlens keys that
+            there are; on a GPU what has no room is dropped, on the CPU it is a ValueError.
+        rotary_cos, rotary_sin: [S, R/2], turn k by its place in the cache, and q by its own if
+            causal or windowed, else by the first new one's.
+        cache_seqlens: int32 [B] or one for all: keys in the cache before this call; None is S.
+        cache_batch_idx: int32 [B], the rows of the cache. cache_leftpad: int32 [B], the first
+            keys of a row that are no keys. Neither beside a block_table.
+        block_table: int32 [B, pages].
+        sinks: [H], a score beside those of the keys.
+        The rest is as flash_attn_func has it.
+
+    Returns:
+        o [B, T, H, DV]; with return_softmax_lse also lse [B, H, T].
+
+    Raises:
+        ValueError: shapes do not fit, or one argument wants another. TypeError: dtypes.
+
+    Cost: the keys and values in use are read once for all heads and queries.
+    Source: Dao et al., Flash-Decoding, 2023.
+    """
+    _check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
+    check_slopes(alibi_slopes, q.shape[2], q.shape[0])
+    if sinks is not None:
+        checks.expect_shape("sinks", sinks, (q.shape[2],))
+    lengths = _lengths(cache_seqlens, q)
+    left, right = window_of(window_size, causal)
+    rows = None if cache_batch_idx is None else cache_batch_idx.contiguous()
+    pad = None if cache_leftpad is None else cache_leftpad.contiguous()
+    table = None if block_table is None else block_table.contiguous()
+    if k is not None or v is not None:
+        if k is None or v is None or lengths is None:
+            raise ValueError("k: wants v and cache_seqlens beside it, got None")
+        if rotary_cos is not None and rotary_sin is not None:
+            together = left < 0 and right < 0
+            q = _turned(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, together)
+            k = _turned(k, rotary_cos, rotary_sin, lengths, rotary_interleaved, False)
+        _append(k_cache, v_cache, k, v, lengths, rows, table, impl)
+        lengths = lengths + k.shape[1]
+    elif rotary_cos is not None:
+        raise ValueError("rotary_cos: wants k and v beside it, got None")
+    scale = float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    call = Cache(q, k_cache, v_cache, lengths, rows, pad, table, sinks, alibi_slopes)
+    o, lse = decode(call, Options(scale, left, right, float(softcap or 0.0)), impl)
+    return (o, lse) if return_softmax_lse else o
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p: want 0, got {dropout_p}; drop outside of attention")
+
+
+def _lengths(cache_seqlens: int | Tensor | None, q: Tensor) -> Tensor | None:
+    if cache_seqlens is None:
+        return None
+    if isinstance(cache_seqlens, int):
+        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    _expect_index("cache_seqlens", cache_seqlens, (q.shape[0],), q)
+    return cache_seqlens.contiguous()
+
+
+def _turned(
+    x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, together: bool
+) -> Tensor:
+    """x at its positions in the cache, which never leave the table."""
+    step = torch.arange(x.shape[1], device=x.device)
+    at = lengths.long()[:, None] + (0 * step if together else step)
+    at = at.clamp(0, max(cos.shape[0] - 1, 0))
+    return rotary_embedding(x, cos, sin, positions=at, interleaved=interleaved)
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    rows: Tensor | None,
+    table: Tensor | None,
+    impl: str | None,
+) -> None:
+    B = lengths.shape[0]
+    checks.expect_rank("k", k, 4, "[B, T, HKV, D]")
+    checks.expect_shape("k", k, (B, k.shape[1], *k_cache.shape[2:]))
+    checks.expect_shape("v", v, (B, k.shape[1], *v_cache.shape[2:]))
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.stride(-1) != 1 and x.numel():
+            raise ValueError(f"{name}: wants its last dimension contiguous to be written into")
+    with torch.no_grad():
+        chosen = plan_cache(k, k_cache, v_cache, impl)
+        op.append(k_cache, v_cache, k, v, lengths, rows, table, chosen)
+
+
+def _check_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor | None,
+    pad: Tensor | None,
+    table: Tensor | None,
+) -> None:
+    checks.expect_rank("q", q, 4, "[B, T, H, D]")
+    checks.expect_rank("k_cache", k, 4, "[N, S, HKV, D]")
+    checks.expect_shape("k_cache", k, (*k.shape[:3], q.shape[3]))
+    checks.expect_rank("v_cache", v, 4, "[N, S, HKV, DV]")
+    checks.expect_shape("v_cache", v, (*k.shape[:3], v.shape[3]))
+    checks.expect_multiple("heads of q", q.shape[2], "heads of k_cache", k.shape[2])
+    checks.expect_one_dtype({"q": q, "k_cache": k, "v_cache": v})
+    checks.expect_one_device({"q": q, "k_cache": k, "v_cache": v})
+    B = q.shape[0]
+    if table is not None:
+        if rows is not None or pad is not None:
+            raise ValueError("block_table: stands for cache_batch_idx and cache_leftpad; give one")
+        return _check_pages(k, v, table, B)
+    for name, x in (("cache_batch_idx", rows), ("cache_leftpad", pad)):
+        if x is not None:
+            _expect_index(name, x, (B,), q)
+    if rows is None and k.shape[0] < B:
+        raise ValueError(f"k_cache: want at least {B} rows, one a sequence, got {k.shape[0]}")
+    return None
+
+
+def _check_pages(k: Tensor, v: Tensor, table: Tensor, sequences: int) -> None:
+    checks.expect_rank("k", k, 4, "[M, P, HKV, D]")
+    checks.expect_rank("v", v, 4, "[M, P, HKV, DV]")
+    checks.expect_rank("block_table", table, 2, "[N, pages]")
+    _expect_index("block_table", table, (sequences, table.shape[1]), k)
+
+
+def _expect_index(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    checks.expect_shape(name, x, shape)
+    checks.expect_one_device({"q": like, name: x})
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")

@@ -1,0 +1,108 @@
+"""attention with every feature: reference, joined halves, what it refuses, torch.compile."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.ops.attention import attention
+
+CU, CU_K = torch.tensor([0, 5, 5, 20], dtype=torch.int32), torch.tensor([0, 9, 12, 26])
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0},
+    "softcap, full": {"softcap": 2.0, "causal": False, "window_size": (3, 2)},
+    "slopes": {"alibi_slopes": torch.rand(4)},
+    "slopes by sequence": {"alibi_slopes": torch.rand(3, 4), "cu_seqlens": CU},
+    "sinks": {"sinks": torch.randn(4), "window_size": 4},
+    "gate": {"g": -torch.rand(1, 20, 4)},
+    "gate, packed": {"g": -torch.rand(1, 20, 4), "cu_seqlens": CU, "sinks": torch.randn(4)},
+    "apart": {"cu_seqlens": CU, "cu_seqlens_k": CU_K, "softcap": 3.0},
+    "apart, used": {"cu_seqlens": CU, "cu_seqlens_k": CU_K, "key_lengths": torch.tensor([4, 0, 9])},
+}
+every_feature = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
+
+
+def qkv(S: int = 20) -> tuple[Tensor, ...]:
+    return torch.randn(1, 20, 4, 8), torch.randn(1, S, 2, 8), torch.randn(1, S, 2, 6)
+
+
+def run(options: dict[str, Any], inputs: tuple[Tensor, ...], call: Any = attention) -> list[Tensor]:
+    """o, lse and the gradients, with weights that are the same every time."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    more = {n: options[n].detach().clone().requires_grad_() for n in ("g", "sinks") if n in options}
+    o, lse = call(*leaves, return_lse=True, **{**options, **more})
+    seen = torch.where(lse.isfinite(), lse, 0.0)
+    weights = torch.linspace(-1, 1, o.numel()).view(o.shape)
+    loss = (o * weights).sum() + (seen * weights[..., 0].transpose(1, 2)).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, [*leaves, *more.values()])]
+
+
+@every_feature
+def test_attention_feature_matches_reference(options: dict[str, Any]) -> None:
+    inputs = qkv(26 if "cu_seqlens_k" in options else 20)
+    got = run({**options, "impl": "eager"}, inputs)
+    want = run({**options, "impl": "reference"}, inputs)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@every_feature
+def test_attention_feature_compiles_fullgraph(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    inputs = qkv(26 if "cu_seqlens_k" in options else 20)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for x, y in zip(run(options, inputs, compiled), run(options, inputs), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_attention_over_two_halves_of_the_keys_joins_by_lse() -> None:
+    q, k, v = qkv()
+    o, lse = attention(q, k, v, causal=False, return_lse=True)
+    halves = [
+        attention(q, k[:, part], v[:, part], causal=False, return_lse=True)
+        for part in (slice(0, 7), slice(7, 20))
+    ]
+    weights = torch.stack([x for _, x in halves]).softmax(0).transpose(2, 3)[..., None]
+    joined = sum(w * x for w, (x, _) in zip(weights, halves))
+    torch.testing.assert_close(joined, o)
+    torch.testing.assert_close(torch.stack([x for _, x in halves]).logsumexp(0), lse)
+
+
+def test_attention_gate_is_a_product_of_what_is_kept() -> None:
+    """One key far back, all scores 0: its weight is exp of the gates after it."""
+    q, k = torch.zeros(1, 6, 1, 4), torch.zeros(1, 6, 1, 4)
+    v = torch.eye(6)[None, :, None]
+    g = torch.tensor([-9.0, -1.0, 0.0, -2.0, -torch.inf, -0.5]).view(1, 6, 1)
+    p = attention(q, k, v, g=g)[0, :, 0]
+    torch.testing.assert_close(p[3, 0] / p[3, 3], torch.tensor(-3.0).exp())
+    torch.testing.assert_close(p[5], torch.tensor([0, 0, 0, 0, -0.5, 0.0]).exp().mul(
+        torch.tensor([0, 0, 0, 0, 1.0, 1.0])) / (1 + torch.tensor(-0.5).exp()))  # fmt: skip
+
+
+def test_attention_that_sees_nothing_has_no_lse_and_no_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in (*qkv(3)[:2], torch.randn(1, 3, 2, 6)))
+    o, lse = attention(q, k, v, return_lse=True)
+    assert torch.equal(lse[..., :17], torch.full((1, 4, 17), -torch.inf))
+    assert not o[:, :17].any()
+    grads = torch.autograd.grad(o.sum() + lse[..., 17:].sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in grads)
+    assert not grads[0][:, :17].any()
+
+
+def test_attention_features_reject_faults_by_name() -> None:
+    q, k, v = qkv()
+    for options, error, word in [
+        ({"g": torch.zeros(1, 20, 2)}, ValueError, "g: want shape"),
+        ({"g": torch.zeros(1, 20, 4), "causal": False}, ValueError, "g: want causal"),
+        ({"sinks": torch.zeros(2)}, ValueError, "sinks: want shape"),
+        ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, "alibi_slopes: want shape"),
+        ({"sinks": torch.zeros(4).long()}, TypeError, "sinks: want a floating"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"cu_seqlens_k": CU_K}, ValueError, "cu_seqlens_k: wants"),
+        ({"cu_seqlens": CU, "cu_seqlens_k": CU_K}, ValueError, "cu_seqlens: want offsets"),
+        ({"impl": "triton"}, NotImplementedError, "impl='triton'"),
+        ({"impl": "fast"}, ValueError, "impl: want None"),
+    ]:
+        with pytest.raises(error, match=word):
+            attention(q, k, v, **options)

@@ -1,0 +1,139 @@
+"""flash_attn's names: what they return, packed and paged, caches that grow."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.softmax import op
+from slipstream.kernels.softmax.cache import Cache
+from slipstream.ops.attention import attention
+from slipstream.ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from slipstream.ops.rotary import rotary_embedding, rotary_tables
+
+close = torch.testing.assert_close
+PAGE = 3
+
+
+def qkv(B: int = 2, T: int = 4, S: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(B, T, 4, 8), torch.randn(B, S, 2, 8), torch.randn(B, S, 2, 8)
+
+
+def paged(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S, ...] as shuffled pages and their table."""
+    B, S = x.shape[:2]
+    order = torch.randperm(B * S // PAGE)
+    pages = x.reshape(B * S // PAGE, PAGE, *x.shape[2:])[order]
+    return pages, order.argsort().view(B, S // PAGE).int()
+
+
+def test_flash_attn_func_is_attention_that_sees_all() -> None:
+    q, k, v = qkv()
+    close(flash_attn_func(q, k, v), attention(q, k, v, causal=False))
+    slopes = torch.rand(4)
+    o, lse, none = flash_attn_func(q, k, v, 0.0, 0.5, True, (5, 0), 3.0, slopes, False, True)
+    want = attention(q, k, v, scale=0.5, window_size=(5, 0), softcap=3.0, alibi_slopes=slopes,
+                     return_lse=True)  # fmt: skip
+    close((o, lse), want)
+    assert none is None
+
+
+def test_flash_attn_varlen_func_is_each_sequence_alone() -> None:
+    q, k, v = torch.randn(9, 4, 8), torch.randn(14, 2, 8), torch.randn(14, 2, 8)
+    cu_q, cu_k = torch.tensor([0, 2, 2, 9]).int(), torch.tensor([0, 6, 7, 14]).int()
+    o, lse, _ = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 7, 7, causal=True, return_attn_probs=True
+    )
+    for a, b, c, d in ((0, 2, 0, 6), (2, 9, 7, 14)):
+        want = attention(q[None, a:b], k[None, c:d], v[None, c:d], return_lse=True)
+        close((o[None, a:b], lse[None, :, a:b]), want)
+
+
+def test_flash_attn_varlen_func_reads_pages() -> None:
+    q, k, v = torch.randn(9, 4, 8), *qkv()[1:]
+    (pages, table), values = paged(k), torch.empty(0)
+    values = v.reshape(-1, PAGE, 2, 8)[table.flatten().long().argsort()]
+    cu_q, cu_k = torch.tensor([0, 2, 9]).int(), torch.tensor([0, 8, 19]).int()
+    o = flash_attn_varlen_func(q, pages, values, cu_q, cu_k, causal=True, block_table=table)
+    for n, (a, b, S) in enumerate(((0, 2, 8), (2, 9, 11))):
+        close(o[None, a:b], attention(q[None, a:b], k[n : n + 1, :S], v[n : n + 1, :S]))
+
+
+@pytest.mark.parametrize("kind", ["rows", "pages", "leftpad"])
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0)], ids=["all", "window"])
+def test_cache_grows_and_is_read(kind: str, window: tuple[int, int]) -> None:
+    q, k, v = qkv(2, 2)
+    new_k, new_v = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 2, 8)
+    lengths = torch.tensor([7, 3], dtype=torch.int32)
+    cos, sin = rotary_tables(torch.arange(20), 6)
+    given: dict[str, Any] = {"cache_seqlens": lengths, "window_size": window, "causal": True}
+    pad = torch.tensor([2, 0])
+    if kind == "rows":
+        rows = torch.tensor([1, 0])
+        given |= {"k_cache": k.flip(0).clone(), "v_cache": v.flip(0).clone()}
+        given |= {"cache_batch_idx": rows}
+    elif kind == "pages":
+        given["k_cache"], given["block_table"] = paged(k)
+        at = given["block_table"].flatten().long().argsort()
+        given["v_cache"] = v.reshape(-1, PAGE, 2, 8)[at]
+    else:
+        given |= {"k_cache": k.clone(), "v_cache": v.clone(), "cache_leftpad": pad}
+    o, lse = flash_attn_with_kvcache(
+        q, k=new_k, v=new_v, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False,
+        return_softmax_lse=True, **given,
+    )  # fmt: skip
+    again = flash_attn_with_kvcache(
+        rotary_embedding(q, cos, sin, positions=lengths[:, None] + torch.arange(2)),
+        **{**given, "cache_seqlens": lengths + 2},
+    )
+    close(again, o)  # the new keys are in the cache
+    for n, length in enumerate(lengths.tolist()):
+        at = length + torch.arange(2)
+        begin = int(pad[n]) if kind == "leftpad" else 0
+        qn, kn = (rotary_embedding(x[n : n + 1], cos, sin, positions=at) for x in (q, new_k))
+        keys = torch.cat([k[n : n + 1, begin:length], kn], 1)
+        values = torch.cat([v[n : n + 1, begin:length], new_v[n : n + 1]], 1)
+        want = attention(qn, keys, values, window_size=window, return_lse=True)
+        close((o[n : n + 1], lse[n : n + 1]), want)
+
+
+def test_cache_calls_pass_opcheck_and_compile() -> None:
+    q, k, v = qkv(2, 1)
+    lengths = torch.tensor([7, 3])
+    call = Cache(q, k, v, lengths, sinks=torch.randn(4))
+    torch.library.opcheck(op.decode, (*call, 0.3, -1, 0, 0.0, "eager"))
+    new = torch.randn(2, 1, 2, 8)
+    torch.library.opcheck(op.append, (k, v, new, new, lengths, None, None, "eager"))
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    caches = [(k.clone(), v.clone()) for _ in range(2)]
+    want = flash_attn_with_kvcache(q, *caches[0], new, new, cache_seqlens=lengths)
+    close(compiled(q, *caches[1], new, new, cache_seqlens=lengths), want)
+    close(caches[0], caches[1])
+
+
+def test_flash_attn_names_reject_faults_by_name() -> None:
+    q, k, v = qkv()
+    kv, flat = {"k_cache": k, "v_cache": v}, torch.randn(9, 4, 8)
+    cu, table = torch.tensor([0, 9]), torch.zeros(2, 1).int()
+    for call, error, word in [
+        (lambda: flash_attn_func(q, k, v, dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (lambda: flash_attn_varlen_func(q, k, v, cu, cu), ValueError, "q: want 3"),
+        (lambda: flash_attn_varlen_func(flat, k, v, cu, cu), ValueError, "k: want 3"),
+        (lambda: flash_attn_with_kvcache(q, **kv, k=k), ValueError, "k: wants v"),
+        (lambda: flash_attn_with_kvcache(q, **kv, rotary_cos=q), ValueError, "rotary_cos"),
+        (lambda: flash_attn_with_kvcache(q, k[:1], v[:1]), ValueError, "k_cache: want at least"),
+        (lambda: flash_attn_with_kvcache(q, **kv, block_table=table, cache_leftpad=cu), ValueError,
+         "block_table"),
+        (lambda: flash_attn_with_kvcache(q, **kv, cache_batch_idx=cu.float()), TypeError,
+         "cache_batch_idx"),
+        (lambda: flash_attn_with_kvcache(q, **kv, k=k, v=v, cache_seqlens=9), ValueError,
+         "cache_seqlens"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=word):
+            call()
