@@ -29,7 +29,7 @@ _NAMED = (
 def choose_impl(
     impl: str | None, x: Tensor, refuses: Callable[..., str | None], *given: Any
 ) -> str:
-    """ "eager", "triton" or "reference".
+    """One of eager, triton and reference.
 
     None is Triton on CUDA where it takes the call, else eager.
 
@@ -71,4 +71,6 @@ def shared_memory(index: int) -> int:
     """Bytes of it that a program may use."""
     if index < 0:
         return 1 << 16
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    # AMD's have no more than the rest of them
+    properties = torch.cuda.get_device_properties(index)
+    return getattr(properties, "shared_memory_per_block_optin", 1 << 16)

@@ -6,7 +6,10 @@ from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.varlen import check_cu_seqlens_values
+from slipstream.kernels.conv import op
 from slipstream.kernels.conv.eager import convolve, last_inputs
+from slipstream.kernels.conv.reference import conv_reference
+from slipstream.kernels.launching import choose_impl
 
 
 def short_convolution(
@@ -19,6 +22,7 @@ def short_convolution(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Depthwise causal convolution along the tokens.
 
@@ -34,6 +38,7 @@ def short_convolution(
             first; None is 0. The oldest is not read.
         output_final_state: also return the state after the last token.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+        impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
         y in x's shape and dtype, and the final state [N, D, W] in x's dtype, or None.
@@ -61,10 +66,17 @@ def short_convolution(
     checks.expect_floating({"initial_state": initial_state, "residual": residual})
     given = {"x": x, "residual": residual, "initial_state": initial_state}
     checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    state = None if initial_state is None else initial_state.to(wide)
-    y = _finish(convolve(x.to(wide), weight.to(wide), state, cu_seqlens), bias, activation)
-    y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+    impl = choose_impl(impl, x, op.refuses, weight, bias, residual, initial_state, cu_seqlens)
+    if impl == "triton":
+        silu = activation is not None
+        y = op.convolution(x, weight, bias, residual, initial_state, cu_seqlens, silu)
+    else:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        state = None if initial_state is None else initial_state.to(wide)
+        given = (x.to(wide), weight.to(wide), state, cu_seqlens)
+        y = conv_reference(*given)[0] if impl == "reference" else convolve(*given)
+        y = _finish(y, bias, activation)
+        y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
     if not output_final_state:
         return y, None
     state = None if initial_state is None else initial_state.to(x.dtype)
@@ -79,19 +91,26 @@ def short_convolution_update(
     *,
     activation: str | None = None,
     residual: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """One token of short_convolution for each of N sequences; the state moves on in place.
 
     Args:
         x: [N, D] or [N, 1, D], any floating dtype.
-        state: [N, D, W], any floating dtype, as short_convolution returns it; overwritten.
+        state: [N, D, W], any floating dtype and strides, as short_convolution returns it;
+            overwritten. With state_indices a pool [S, D, W].
         weight, bias, activation, residual: as short_convolution; residual in x's shape.
+        state_indices: int32 or int64 [N], which state of the pool is each sequence's, none twice;
+            below 0 there is none: nothing is written and y is 0.
+        impl: as short_convolution; Triton makes no gradients here.
 
     Returns:
         y in x's shape and dtype. Gradients reach x and weight, not what the state held before.
 
     Raises:
-        ValueError: a shape does not fit or the activation is unknown. TypeError: not floating.
+        ValueError: a shape does not fit, the activation is unknown or, on the CPU, an index is past
+            the pool. TypeError: dtypes.
 
     Cost: 2 N D W flops, one read and write of the state.
     """
@@ -101,18 +120,49 @@ def short_convolution_update(
     else:
         checks.expect_rank("x", x, 2, "[N, D] or [N, 1, D]")
     _check(x, weight, bias, activation)
-    checks.expect_shape("state", state, (x.shape[0], *weight.shape))
+    slots = x.shape[0]
+    if state_indices is not None:
+        checks.expect_rank("state", state, 3, "[S, D, W]")
+        checks.expect_shape("state_indices", state_indices, x.shape[:1])
+        if state_indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"state_indices: want int32 or int64, got {state_indices.dtype}")
+        slots = state.shape[0]
+    checks.expect_shape("state", state, (slots, *weight.shape))
     checks.expect_floating({"state": state, "residual": residual})
-    checks.expect_one_device({"x": x, "state": state, "residual": residual})
+    given = {"x": x, "state": state, "residual": residual, "state_indices": state_indices}
+    checks.expect_one_device(given)
     if residual is not None:
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
-    window = torch.cat([state[..., 1:], token[..., None].to(state.dtype)], dim=-1)  # [N, D, W]
-    state.copy_(window.detach())
+    impl = choose_impl(impl, x, op.refuses_update, weight, bias, residual, state)
+    if impl == "triton":
+        extra = None if residual is None else residual.reshape(token.shape)
+        silu = activation is not None
+        return op.update(token, state, weight, bias, extra, state_indices, silu).view(x.shape)
+    window, live = _move_on(token, state, state_indices)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = (window.to(wide) * weight.to(wide)).sum(-1).view(x.shape)
     y = _finish(y, bias, activation)
-    return y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+    y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+    return y if live is None else y * live.view(-1, *[1] * (x.dim() - 1)).to(y.dtype)
+
+
+def _move_on(token: Tensor, state: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The windows [N, D, W] after the token, in place in the state; and who has one."""
+    if indices is None:
+        window = torch.cat([state[..., 1:], token[..., None].to(state.dtype)], dim=-1)
+        state.copy_(window.detach())
+        return window, None
+    live = indices >= 0
+    slots = indices.long()[live]
+    if indices.device.type == "cpu" and slots.numel() and int(slots.max()) >= state.shape[0]:
+        raise ValueError(
+            f"state_indices: want less than the {state.shape[0]} states, got {int(slots.max())}"
+        )
+    window = token.new_zeros(*token.shape, state.shape[-1], dtype=state.dtype)
+    moved = torch.cat([state[slots][..., 1:], token[live][..., None].to(state.dtype)], dim=-1)
+    state[slots] = moved.detach()
+    return window.masked_scatter(live[:, None, None], moved), live
 
 
 def _finish(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.kernels.launching import choose_impl
 from slipstream.kernels.loss import op
 from slipstream.kernels.loss.reference import Terms
 
@@ -20,6 +21,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     reduction: str = "mean",
+    impl: str | None = None,
 ) -> Tensor:
     """Cross entropy of class targets, in nats.
 
@@ -36,6 +38,7 @@ def cross_entropy(
         logit_scale: factor before everything else.
         reduction: "mean" over the rows that count (0 if there are none, where torch has NaN),
             "sum", or "none" for shape [...].
+        impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
         The loss, float32, or float64 for float64 logits.
@@ -44,7 +47,8 @@ def cross_entropy(
         ValueError: shapes do not fit, an option is out of range, or a target is outside [0, V)
             (looked at on the CPU, outside of torch.compile). TypeError: dtypes.
 
-    Cost: one array of the size of logits, kept for backward.
+    Cost: on CUDA one read of logits and, if gradients are wanted, one write of them, which "mean"
+        and "sum" make in the forward; elsewhere one array of logits' size, kept for backward.
     Source: Szegedy et al., Rethinking the Inception Architecture, 2015, section 7 (smoothing);
         Chowdhery et al., PaLM, 2022, section 5 (z loss).
     """
@@ -57,11 +61,10 @@ def cross_entropy(
         target, logits.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    rows = op.cross_entropy_rows(wide.reshape(-1, wide.shape[-1]), target.reshape(-1), terms)
-    if reduction == "none":
-        return rows.view(target.shape)
-    return _mean(rows.sum(), target, ignore_index) if reduction == "mean" else rows.sum()
+    impl = choose_impl(impl, logits, _refuses, logits.shape[-1], True)
+    rows, ids = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    loss = op.cross_entropy(rows, ids, terms, reduction, impl)
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 def linear_cross_entropy(
@@ -76,6 +79,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     reduction: str = "mean",
+    impl: str | None = None,
 ) -> Tensor:
     """Cross entropy of logits = hidden weight^T + bias that are never held, in nats.
 
@@ -120,15 +124,18 @@ def linear_cross_entropy(
         target, hidden.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
+    impl = choose_impl(impl, hidden, _refuses, weight.shape[0], False)
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    if reduction == "none":
-        return op.linear_cross_entropy_rows(rows, weight, bias, ids, terms).view(target.shape)
-    loss = op.linear_cross_entropy_sum(rows, weight, bias, ids, terms)
-    return _mean(loss, target, ignore_index) if reduction == "mean" else loss
+    loss = op.linear_cross_entropy(rows, weight, bias, ids, terms, reduction, impl)
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _mean(total: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    return total / (target != ignore_index).sum().clamp(min=1)
+def _refuses(x: Tensor, size: int, traced: bool) -> str | None:
+    if size == 0 or x.shape[-1] == 0:
+        return "there are no classes or features"
+    if traced and torch.compiler.is_compiling():
+        return "torch.compile makes its own kernel of it"
+    return None
 
 
 def _check_reduction(reduction: str) -> None:

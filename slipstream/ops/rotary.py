@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks
-from slipstream.kernels.pointwise.rotary import rotary
+from slipstream.kernels.launching import choose_impl
+from slipstream.kernels.pointwise.rotary import TritonRotary, refuses, rotary, rotary_reference
 
 
 def rotary_embedding(
@@ -14,6 +15,7 @@ def rotary_embedding(
     *,
     positions: Tensor | None = None,
     interleaved: bool = False,
+    impl: str | None = None,
 ) -> Tensor:
     """Turns pairs of features by an angle that grows with the position.
 
@@ -24,8 +26,10 @@ def rotary_embedding(
         cos, sin: [S, R/2], a row for each position, R <= D even, D - R features stay; or
             [B or 1, T, R/2], a row for each token, without positions. No gradient reaches them.
         positions: int32 or int64 [T] or [B, T], rows of cos and sin; None is 0, 1, ..., T - 1.
-            On the CPU a position outside of the table is torch's IndexError.
+            On the CPU a position outside of the table is torch's IndexError; the kernel takes the
+            nearest row.
         interleaved: the pairs are (2i, 2i + 1), as GPT-J, not (i, i + R/2), as GPT-NeoX.
+        impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
         y in x's shape and dtype.
@@ -33,7 +37,7 @@ def rotary_embedding(
     Raises:
         ValueError: shapes do not fit. TypeError: dtypes.
 
-    Cost: 3 reads or writes of x's size.
+    Cost: on CUDA one read and one write of x, elsewhere 3 reads or writes of its size.
     Source: Su et al., RoFormer, 2021, eq. 34.
     """
     checks.expect_rank("x", x, 4, "[B, T, H, D]")
@@ -46,9 +50,14 @@ def rotary_embedding(
             f"cos: want at most {x.shape[-1] // 2} columns, half of x's features, "
             f"got {cos.shape[-1]}"
         )
+    positions = _check_rows(cos, x, positions)
+    impl = choose_impl(impl, x, refuses, cos.shape[-1])
+    if impl == "triton":
+        return TritonRotary.apply(x, cos, sin, positions, interleaved)
     cos, sin = (_rows(table, x, positions) for table in (cos, sin))
+    run = rotary_reference if impl == "reference" else rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = rotary(x.to(wide), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], interleaved)
+    y = run(x.to(wide), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], interleaved)
     return y.to(x.dtype)
 
 
@@ -103,25 +112,33 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     return (token - start[sequence])[None]
 
 
-def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
+def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | None:
+    """positions as [1 or B, T], if there are any."""
     batch, tokens = x.shape[:2]
     if table.dim() == 3:
         if positions is not None:
             raise ValueError("positions: want None beside cos and sin that have a row per token")
         rows = batch if table.shape[0] != 1 else 1
         checks.expect_shape("cos", table, (rows, tokens, table.shape[-1]))
-        return table
+        return None
     checks.expect_rank("cos", table, 2, "[S, R/2] or [B, T, R/2]")
     if positions is None:
         if table.shape[0] < tokens:
             raise ValueError(
                 f"cos: want at least {tokens} rows, one per token, got {table.shape[0]}"
             )
-        return table[None, :tokens]
+        return None
     if positions.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"positions: want int32 or int64, got {positions.dtype}")
     if positions.dim() == 1:
-        positions = positions[None]
+        checks.expect_shape("positions", positions, (tokens,))
+        return positions[None]
     checks.expect_shape("positions", positions, (batch, tokens))
-    return table[positions]
+    return positions
+
+
+def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
+    if table.dim() == 3:
+        return table
+    return table[None, : x.shape[1]] if positions is None else table[positions]

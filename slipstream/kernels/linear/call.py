@@ -19,8 +19,7 @@ from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import refuses
 
 CANDIDATES = (
-    # not by itself: of many runs on an H200 one gave other bits the second time (docs/log.md)
-    Candidate("triton", "portable Triton kernels, on CUDA", refuses, by_name_only=True),
+    Candidate("triton", "portable Triton kernels, on CUDA", refuses),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )

@@ -1,6 +1,7 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
 graph holds neither the logits nor the loop over chunks."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,28 +14,71 @@ from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import Terms, rows_reference
 
 
-def cross_entropy_rows(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
+def cross_entropy(
+    logits: Tensor, target: Tensor, terms: Terms, reduction: str, impl: str
+) -> Tensor:
+    """logits [N, V], target [N] -> loss [N] or []."""
+    if impl != "triton":
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        rows = cross_entropy_rows(wide, target, terms, impl)
+        return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
+    expect_ids("target", target, logits.shape[1], terms.ignore_index)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    target = target.contiguous()
+    if reduction == "none":
+        return _TritonRows.apply(logits, target, terms)
+    grads = torch.is_grad_enabled() and logits.requires_grad
+    return _TritonReduced.apply(logits, target, terms, reduction == "mean", grads)
+
+
+def cross_entropy_rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
     """logits [N, V] float32 or float64, target [N] -> loss [N]."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or impl == "reference":
         return rows_reference(logits, target, terms)
     expect_ids("target", target, logits.shape[1], terms.ignore_index)
     return _CrossEntropy.apply(logits, target, terms)
 
 
-def linear_cross_entropy_rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    terms: Terms,
+    reduction: str,
+    impl: str,
 ) -> Tensor:
-    """hidden [N, D], weight [V, D], bias [V], target [N] -> loss [N]; logits are made twice."""
-    return _LinearRows.apply(hidden, weight, bias, target, terms)
-
-
-def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms
-) -> Tensor:
-    """The sum of the rows' losses, whose gradient is made in the forward if it is wanted."""
+    """hidden [N, D], weight [V, D], bias [V], target [N] -> loss [N], or [] whose gradient is made
+    in the forward if it is wanted."""
+    if impl == "reference":
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
+        return cross_entropy(logits, target, terms, reduction, impl)
+    if reduction == "none":
+        return _LinearRows.apply(hidden, weight, bias, target, terms, impl)
     given = (hidden, weight) if bias is None else (hidden, weight, bias)
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return _LinearSum.apply(hidden, weight, bias, target, terms, grads)
+    if impl == "triton" and not torch.compiler.is_compiling():
+        expect_ids("target", target, weight.shape[0], terms.ignore_index)
+        mean = reduction == "mean"
+        return _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads)
+    loss = _LinearSum.apply(hidden, weight, bias, target, terms, grads, impl)
+    return _reduced(loss, target, terms, reduction)
+
+
+def _reduced(total: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+    if reduction == "sum":
+        return total
+    return total / (target != terms.ignore_index).sum().clamp(min=1)
+
+
+@cache
+def _launch() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.loss.triton import launch
+
+    return launch
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -64,8 +108,9 @@ class _LinearSum(torch.autograd.Function):
         target: Tensor,
         terms: Terms,
         grads: bool,
+        impl: str,
     ) -> Tensor:
-        loss, *gradients = _LINEAR(hidden, weight, bias, target, None, *terms, grads)
+        loss, *gradients = _LINEAR(hidden, weight, bias, target, None, *terms, grads, impl)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
@@ -78,7 +123,7 @@ class _LinearSum(torch.autograd.Function):
         dhidden = dhidden * dloss.to(dhidden.dtype)
         dweight = (dweight * dloss).to(weight_dtype)
         dbias = None if bias_dtype is None else (dbias * dloss).to(bias_dtype)
-        return dhidden, dweight, dbias, None, None, None
+        return dhidden, dweight, dbias, None, None, None, None
 
 
 class _LinearRows(torch.autograd.Function):
@@ -90,18 +135,110 @@ class _LinearRows(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         terms: Terms,
+        impl: str,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.terms = terms
-        return _LINEAR(hidden, weight, bias, target, None, *terms, False)[0]
+        ctx.terms, ctx.impl = terms, impl
+        return _LINEAR(hidden, weight, bias, target, None, *terms, False, impl)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
-        _, dhidden, dweight, dbias = _LINEAR(hidden, weight, bias, target, dloss, *ctx.terms, True)
+        _, dhidden, dweight, dbias = _LINEAR(
+            hidden, weight, bias, target, dloss, *ctx.terms, True, ctx.impl
+        )
         dbias = None if bias is None else dbias.to(bias.dtype)
-        return dhidden, dweight.to(weight.dtype), dbias, None, None
+        return dhidden, dweight.to(weight.dtype), dbias, None, None, None
+
+
+class _TritonRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
+        loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+        _launch().cross_entropy(logits, target, terms, loss=loss, lse=lse)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.terms = terms
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        logits, target, lse = ctx.saved_tensors
+        return _again(logits, target, lse, ctx.terms, dloss), None, None
+
+
+class _TritonReduced(torch.autograd.Function):
+    """The gradient is made in the forward, beside the loss, and scaled in place by what comes in,
+    which is nearly always 1. It is given away then: a second backward makes it from the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool
+    ) -> Tensor:
+        loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+        grad = logits.new_empty(logits.shape) if grads else None
+        factor = _launch().inverse_count(target, terms.ignore_index) if mean else None
+        _launch().cross_entropy(logits, target, terms, loss=loss, lse=lse, grad=grad, weight=factor)
+        ctx.save_for_backward(logits, target, lse, factor)
+        ctx.terms, ctx.made = terms, grad
+        total = loss.sum()
+        return total if factor is None else total * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        made, ctx.made = ctx.made, None
+        if made is not None:
+            return _launch().scale_(made, dloss), None, None, None, None
+        logits, target, lse, factor = ctx.saved_tensors
+        dloss = dloss if factor is None else dloss * factor
+        return _again(logits, target, lse, ctx.terms, dloss), None, None, None, None
+
+
+def _again(logits: Tensor, target: Tensor, lse: Tensor, terms: Terms, dloss: Tensor) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    _launch().cross_entropy(logits, target, terms, lse=lse, grad=grad, weight=dloss, has_lse=True)
+    return grad
+
+
+class _TritonLinear(torch.autograd.Function):
+    """As _TritonReduced, through the linear layer; a second backward makes everything again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        terms: Terms,
+        mean: bool,
+        grads: bool,
+    ) -> Tensor:
+        factor = _launch().inverse_count(target, terms.ignore_index) if mean else None
+        # a float16 gradient of one row's share of the mean would underflow
+        late = hidden.dtype == torch.float16
+        loss, *made = _launch().linear_rows(
+            hidden, weight, bias, target, None if late else factor, terms, grads
+        )
+        ctx.save_for_backward(hidden, weight, bias, target, factor)
+        ctx.terms, ctx.late, ctx.made = terms, late, made if grads else None
+        total = loss.sum()
+        return total if factor is None else total * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        made, ctx.made = ctx.made, None
+        hidden, weight, bias, target, factor = ctx.saved_tensors
+        if made is None:
+            each = None if ctx.late else factor
+            _, *made = _launch().linear_rows(hidden, weight, bias, target, each, ctx.terms, True)
+        if ctx.late and factor is not None:
+            dloss = dloss * factor
+        dhidden, dweight, dbias = (_launch().scale_(x, dloss) for x in made)
+        return dhidden, dweight, None if bias is None else dbias, None, None, None, None
 
 
 def _linear(
@@ -116,9 +253,12 @@ def _linear(
     z_loss: float,
     logit_scale: float,
     grads: bool,
+    impl: str = "eager",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     expect_ids("target", target, weight.shape[0], ignore_index)
     terms = Terms(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    if impl == "triton":
+        return _launch().linear_rows(hidden, weight, bias, target, dloss, terms, grads)
     return eager.linear_rows(hidden, weight, bias, target, dloss, terms, grads)
 
 
@@ -134,19 +274,23 @@ def _linear_fake(
     z_loss: float,
     logit_scale: float,
     grads: bool,
+    impl: str = "eager",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     loss = hidden.new_empty(hidden.shape[0], dtype=wide)
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=wide)
-    return loss, torch.empty_like(hidden), torch.empty_like(weight, dtype=wide), dbias
+    kept = weight.dtype if impl == "triton" else wide  # of dweight and dbias
+    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=kept)
+    dweight = weight.new_empty(weight.shape, dtype=kept)
+    return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
 _LINEAR = define(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? dloss, int ignore_index, "
-    "float label_smoothing, float softcap, float z_loss, float logit_scale, bool grads) "
+    "float label_smoothing, float softcap, float z_loss, float logit_scale, bool grads, "
+    'str impl="eager") '
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _linear,
     _linear_fake,

@@ -11,6 +11,7 @@ mean = 0 and the rms it gives the gradient of the rms norm but for one term, add
 At [8, 256, 256] on one core of the demo's machine: 0.6 ms forward and backward, F.rms_norm 1.7.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,75 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.kernels.norm.reference import rms_reference
+from slipstream.kernels.norm.terms import Norm
+
+ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def compose(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    n: Norm,
+    rms: Callable[..., Tensor],
+    layer: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor]:
+    """y and h of any norm, out of the two given, which take a row."""
+    h = _residual_sum(x, residual, n.wide_h)
+    wide = _wide(h)
+    opening = None if gate is None else ACTIVATIONS[n.activation](gate.to(wide.dtype))
+    if opening is not None and n.gate_first:
+        wide = wide * opening
+    factor = _factor(weight, wide, n.zero_centered)
+    offset = None if bias is None else bias.to(wide.dtype)
+    if n.l2:
+        y = _l2(wide, n.eps, x.requires_grad, rms)
+    elif n.groups:
+        groups = wide.unflatten(-1, (n.groups, x.shape[-1] // n.groups))
+        y = layer(groups, None, None, n.eps) if n.centre else rms(groups, None, n.eps)
+        y = _affine(y.flatten(-2), factor, offset)
+    elif n.centre:
+        y = layer(wide, factor, offset, n.eps)
+    else:
+        y = _affine(rms(wide, factor, n.eps), None, offset)
+    if opening is not None and not n.gate_first:
+        y = y * opening
+    return y.to(x.dtype), h
+
+
+def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:
+    size = max(x.shape[-1], 1)
+    if not (torch.is_grad_enabled() and grads):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square_().add_(eps).rsqrt_()
+    # sum = D mean: an rms norm with eps / D, times 1 / sqrt(D)
+    return rms(x, x.new_full((x.shape[-1],), size**-0.5), eps / size)
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias, y, weight)
+    if weight is not None:
+        return y * weight
+    return y if bias is None else y + bias
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype of the arithmetic: float64 stays, everything else is float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _factor(weight: Tensor | None, x: Tensor, zero_centered: bool) -> Tensor | None:
+    if weight is None:
+        return None
+    return weight.to(x.dtype) + 1 if zero_centered else weight.to(x.dtype)
+
+
+def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
+    h = x.float() if in_fp32 and x.dtype != torch.float64 else x
+    return h if residual is None else h + residual
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -58,3 +58,40 @@ def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     return x[..., :half], x[..., half : 2 * half]
+
+
+class TritonRotary(torch.autograd.Function):
+    """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+    ) -> Tensor:
+        from slipstream.kernels.pointwise.triton.rotary import turn
+
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.interleaved = interleaved
+        return turn(x, cos, sin, positions, interleaved, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from slipstream.kernels.pointwise.triton.rotary import turn
+
+        cos, sin, positions = ctx.saved_tensors
+        dx = turn(dy, cos, sin, positions, ctx.interleaved, True)
+        return dx, None, None, None, None
+
+
+def refuses(x: Tensor, half: int) -> str | None:
+    """Why the Triton kernel can't take a call, or None if it can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile makes its own kernel of it"
+    if half == 0:
+        return "no features turn"
+    return None

@@ -22,7 +22,6 @@ from slipstream.kernels.linear.triton.walk import (
     state_scan_kernel,
 )
 
-
 # What backward is given where nobody wants the gradient of g, which takes a third of its time.
 NO_GATE_GRADIENT = {"gate_gradient": False}
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
@@ -28,16 +29,24 @@ def refuses(terms: Terms) -> str | None:
         return f"K and V may be at most {WIDEST}"
     if only_by_token(terms):
         return None
-    if terms.a is not None and terms.b is not None:
-        if terms.a.dtype != terms.q.dtype or terms.b.dtype != terms.q.dtype:
-            return "q, a and b differ in dtype"
+    if any(x is not None and x.dtype != terms.q.dtype for x in (terms.a, terms.b)):
+        return "q, a and b differ in dtype"
     if terms.beta is not None and terms.beta.dim() != 3:
         return "it takes one beta a token"
     if terms.p is not None and terms.p.dtype != terms.q.dtype:
         return "q and p differ in dtype"
     if terms.p is not None and terms.decay == "channel":
         return "it has no decay per channel with p"
+    wide = terms.transition == "dplr" or (terms.transition == "delta" and terms.decay == "channel")
+    if wide and terms.q.dtype == torch.float32 and _is_hopper(terms.q.device):
+        # kda with K = 30 and weak gates, with ptxas 12.8 and 13.0 (docs/log.md)
+        return "in float32 its gradients' kernel makes an illegal access on sm_90"
     return None
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def only_by_token(terms: Terms) -> bool:

@@ -153,6 +153,35 @@ def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
     return begin, length.to(tl.int32), i_s.to(tl.int32)
 
 
+@triton.jit
+def _place(
+    cu_ptr, slot, T, N, segment, SPAN: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Of a slot: first token, tokens, batch entry, tokens of it before, and its first span."""
+    i_n = slot.to(tl.int64)
+    if SPLIT:
+        begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
+        i_b = 0 if PACKED else slot // tl.cdiv(T, segment)
+        skip = i_s * segment
+        begin += skip
+        length = tl.minimum(length - skip, segment)
+        first_span = i_n * tl.cdiv(segment, SPAN)
+    elif PACKED:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        length = tl.maximum(end - begin, 0).to(tl.int32)
+        i_b = 0
+        skip = tl.full((), 0, tl.int32)
+        first_span = begin // SPAN + i_n
+    else:
+        begin = i_n * T
+        length = T
+        i_b = slot
+        skip = tl.full((), 0, tl.int32)
+        first_span = i_n * tl.cdiv(T, SPAN)
+    return begin, length, i_b, skip, first_span
+
+
 _SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "spans"]
 _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
@@ -222,26 +251,9 @@ def linear_walk_kernel(
     i_h = (pid // NX) % HV
     slot = pid // NX // HV
     i_n = slot.to(tl.int64)
-    if SPLIT:
-        begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
-        i_b = 0 if PACKED else slot // tl.cdiv(T, segment)
-        skip = i_s * segment
-        begin += skip
-        length = tl.minimum(length - skip, segment)
-        first_span = i_n * tl.cdiv(segment, SPAN * C)
-    elif PACKED:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        length = tl.maximum(end - begin, 0).to(tl.int32)
-        i_b = 0
-        skip = tl.full((), 0, tl.int32)
-        first_span = begin // (SPAN * C) + i_n
-    else:
-        begin = i_n * T
-        length = T
-        i_b = slot
-        skip = tl.full((), 0, tl.int32)
-        first_span = i_n * tl.cdiv(T, SPAN * C)
+    begin, length, i_b, skip, first_span = _place(
+        cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
+    )
 
     o_c = tl.arange(0, C)
     o_d = tl.arange(0, BD)

@@ -1,0 +1,1 @@
+"""Portable Triton kernels of the short convolution; imported only when one is chosen."""

@@ -1,0 +1,131 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Launches of the short convolution: no synchronisation, nothing that depends on device values.
+
+Memory beyond results: packed, two numbers a token; backward, W + 1 numbers a channel for each of P
+programs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.conv.triton.conv import (
+    conv_bwd_kernel,
+    conv_fwd_kernel,
+    conv_state_bwd_kernel,
+    conv_update_kernel,
+    conv_where_kernel,
+)
+from slipstream.kernels.launching import on, processors
+
+
+class Tile(NamedTuple):
+    """BT tokens, BD channels, warps, programs at a time on each multiprocessor."""
+
+    BT: int
+    BD: int
+    warps: int
+    per_processor: int
+
+
+# 8 channels a thread forward, 4 backward, which has more rows in registers
+FORWARD = Tile(16, 512, 2, 4)
+BACKWARD = Tile(16, 256, 2, 4)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """y [B, T, D], and `where` of packed sequences for backward. All contiguous."""
+    T, D = x.shape[1:]
+    W = weight.shape[1]
+    y = torch.empty_like(x)
+    with on(x.device):
+        where = None if cu_seqlens is None else _where(cu_seqlens, T)
+        tile, P, tiles = _programs(FORWARD, x, W)
+        conv_fwd_kernel[(P * -(-D // tile.BD),)](
+            x, weight, bias, residual, state, where, y, T, tiles,
+            D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
+        )  # fmt: skip
+    return y, where
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    where: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias, dstate."""
+    T, D = x.shape[1:]
+    W = weight.shape[1]
+    dx, dstate = torch.empty_like(x), None
+    with on(x.device):
+        tile, P, tiles = _programs(BACKWARD, x, W)
+        part = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
+        conv_bwd_kernel[(P * -(-D // tile.BD),)](
+            dy, x, weight, bias, state, where, dx, part, T, tiles,
+            D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
+        )  # fmt: skip
+        if state is not None:
+            dstate = torch.empty_like(state)
+            conv_state_bwd_kernel[(-(-D // 128), state.shape[0])](
+                dy, x, weight, bias, state, cu_seqlens, dstate, T, D, W, 128, silu, num_warps=2
+            )
+        sums = part.sum(0)
+    dweight = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format)
+    return dx, dweight, None if bias is None else sums[W].to(bias.dtype), dstate
+
+
+def update(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    indices: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """y [N, D]; all contiguous but state."""
+    N, D = x.shape
+    W = weight.shape[1]
+    y = torch.empty_like(x)
+    BD, BW = 128, 1 << (W - 1).bit_length()
+    with on(x.device):
+        conv_update_kernel[(-(-D // BD), N)](
+            x, state, weight, bias, residual, indices, y, *state.stride(), state.shape[0],
+            D, W, BD, BW, silu, num_warps=2,
+        )  # fmt: skip
+    return y
+
+
+def _programs(tile: Tile, x: Tensor, width: int) -> tuple[Tile, int, int]:
+    """The tile cut to the channels and taps, programs for each block of channels, tiles in all."""
+    B, T, D = x.shape
+    BD = min(tile.BD, max(32, 1 << (D - 1).bit_length()))
+    warps = max(tile.warps * BD // tile.BD, 1)
+    BT = tile.BT if width <= 4 else tile.BT // 2
+    tiles = B * -(-T // BT)
+    most = max(processors(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
+    most = max(most // -(-D // BD), 1)
+    rounds = max(-(-tiles // most), 1)
+    return Tile(BT, BD, warps, tile.per_processor), max(-(-tiles // rounds), 1), tiles
+
+
+def _where(cu_seqlens: Tensor, T: int) -> Tensor:
+    N = cu_seqlens.shape[0] - 1
+    where = torch.empty(2, T, dtype=torch.int32, device=cu_seqlens.device)
+    grid = (-(-T // 1024),)
+    conv_where_kernel[grid](cu_seqlens, where, T, N, N.bit_length(), 1024, num_warps=4)
+    return where

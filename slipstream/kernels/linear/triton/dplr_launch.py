@@ -1,0 +1,396 @@
+"""Launches of the kernels of per-channel decay, and of free a and b: no synchronisation.
+
+Forward: what needs no state (dplr_prepare.py), then the walk. Backward computes that again, walks
+twice, writing for each chunk and head S, dS', x (over U) and y, and takes all gradients from those
+at once. Memory beyond results, in tensors of the size of v at K = V: forward 4.5 for delta, 6 for
+dplr, backward 11 and 14, of which the first 3 to 4 are free again before the gradients are there;
+with grouped heads the gradients of q, k, a, b for each value head.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.delta_tiles import Part
+from slipstream.kernels.linear.triton.dplr_grads import dplr_grads_kernel
+from slipstream.kernels.linear.triton.dplr_prepare import dplr_prepare_kernel
+from slipstream.kernels.linear.triton.dplr_scores import dplr_scores_kernel
+from slipstream.kernels.linear.triton.dplr_tiles import (
+    LIMIT,
+    LIMIT_FLOAT16,
+    DplrTile,
+    choose,
+)
+from slipstream.kernels.linear.triton.dplr_walk import dplr_walk_back_kernel, dplr_walk_kernel
+from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+
+
+class Prepared(NamedTuple):
+    """By the names of dplr_prepare.py."""
+
+    q: Tensor
+    w: Tensor
+    b: Tensor
+    k: Tensor | None
+    u: Tensor
+    total: Tensor | None
+    qb: Tensor
+    qk: Tensor | None
+    ak: Tensor | None
+    r: Tensor | None
+
+
+class Walked(NamedTuple):
+    """By the names of dplr_walk.py."""
+
+    x: Tensor
+    y: Tensor
+    states: Tensor
+    dstates: Tensor
+
+
+@cache
+def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]:
+    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
+
+
+def _tile_of(terms: Terms) -> tuple[DplrTile, int]:
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    return _tile(terms.q.device, K, V, terms.q.element_size())
+
+
+def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
+    terms = _all_contiguous(terms)
+    o = terms.v.new_empty(terms.v.shape)
+    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    with _on(o.device):
+        _walk(terms, _prepare(terms, scale, keep=False), o=o, final=final)
+    return o, final
+
+
+def backward(
+    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term, in its shape and dtype."""
+    given = terms
+    terms = _all_contiguous(terms)
+    do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dstate = None
+    if terms.initial_state is not None:
+        dstate = terms.initial_state.new_empty(terms.state_shape)
+    with _on(do.device):
+        prepared = _prepare(terms, scale, keep=True)
+        walked = _walked(terms, prepared)
+        _walk(terms, prepared, states=walked.states)
+        _walk_back(terms, do, prepared, walked, dfinal, dstate)
+        # what only the walks read gives its memory to the gradients
+        prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
+        scores, dv, dbeta = _scores(terms, do, prepared, walked, scale)
+        del prepared
+        grads = _grads(terms, do, walked, scores, dbeta, scale)
+    grads["v"] = dv
+    if dstate is not None:
+        grads["initial_state"] = dstate
+    for name in ("g", "beta"):
+        if name in grads:
+            like = getattr(given, name)
+            grads[name] = grads[name].view(like.shape).to(like.dtype)
+    return grads
+
+
+def _all_contiguous(terms: Terms) -> Terms:
+    names = ("a", "b", "g", "beta")
+    given = {name: x for name in names if (x := getattr(terms, name)) is not None}
+    return _contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
+
+
+def _options(terms: Terms, part: Part) -> dict[str, Any]:
+    return {
+        "C": _tile_of(terms)[0].C,
+        "PACKED": terms.cu_seqlens is not None,
+        "PRECISION": "ieee" if INTERPRETED else "tf32x3",
+        "num_warps": part.warps,
+        "num_stages": part.stages,
+    }
+
+
+def _gate_options(terms: Terms) -> dict[str, Any]:
+    half = terms.q.dtype == torch.float16
+    return {
+        "STEPS": _tile_of(terms)[0].steps,
+        "DELTA": terms.beta is not None,
+        "HAS_GATE": terms.g is not None,
+        "CHANNEL": terms.decay == "channel",
+        # bfloat16 products are wrong in the interpreter
+        "EXACT": terms.q.dtype == torch.float32 or INTERPRETED,
+        "LIMIT": LIMIT_FLOAT16 if half else LIMIT[terms.q.element_size()],
+    }
+
+
+@cache
+def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
+    ones = torch.ones(C, C, device=device, dtype=dtype)
+    return torch.stack([ones.tril(), ones.tril(-1)])
+
+
+def _ones(terms: Terms) -> Tensor | None:
+    """What dplr_gates.triangle reads."""
+    if terms.g is None:
+        return None
+    exact = _gate_options(terms)["EXACT"]
+    dtype = torch.float32 if exact else torch.bfloat16
+    return _triangles(terms.q.device, _tile_of(terms)[0].C, dtype)
+
+
+def _slots(terms: Terms) -> int:
+    """Chunks, at most (delta_solve.find_chunk)."""
+    B, T = terms.q.shape[:2]
+    C = _tile_of(terms)[0].C
+    return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
+
+
+def _prepare(terms: Terms, scale: float, *, keep: bool) -> Prepared:
+    _, T, HV, V = terms.v.shape
+    H, K = terms.q.shape[2:]
+    tile, WIDE = _tile_of(terms)
+    slots, C, v = _slots(terms), tile.C, terms.v
+    delta = terms.beta is not None
+    out = Prepared(
+        q=v.new_empty(slots, HV, C, WIDE),
+        w=v.new_empty(slots, HV, C, WIDE),
+        b=v.new_empty(slots, HV, C, WIDE),
+        k=None if delta else v.new_empty(slots, HV, C, WIDE),
+        u=v.new_empty(slots, HV, V, C),
+        total=None if terms.g is None else v.new_empty(slots, HV, WIDE, dtype=torch.float32),
+        qb=v.new_empty(slots, HV, C, C),
+        qk=None if delta else v.new_empty(slots, HV, C, C),
+        ak=v.new_empty(slots, HV, C, C) if keep and not delta else None,
+        r=v.new_empty(slots, HV, C, C) if keep else None,
+    )
+    # R is rounded to the inputs' dtype; C = 64 is wgmma's, which is slow with tf32 (delta_solve.py)
+    inner = "tf32x3" if v.dtype == torch.float32 else "halves" if C == 64 else "tf32"
+    launch: Any = dplr_prepare_kernel[(slots * HV,)]
+    launch(
+        terms.q,
+        terms.k,
+        terms.a,
+        terms.b,
+        v,
+        terms.g,
+        terms.beta,
+        *out[:-2],
+        None if delta else out.ak if keep else out.qb,  # never written if not keep
+        out.r if keep else out.qb,
+        _ones(terms),
+        terms.cu_seqlens,
+        scale,
+        int(keep),
+        T,
+        terms.sequences,
+        HV,
+        H,
+        K=K,
+        V=V,
+        WIDE=WIDE,
+        BK=tile.prepare.B,
+        BV=tile.prepare.B,
+        INNER="ieee" if INTERPRETED else inner,
+        **_gate_options(terms),
+        **_options(terms, tile.prepare),
+    )
+    return out
+
+
+def _walked(terms: Terms, prepared: Prepared) -> Walked:
+    """With x where U is, the rest to be written."""
+    WIDE = prepared.q.shape[-1]
+    slots, HV, V, _ = prepared.u.shape
+    states, dstates = (prepared.u.new_empty(slots, HV, V, WIDE) for _ in range(2))
+    return Walked(prepared.u, torch.empty_like(prepared.u), states, dstates)
+
+
+def _walk(
+    terms: Terms,
+    prepared: Prepared,
+    o: Tensor | None = None,
+    final: Tensor | None = None,
+    states: Tensor | None = None,
+) -> None:
+    T, HV, V = terms.v.shape[1:]
+    tile, WIDE = _tile_of(terms)
+    keep = states is not None
+    part = tile.keep if keep else tile.walk
+    launch: Any = dplr_walk_kernel[(-(-V // part.B) * HV * terms.sequences,)]
+    launch(
+        None if prepared.k is None else terms.v,
+        None if keep else prepared.q,
+        prepared.w,
+        prepared.b,
+        prepared.k,
+        prepared.u,
+        prepared.total,
+        None if keep else prepared.qb,
+        None if keep else prepared.qk,
+        o,
+        states,
+        terms.initial_state,
+        final,
+        terms.cu_seqlens,
+        T,
+        HV,
+        K=terms.q.shape[-1],
+        V=V,
+        WIDE=WIDE,
+        BV=part.B,
+        KEEP=keep,
+        DELTA=terms.beta is not None,
+        HAS_GATE=terms.g is not None,
+        HAS_S_IN=terms.initial_state is not None,
+        **_options(terms, part),
+    )
+
+
+def _walk_back(
+    terms: Terms,
+    do: Tensor,
+    prepared: Prepared,
+    walked: Walked,
+    dfinal: Tensor | None,
+    dstate: Tensor | None,
+) -> None:
+    T, HV, V = terms.v.shape[1:]
+    tile, WIDE = _tile_of(terms)
+    part = tile.back
+    launch: Any = dplr_walk_back_kernel[(-(-V // part.B) * HV * terms.sequences,)]
+    launch(
+        do,
+        prepared.q,
+        prepared.w,
+        prepared.b,
+        prepared.total,
+        prepared.qb,
+        prepared.r,
+        walked.y,
+        walked.dstates,
+        dfinal,
+        dstate,
+        terms.cu_seqlens,
+        T,
+        HV,
+        K=terms.q.shape[-1],
+        V=V,
+        WIDE=WIDE,
+        BV=part.B,
+        HAS_GATE=terms.g is not None,
+        HAS_S_IN=dfinal is not None,
+        HAS_S_OUT=dstate is not None,
+        **_options(terms, part),
+    )
+
+
+def _scores(
+    terms: Terms, do: Tensor, prepared: Prepared, walked: Walked, scale: float
+) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
+    """Gradients of qb, ab, qk, ak, and those of pairs (i, i); that of v; and the shares of beta's,
+    of which the first is written.
+    """
+    B, T, HV, V = terms.v.shape
+    tile, WIDE = _tile_of(terms)
+    delta = terms.beta is not None
+    out = [None if delta and n > 1 else torch.empty_like(prepared.qb) for n in range(4)]
+    dv, dbeta = torch.empty_like(do), None
+    if delta:
+        NK = -(-terms.q.shape[-1] // tile.grads.B)
+        dbeta = do.new_empty(NK + 1, B, T, HV, dtype=torch.float32)
+    own = do.new_empty(prepared.qb.shape[0], HV, 2, tile.C, dtype=torch.float32)
+    launch: Any = dplr_scores_kernel[(prepared.qb.shape[0] * HV,)]
+    launch(
+        terms.v,
+        do,
+        terms.beta,
+        walked.x,
+        walked.y,
+        prepared.k,
+        prepared.qk,
+        prepared.ak,
+        None if delta else walked.dstates,
+        dv,
+        dbeta,
+        *out,
+        own,
+        terms.cu_seqlens,
+        scale,
+        T,
+        terms.sequences,
+        HV,
+        V=V,
+        WIDE=WIDE,
+        BK=min(64, WIDE),
+        BV=tile.scores.B,
+        DELTA=delta,
+        **_options(terms, tile.scores),
+    )
+    return [*out, own], dv, dbeta
+
+
+def _grads(
+    terms: Terms,
+    do: Tensor,
+    walked: Walked,
+    scores: list[Tensor | None],
+    dbeta: Tensor | None,
+    scale: float,
+) -> dict[str, Tensor]:
+    """Gradients of q, k, and a, b, beta, g if given; those of beta and g in float32."""
+    B, T, HV, V = terms.v.shape
+    H, K = terms.q.shape[2:]
+    tile, WIDE = _tile_of(terms)
+    part = tile.grads
+    NK = -(-K // part.B)
+    given = [name for name in "qkab" if getattr(terms, name) is not None]
+    wide = {name: do.new_empty(B, T, HV, K) for name in given}
+    dg = None if terms.g is None else do.new_empty(B, T, HV, K, dtype=torch.float32)
+    launch: Any = dplr_grads_kernel[(NK * HV * walked.x.shape[0],)]
+    launch(
+        terms.q,
+        terms.k,
+        terms.a,
+        terms.b,
+        terms.g,
+        terms.beta,
+        None if terms.a is None else terms.v,
+        do,
+        *walked,
+        *scores,
+        *(wide.get(name) for name in "qkab"),
+        dg,
+        dbeta,
+        _ones(terms),
+        terms.cu_seqlens,
+        scale,
+        T,
+        terms.sequences,
+        HV,
+        H,
+        B * T,
+        K=K,
+        V=V,
+        WIDE=WIDE,
+        BK=part.B,
+        BV=part.B,
+        **_gate_options(terms),
+        **_options(terms, part),
+    )
+    if HV != H:
+        wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
+    if dg is not None:
+        wide["g"] = dg if terms.decay == "channel" else dg.sum(-1)
+    if dbeta is not None:
+        wide["beta"] = dbeta.sum(0)
+    return wide

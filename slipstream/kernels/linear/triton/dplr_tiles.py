@@ -1,0 +1,85 @@
+"""Tiles of the kernels of per-channel decay, and of free a and b, by architecture, width and dtype.
+
+C tokens a chunk, in all of them; WIDE = the next power of two of K. prepare takes B channels of K
+and B columns of V at a time, the walks have B columns of V and all of K a program, scores takes B
+of V at a time, grads has B channels of K a program and takes B columns of V at a time.
+"""
+
+from dataclasses import dataclass
+
+from slipstream.kernels.linear.triton.delta_tiles import Part
+from slipstream.kernels.linear.triton.tiles import NARROWEST, ROWS, power_of_two
+
+
+@dataclass(frozen=True)
+class DplrTile:
+    C: int
+    prepare: Part
+    walk: Part
+    keep: Part  # the forward walk that keeps the states
+    back: Part
+    scores: Part
+    grads: Part
+
+    @property
+    def steps(self) -> int:
+        return self.C.bit_length() - 1
+
+
+def _tile(C: int, prepare: tuple, walk: tuple, back: tuple, scores: tuple, grads: tuple):
+    walks = Part(*walk), Part(*walk), Part(*back)
+    return DplrTile(C, Part(*prepare), *walks, Part(*scores), Part(*grads))
+
+
+# (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
+# stages. With 8 warps and 64 rows both halves of a program would do the same work on sm_90. float32
+# with K = 256 spills everywhere but in what is parallel: right, but slow.
+TILES = {
+    ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    ("sm_80", 2, 64): _tile(32, (32, 4, 1), (64, 4, 2), (64, 4, 2), (32, 4, 2), (32, 4, 1)),
+    ("sm_80", 2, 128): _tile(32, (32, 4, 1), (32, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 1)),
+    ("sm_80", 2, 256): _tile(32, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 2), (32, 4, 1)),
+    ("sm_80", 4, 64): _tile(16, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 2), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_90", 2, 64): _tile(64, (64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 4, 1)),
+    ("sm_90", 2, 128): _tile(64, (64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 4, 1)),
+    ("sm_90", 2, 256): _tile(64, (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1)),
+    ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1)),
+    ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1), (32, 2, 1)),
+    ("interpreter", 4, 64): _tile(16, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
+}
+# Rows of these use others': (family, bytes) -> (family, bytes).
+_SAME = {("sm_70", 4): ("sm_80", 4), ("interpreter", 2): ("interpreter", 4)}
+# Blocks of a chunk that decay by no more than 2^-LIMIT to and from their middle are not halved
+# (dplr_gates.py): 2^LIMIT times an input must be finite, and 2^-LIMIT of it not lose digits.
+LIMIT = {2: 48.0, 4: 48.0}
+LIMIT_FLOAT16 = 6.0
+
+
+def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]:
+    """The tile, no wider than K and V need, and WIDE."""
+    narrowest = NARROWEST.get(family, 16)
+    wide = max(narrowest, power_of_two(K))
+    base = ROWS.get(family, family), bytes_each
+    base = _SAME.get(base, base)
+    width = max(64, wide)
+    while (base[0], base[1], width) not in TILES:
+        width //= 2
+    tile = TILES[base[0], base[1], width]
+    if narrowest > tile.C:
+        narrowest = 16
+    most_v = max(narrowest, power_of_two(V))
+
+    def cut(part: Part, most: int) -> Part:
+        return Part(min(part.B, most), part.warps, part.stages)
+
+    return DplrTile(
+        tile.C,
+        cut(tile.prepare, wide),
+        cut(tile.walk, most_v),
+        cut(tile.keep, most_v),
+        cut(tile.back, most_v),
+        cut(tile.scores, most_v),
+        cut(tile.grads, wide),
+    ), wide

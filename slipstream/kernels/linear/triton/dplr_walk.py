@@ -1,0 +1,187 @@
+"""Per-channel decay, or free a and b: the walks over chunks, forward and back.
+
+From dplr_prepare.py come, for each chunk, q~ = scale q exp(G), W, U, b^ = b exp(G_C - G), k^ the
+same of k, total = exp(G_C) and the scores qb, qk, both with the scale in them. With S [K, V] the
+state before the chunk,
+
+    x = U + W S        o = q~ S + qb x + qk v        S <- total S + b^T x + k^T v
+
+(delta has no qk v and no k^T v), and back, with dS' the gradient of the state after the chunk,
+
+    dx = qb^T do + b^ dS'        y = R^T dx        dS = total dS' + q~^T do + W^T dx
+
+Two products of a step follow from one another, the others wait for nothing but loads. Columns of V
+are independent, BV of them a program, and are the rows here: the state and x go from product to
+product as left operands, which tensor cores take from registers. x takes the place of U.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta_walk import _columns, _sequence
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def dplr_walk_kernel(
+    v_ptr,  # [tokens, HV, V], dplr
+    q_ptr,  # [slots, HV, C, WIDE]
+    w_ptr,
+    b_ptr,
+    k_ptr,  # dplr
+    u_ptr,  # [slots, HV, V, C]: U, of which KEEP makes x
+    total_ptr,  # [slots, HV, WIDE]
+    qb_ptr,  # [slots, HV, C, C]
+    qk_ptr,  # dplr
+    o_ptr,  # [tokens, HV, V]
+    states_ptr,  # [slots, HV, V, WIDE]: S before each chunk
+    s_in_ptr,  # [N, HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]
+    cu_ptr,  # [N + 1]
+    T,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    KEEP: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_S_IN: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(V / BV) * HV * N,). KEEP writes x and the states for backward, else o, s_out."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    VM: tl.constexpr = V % BV != 0
+    act = w_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    i_h = (pid // NV) % HV
+    i_n = (pid // NV // HV).to(tl.int64)
+    begin, length, first = _sequence(cu_ptr, i_n, T, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, WIDE)
+    o_v = (pid % NV) * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[:, None]
+    m_s = m_v & (o_k < K)[None, :]
+    i_v = (begin * HV + i_h) * V
+    o_s = (i_n * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+    o_w = o_c[:, None] * WIDE + o_k[None, :]
+    o_a = o_c[:, None] * C + o_c[None, :]
+    if HAS_S_IN:
+        b_s = tl.load(s_in_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, WIDE]
+    else:
+        b_s = tl.zeros((BV, WIDE), tl.float32)
+    for i in range(tl.cdiv(length, C)):
+        i_c = i
+        m_c = o_c < length - i_c * C
+        slot = (first + i_c) * HV + i_h
+        i_o = i_v + (i_c * C).to(tl.int64) * (HV * V)
+        b_w = tl.load(w_ptr + slot * (C * WIDE) + o_w)  # [C, WIDE]
+        b_b = tl.load(b_ptr + slot * (C * WIDE) + o_w)
+        p_u = u_ptr + slot * (V * C) + o_v[:, None] * C + o_c[None, :]
+        b_u = tl.load(p_u, mask=m_v, other=0.0)  # [BV, C]
+        b_left = b_s.to(act)
+        if KEEP:
+            tl.store(states_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_left, mask=m_v)
+        else:
+            b_q = tl.load(q_ptr + slot * (C * WIDE) + o_w)
+            b_qb = tl.load(qb_ptr + slot * (C * C) + o_a)  # [i, j]
+            b_o = tl.dot(b_left, tl.trans(b_q), input_precision=PRECISION)  # [BV, C]
+        b_x = tl.dot(b_left, tl.trans(b_w), b_u.to(tl.float32), input_precision=PRECISION)
+        b_x = b_x.to(act)
+        if HAS_GATE:
+            b_s *= tl.load(total_ptr + slot * WIDE + o_k)[None, :]
+        b_s = tl.dot(b_x, b_b, b_s, input_precision=PRECISION)  # [BV, WIDE]
+        if not DELTA:
+            b_v = _columns(v_ptr + i_o, HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
+            b_k = tl.load(k_ptr + slot * (C * WIDE) + o_w)
+            b_s = tl.dot(b_v, b_k, b_s, input_precision=PRECISION)
+        if KEEP:
+            tl.store(p_u, b_x, mask=m_v)
+        else:
+            b_o = tl.dot(b_x, tl.trans(b_qb), b_o, input_precision=PRECISION)
+            if not DELTA:
+                b_qk = tl.load(qk_ptr + slot * (C * C) + o_a)
+                b_o = tl.dot(b_v, tl.trans(b_qk), b_o, input_precision=PRECISION)
+            p_o = o_ptr + i_o + o_c[None, :] * (HV * V) + o_v[:, None]
+            tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_v & m_c[None, :])
+    if not KEEP:
+        tl.store(s_out_ptr + o_s, b_s, mask=m_s)
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def dplr_walk_back_kernel(
+    do_ptr,  # [tokens, HV, V]
+    q_ptr,  # [slots, HV, C, WIDE]
+    w_ptr,
+    b_ptr,
+    total_ptr,  # [slots, HV, WIDE]
+    qb_ptr,  # [slots, HV, C, C]
+    r_ptr,
+    y_ptr,  # [slots, HV, V, C]
+    states_ptr,  # [slots, HV, V, WIDE]: dS' after each chunk
+    s_in_ptr,  # [N, HV, K, V]: gradient of the final state
+    s_out_ptr,  # [N, HV, K, V]: of the initial one
+    cu_ptr,  # [N + 1]
+    T,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(V / BV) * HV * N,): one program walks one tile of V of one head back."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    act = w_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    i_h = (pid // NV) % HV
+    i_n = (pid // NV // HV).to(tl.int64)
+    begin, length, first = _sequence(cu_ptr, i_n, T, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, WIDE)
+    o_v = (pid % NV) * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[:, None]
+    m_s = m_v & (o_k < K)[None, :]
+    i_v = (begin * HV + i_h) * V
+    o_s = (i_n * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+    o_w = o_c[:, None] * WIDE + o_k[None, :]
+    o_a = o_c[:, None] * C + o_c[None, :]
+    if HAS_S_IN:
+        b_s = tl.load(s_in_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, WIDE]
+    else:
+        b_s = tl.zeros((BV, WIDE), tl.float32)
+    chunks = tl.cdiv(length, C)
+    for step in range(chunks):
+        i_c = chunks - 1 - step
+        m_c = o_c < length - i_c * C
+        slot = (first + i_c) * HV + i_h
+        b_b = tl.load(b_ptr + slot * (C * WIDE) + o_w)  # [C, WIDE]
+        b_w = tl.load(w_ptr + slot * (C * WIDE) + o_w)
+        b_q = tl.load(q_ptr + slot * (C * WIDE) + o_w)
+        b_qb = tl.load(qb_ptr + slot * (C * C) + o_a)  # [i, j]
+        b_r = tl.load(r_ptr + slot * (C * C) + o_a)
+        p_do = do_ptr + i_v + (i_c * C).to(tl.int64) * (HV * V)
+        b_do = _columns(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [BV, C]
+        b_left = b_s.to(act)
+        tl.store(states_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_left, mask=m_v)
+        b_dx = tl.dot(b_do, b_qb, input_precision=PRECISION)  # [BV, C]
+        b_dx = tl.dot(b_left, tl.trans(b_b), b_dx, input_precision=PRECISION).to(act)
+        if HAS_GATE:
+            b_s *= tl.load(total_ptr + slot * WIDE + o_k)[None, :]
+        b_s = tl.dot(b_do, b_q, b_s, input_precision=PRECISION)  # [BV, WIDE]
+        b_s = tl.dot(b_dx, b_w, b_s, input_precision=PRECISION)
+        b_y = tl.dot(b_dx, b_r, input_precision=PRECISION)  # [BV, C]
+        p_y = y_ptr + slot * (V * C) + o_v[:, None] * C + o_c[None, :]
+        tl.store(p_y, b_y.to(act), mask=m_v)
+    if HAS_S_OUT:
+        tl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

@@ -1,0 +1,1 @@
+"""Portable Triton kernels of the losses; imported only when one is chosen."""

@@ -1,0 +1,149 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Launches of the losses: no synchronisation, nothing that depends on device values.
+
+The linear layer's rows go through in chunks of one buffer of logits, which become their gradient
+in place; dweight is summed over the chunks in weight's dtype, by the product that adds to it.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import on, processors
+from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.triton.cross_entropy import (
+    cross_entropy_kernel,
+    inverse_count_kernel,
+    scale_kernel,
+)
+
+# largest V, columns of a block, warps; the second pass wants few rows in the L2 cache at a time;
+# a program has at most 1024 threads, and AMD's warps have 64
+MOST_WARPS = 16 if torch.version.hip else 32
+TILES = ((1024, 1024, 4), (4096, 4096, 4), (65536, 8192, 8), (1 << 62, 16384, MOST_WARPS))
+STAGES = 1
+# Bytes of the buffer of logits: at V 32000 2048 rows, at 151936 384.
+CHUNK_BYTES = 1 << 27
+# A product's tile has so many rows.
+ROW_MULTIPLE = 128
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    terms: Terms,
+    *,
+    loss: Tensor | None = None,
+    lse: Tensor | None = None,
+    grad: Tensor | None = None,
+    weight: Tensor | None = None,
+    has_lse: bool = False,
+) -> None:
+    """One launch over logits [N, V], whose columns are adjacent.
+
+    Args:
+        loss: [N] float32, written unless has_lse.
+        lse: [N] float32, read if has_lse, else written if given.
+        grad: [N, V], written if given; it may be logits.
+        weight: float32 [N] or [], factor of each row's gradient; None is 1.
+    """
+    N, V = logits.shape
+    BV, warps = next((BV, warps) for most, BV, warps in TILES if most >= V)
+    with on(logits.device):
+        cross_entropy_kernel[(N,)](
+            logits,
+            target,
+            weight,
+            loss,
+            lse,
+            grad,
+            logits.stride(0),
+            0 if grad is None else grad.stride(0),
+            0 if weight is None or weight.dim() == 0 else weight.stride(0),
+            terms.ignore_index,
+            terms.label_smoothing,
+            terms.softcap,
+            terms.z_loss,
+            terms.logit_scale,
+            V,
+            BV,
+            terms.softcap != 0.0,
+            terms.label_smoothing != 0.0,
+            has_lse,
+            STAGES,
+            num_warps=warps,
+        )
+
+
+def inverse_count(target: Tensor, ignore_index: int) -> Tensor:
+    """1 / how many targets count, float32 []."""
+    out = torch.empty((), dtype=torch.float32, device=target.device)
+    with on(target.device):
+        inverse_count_kernel[(1,)](target, out, target.shape[0], ignore_index, 4096, num_warps=8)
+    return out
+
+
+def scale_(x: Tensor, s: Tensor) -> Tensor:
+    """x *= s in place, s [] on the device; almost free if s is 1."""
+    s = s.to(torch.float32)
+    with on(x.device):
+        programs = min(processors(x.get_device()) * 8, -(-x.numel() // 2048))
+        scale_kernel[(programs,)](x, s, x.numel(), 2048, num_warps=4)
+    return x
+
+
+def linear_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    dloss: Tensor | None,
+    terms: Terms,
+    grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """loss [N] float32, and with `grads` dhidden [N, D], dweight [V, D], dbias [V] in the dtypes of
+    what they belong to; else three empty ones.
+
+    Args:
+        dloss: [N] or [] float32, what comes into each row's loss; None is 1.
+    """
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    target = target.contiguous()
+    N, V = hidden.shape[0], weight.shape[0]
+    loss = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
+    if grads:
+        dhidden = torch.empty_like(hidden)
+        dweight = torch.empty_like(weight) if N else torch.zeros_like(weight)
+        dbias = weight.new_zeros(0 if bias is None else V, dtype=torch.float32)
+    step = _rows_of_chunk(N, V, hidden.element_size())
+    # rows that begin at multiples of 16 bytes are read 16 bytes at a time
+    buffer = hidden.new_empty(min(step, N), -(-V // 8) * 8)
+    for i in range(0, N, max(step, 1)):
+        h, t = hidden[i : i + step], target[i : i + step]
+        logits = buffer[: h.shape[0], :V]
+        if bias is None:
+            torch.mm(h, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, h, weight.t(), out=logits)
+        rows = dloss if dloss is None or dloss.dim() == 0 else dloss[i : i + step]
+        cross_entropy(
+            logits, t, terms,
+            loss=loss[i : i + step], grad=logits if grads else None, weight=rows,
+        )  # fmt: skip
+        if not grads:
+            continue
+        if bias is not None:
+            dbias += logits.sum(0, dtype=torch.float32)
+        torch.mm(logits, weight, out=dhidden[i : i + step])
+        if i == 0:
+            torch.mm(logits.t(), h, out=dweight)
+        else:
+            dweight.addmm_(logits.t(), h)
+    return loss, dhidden, dweight, dbias if bias is None else dbias.to(bias.dtype)
+
+
+def _rows_of_chunk(N: int, V: int, bytes_each: int) -> int:
+    """Chunks of about equal size, as few as the buffer allows."""
+    most = CHUNK_BYTES // (max(V, 1) * bytes_each) // ROW_MULTIPLE * ROW_MULTIPLE
+    chunks = -(-N // max(most, ROW_MULTIPLE))
+    return -(-N // (max(chunks, 1) * ROW_MULTIPLE)) * ROW_MULTIPLE

@@ -1,0 +1,40 @@
+"""What a norm is besides its tensors."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """eps: inside the root. centre: subtract the mean. l2: the sum of squares, not their mean.
+
+    groups: equal runs of features, each normalised alone; 0 is one run.
+    zero_centered: the factor is 1 + weight.
+    activation: of the gate, "silu" or "sigmoid". gate_first: normalise what the gate let through.
+    wide_h: the sum with the residual is float32. keep_h: it is a result.
+    """
+
+    eps: float
+    centre: bool = False
+    l2: bool = False
+    groups: int = 0
+    zero_centered: bool = False
+    activation: str = "silu"
+    gate_first: bool = False
+    wide_h: bool = False
+    keep_h: bool = False
+
+
+def h_dtype(x: Tensor, residual: Tensor | None, n: Norm) -> torch.dtype:
+    """Of the sum with the residual."""
+    if n.wide_h and x.dtype != torch.float64:
+        return torch.promote_types(torch.float32, x.dtype if residual is None else residual.dtype)
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def stores_h(x: Tensor, residual: Tensor | None, n: Norm, save: bool) -> bool:
+    """Whether a kernel writes h: it is a result or wanted for backward, and is not x itself."""
+    if residual is None:
+        return n.keep_h and h_dtype(x, None, n) != x.dtype
+    return save or n.keep_h

@@ -1,0 +1,170 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Launches of the norm kernels: no synchronisation, nothing that depends on device values.
+
+Memory beyond results: one or two numbers a row, and in backward P rows of partial sums, P a small
+multiple of the multiprocessors.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import on, processors, shared_memory
+from slipstream.kernels.norm.terms import Norm, h_dtype, stores_h
+from slipstream.kernels.norm.triton import tiles
+from slipstream.kernels.norm.triton.norm import (
+    norm_bwd_kernel,
+    norm_dweight_kernel,
+    norm_fwd_kernel,
+    norm_sums_kernel,
+)
+
+
+class Grads(NamedTuple):
+    """dx and dresidual are the same tensor if they have the same dtype."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    gate: Tensor | None
+
+
+@cache
+def _tile(index: int, D: int, bytes_each: int, backward: bool, heavy: bool = False) -> tiles.Tile:
+    return tiles.choose(D, bytes_each, shared_memory(index), backward, heavy)
+
+
+def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
+    """Programs of a group; as few as take no more rounds than the most would."""
+    count = -(-rows // tile.BR)
+    if tile.per_processor == 0:
+        return count
+    most = max(processors(index) * tile.per_processor // groups, 1)
+    rounds = max(-(-count // most), 1)
+    return max(-(-count // rounds), 1)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    n: Norm,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, h where it is neither x nor dropped, and if `save` the statistics for backward."""
+    groups = n.groups or 1
+    width = x.shape[-1]
+    D, R = width // groups, x.numel() // width
+    device, wide = x.device, h_dtype(x, residual, n)
+    x = x.contiguous()
+    y, h, stats = torch.empty_like(x), None, None
+    if stores_h(x, residual, n, save):
+        h = torch.empty_like(x, dtype=wide)
+    if save:
+        stats = torch.empty(1 + n.centre, R * groups, dtype=torch.float32, device=device)
+    tile = _tile(x.get_device(), D, x.element_size(), False)
+    with on(device):
+        norm_fwd_kernel[(_programs(R, tile, groups, x.get_device()) * groups,)](
+            x,
+            None if residual is None else residual.contiguous(),
+            weight,
+            bias,
+            None if gate is None else gate.contiguous(),
+            y,
+            h,
+            stats,
+            R,
+            n.eps,
+            groups,
+            D,
+            tile.BR,
+            tile.BD,
+            n.centre,
+            n.l2,
+            n.zero_centered,
+            n.activation == "silu",
+            n.gate_first,
+            wide == x.dtype,
+            tile.stages,
+            num_warps=tile.warps,
+        )
+    return y, h, stats
+
+
+def backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    stats: Tensor,
+    residual_dtype: torch.dtype | None,
+    n: Norm,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> Grads:
+    groups = n.groups or 1
+    width = h.shape[-1]
+    D, R = width // groups, h.numel() // width
+    device = h.device
+    h, dy = h.contiguous(), dy.contiguous()
+    dh = None if dh is None else dh.contiguous()
+    gate = None if gate is None else gate.contiguous()
+    heavy = gate is not None or needs_bias
+    tile = _tile(h.get_device(), D, h.element_size(), True, heavy)
+    blocks = -(-D // tile.BD)
+    P = _programs(R, tile, groups * blocks, h.get_device())
+    dx = torch.empty_like(dy)
+    dr = dx if residual_dtype == dx.dtype else None
+    if residual_dtype is not None and dr is None:
+        dr = torch.empty_like(dy, dtype=residual_dtype)
+    dgate = None if gate is None else torch.empty_like(gate)
+    parts = torch.empty(needs_weight + needs_bias, P, width, dtype=torch.float32, device=device)
+    gated = {"SILU": n.activation == "silu", "GATE_FIRST": n.gate_first}
+    with on(device):
+        sums = None
+        if blocks > 1:
+            sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
+            norm_sums_kernel[(R * groups,)](
+                dy, h, weight, gate, stats, sums, R, groups, D, tile.BD, n.centre,
+                n.zero_centered, **gated, num_warps=8,
+            )  # fmt: skip
+        norm_bwd_kernel[(P, blocks, groups)](
+            dy,
+            dh,
+            h,
+            weight,
+            bias,
+            gate,
+            stats,
+            sums,
+            dx,
+            None if dr is dx else dr,
+            dgate,
+            parts[0] if needs_weight else None,
+            parts[-1] if needs_bias else None,
+            R,
+            groups,
+            D,
+            tile.BR,
+            tile.BD,
+            n.centre,
+            n.l2,
+            n.zero_centered,
+            **gated,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+        )
+        dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
+        dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
+        if parts.shape[0]:
+            norm_dweight_kernel[(-(-width // 64), parts.shape[0])](
+                parts, dweight, dbias, P, width, 32, 64, num_warps=4
+            )
+    return Grads(dx, dr, dweight, dbias, dgate)

@@ -1,0 +1,68 @@
+"""Tiles of the norms by the width of a row: tables, and what registers and shared memory hold.
+
+A tile of BR rows has at least `elements`, so that short rows share a program. 16 to 32 elements a
+thread are loaded at once; longer rows get more warps, until they no longer fit.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """widest: row of the table for BD up to this. per_processor: programs at a time on each
+    multiprocessor, which then go on to the next tile; 0 is a program for each tile.
+    stages: of the loads ahead of their use, 1 is none."""
+
+    widest: int
+    elements: int
+    warps: int
+    per_processor: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    BR: int
+    BD: int
+    warps: int
+    per_processor: int
+    stages: int
+
+
+FORWARD = (
+    Row(4096, 4096, 4, 0, 1),
+    Row(8192, 8192, 8, 0, 1),
+    Row(32768, 16384, 16, 0, 1),
+)
+BACKWARD = (
+    Row(4096, 4096, 8, 2, 3),
+    Row(16384, 8192, 16, 1, 2),
+)
+# Of a row that is longer than the last entry: columns of one round or program.
+LOOPED = Row(8192, 8192, 8, 0, 1)
+SPLIT = Row(2048, 4096, 8, 2, 1)
+# Columns above which backward with a gate or a bias spills registers.
+HEAVY = 8192
+# Tensors that a backward tile may hold ahead: dy, h, gate, dh, w.
+AHEAD = 5
+
+
+def choose(D: int, bytes_each: int, shared: int, backward: bool, heavy: bool = False) -> Tile:
+    """The tile for rows of D features; BD < D if they take more than one.
+
+    Args:
+        shared: bytes of shared memory that a program may use.
+        heavy: there is a gate or a bias, whose sums or factors take registers in backward.
+    """
+    table = BACKWARD if backward else FORWARD
+    BD = 1 << max(D - 1, 0).bit_length()
+    most = HEAVY if heavy and backward else BD
+    row = next((row for row in table if row.widest >= BD and most >= BD), None)
+    if row is None:
+        row = SPLIT if backward else LOOPED
+        BD = row.widest
+    BR = max(1, row.elements // BD)
+    stages = row.stages
+    while stages > 1 and (stages - 1) * AHEAD * BR * BD * bytes_each > shared:
+        stages -= 1
+    return Tile(BR, BD, row.warps, row.per_processor, stages)

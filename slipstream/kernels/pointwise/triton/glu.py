@@ -1,0 +1,112 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""An activation of a gate, times what it lets through.
+
+    y = f(gate) up        dgate = dy up f'(gate)        dup = dy f(gate)        up may be missing: 1
+
+    silu   g s(g)                s: the logistic function
+    gelu   g s(2 a (g + b g^3))  its tanh form, a = sqrt(2 / pi), b = 0.044715
+    relu2  max(g, 0)^2
+
+R rows of F features; gate and up may lie in rows of a wider tensor.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.launching import on
+
+COLUMNS = 1024
+ELEMENTS = 2048
+
+
+@triton.jit
+def _activation(b_g, F: tl.constexpr):
+    """f and its derivative."""
+    if F == "relu2":
+        b_r = tl.maximum(b_g, 0.0)
+        b_f, b_df = b_r * b_r, 2 * b_r
+    elif F == "gelu":
+        b_s = tl.sigmoid(1.5957691216057308 * (b_g + 0.044715 * b_g * b_g * b_g))
+        b_f = b_g * b_s
+        b_inner = 1.5957691216057308 * (1 + 0.134145 * b_g * b_g)
+        b_df = b_s + b_f * (1 - b_s) * b_inner
+    else:
+        b_s = tl.sigmoid(b_g)
+        b_f, b_df = b_s, b_s * (1 - b_s)
+        if F == "silu":
+            b_f, b_df = b_g * b_s, b_s * (1 + b_g * (1 - b_s))
+    return b_f, b_df
+
+
+@triton.jit(do_not_specialize=["R"])
+def glu_kernel(
+    gate_ptr, up_ptr, dy_ptr, y_ptr, dgate_ptr, dup_ptr, gate_stride, up_stride, R,
+    F: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Grid (R / BR, D / BD). y without dy, else dgate and dup."""
+    row = (tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
+    o_d = (tl.program_id(1) * BD + tl.arange(0, BD))[None, :]
+    m = (row < R) & (o_d < D)
+    b_g = tl.load(gate_ptr + row * gate_stride + o_d, mask=m, other=0.0).to(tl.float32)
+    b_f, b_df = _activation(b_g, F)
+    if dy_ptr is None:
+        if up_ptr is not None:
+            b_f *= tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * D + o_d, b_f.to(y_ptr.dtype.element_ty), mask=m)
+    else:
+        b_dy = tl.load(dy_ptr + row * D + o_d, mask=m, other=0.0).to(tl.float32)
+        b_dg = b_dy * b_df
+        if up_ptr is not None:
+            b_dg *= tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
+            b_du = b_dy * b_f
+            tl.store(dup_ptr + row * D + o_d, b_du.to(dup_ptr.dtype.element_ty), mask=m)
+        tl.store(dgate_ptr + row * D + o_d, b_dg.to(dgate_ptr.dtype.element_ty), mask=m)
+
+
+def glu(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _run(gate, up, None, y, None, None, f)
+    return y
+
+
+def glu_backward(
+    gate: Tensor, up: Tensor | None, dy: Tensor, f: str
+) -> tuple[Tensor, Tensor | None]:
+    """dgate, dup"""
+    dy = dy.contiguous()
+    dgate = torch.empty_like(dy)
+    dup = None if up is None else torch.empty_like(dy)
+    _run(gate, up, dy, None, dgate, dup, f)
+    return dgate, dup
+
+
+def _run(
+    gate: Tensor,
+    up: Tensor | None,
+    dy: Tensor | None,
+    y: Tensor | None,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    f: str,
+) -> None:
+    gate = _rows(gate)
+    up = None if up is None else _rows(up)
+    R, D = gate.shape
+    BD = min(1 << (D - 1).bit_length(), COLUMNS)
+    BR = ELEMENTS // BD
+    stride = 0 if up is None else up.stride(0)
+    with on(gate.device):
+        glu_kernel[(-(-R // BR), -(-D // BD))](
+            gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=4
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[R, D], a view if the rows are evenly spaced and their elements adjacent."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.reshape(-1, x.shape[-1])

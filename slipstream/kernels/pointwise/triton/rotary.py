@@ -1,0 +1,92 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Rotary embedding: one read and one write, of any strides but the last.
+
+    y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward with -sin
+
+cos and sin are rows of tables, found by position; one outside of the table is taken as its nearest.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.launching import on
+
+ELEMENTS = 2048
+
+
+@triton.jit(do_not_specialize=["T", "S", "stride_cos", "stride_position"])
+def rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr,
+    stride_b, stride_t, stride_h, stride_cos, stride_position, T, S,
+    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Grid (B T, H / BH). x [B, T, H, D], y the same contiguous; cos, sin [S, HALF], or
+    [B or 1, T, HALF] without position [B or 1, T]."""
+    i_b, i_t = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
+    o_h = (tl.program_id(1) * BH + tl.arange(0, BH))[:, None]
+    o_p = tl.arange(0, BP)
+    p_table = i_b * stride_cos + i_t * HALF
+    if position_ptr is not None:
+        position = tl.load(position_ptr + i_b * stride_position + i_t).to(tl.int64)
+        p_table = tl.minimum(tl.maximum(position, 0), S - 1) * HALF
+    b_cos = tl.load(cos_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
+    b_sin = tl.load(sin_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
+    if BACK:
+        b_sin = -b_sin
+    p_x = x_ptr + i_b * stride_b + i_t * stride_t + o_h * stride_h
+    p_y = y_ptr + (tl.program_id(0).to(tl.int64) * H + o_h) * D
+    if INTERLEAVED:
+        o = tl.arange(0, 2 * BP)[None, :]
+        m = (o_h < H) & (o < 2 * HALF)
+        b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
+        b_1, b_2 = tl.split(tl.reshape(b_x, (BH, BP, 2)))
+        b_y = tl.join(b_1 * b_cos - b_2 * b_sin, b_2 * b_cos + b_1 * b_sin)
+        b_y = tl.reshape(b_y, (BH, 2 * BP))
+        tl.store(p_y + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
+    else:
+        o = o_p[None, :]
+        m = (o_h < H) & (o < HALF)
+        b_1 = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
+        b_2 = tl.load(p_x + HALF + o, mask=m, other=0.0).to(tl.float32)
+        b_y = b_1 * b_cos - b_2 * b_sin
+        tl.store(p_y + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
+        b_y = b_2 * b_cos + b_1 * b_sin
+        tl.store(p_y + HALF + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
+    for c in range(2 * HALF, D, BP):
+        o_rest = c + o_p[None, :]
+        m_rest = (o_h < H) & (o_rest < D)
+        b_rest = tl.load(p_x + o_rest, mask=m_rest, other=0.0)
+        tl.store(p_y + o_rest, b_rest, mask=m_rest)
+
+
+def turn(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    back: bool,
+) -> Tensor:
+    """As rotary_kernel; positions [1 or B, T]."""
+    B, T, H, D = x.shape
+    HALF = cos.shape[-1]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    positions = None if positions is None else positions.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    BP = 1 << (HALF - 1).bit_length()
+    BH = max(min(1 << (H - 1).bit_length(), ELEMENTS // BP), 1)
+    stride_cos = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
+    stride_position = T if positions is not None and positions.shape[0] > 1 else 0
+    with on(x.device):
+        rotary_kernel[(B * T, -(-H // BH))](
+            x, cos, sin, positions, y, *x.stride()[:3], stride_cos, stride_position, T,
+            cos.shape[0], H, D, HALF, BH, BP, interleaved, back, num_warps=4,
+        )  # fmt: skip
+    return y

@@ -1,0 +1,57 @@
+"""The short convolution's kernels compiled for GPUs that need not be there: spills."""
+
+import pytest
+
+from slipstream.core.aot import Compiled, compile_kernel
+from slipstream.kernels.launching import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+MODULE = "slipstream.kernels.conv.triton.conv"
+
+
+def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> Compiled:
+    from slipstream.kernels.conv.triton import launch
+
+    tile = launch.BACKWARD if backward else launch.FORWARD
+    names = ["x", "w", *(["dy", "dx"] if backward else ["y"])]
+    names += ["b", "s", *([] if backward else ["r"])] if full else []
+    tensors = {f"{name}_ptr": dtype for name in names}
+    tensors |= {"part_ptr": "*fp32"} if backward else {}
+    tensors |= {"where_ptr": "*i32"} if full else {}
+    BT = tile.BT if W <= 4 else tile.BT // 2
+    return compile_kernel(
+        f"{MODULE}:{'conv_bwd_kernel' if backward else 'conv_fwd_kernel'}",
+        tensors,
+        {"D": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True},
+        target=arch,
+        warps=tile.warps,
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_convolution_compiles(backward: bool) -> None:
+    assert compile_conv("sm_90", 4, backward, False, "*bf16").stack == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("W", [1, 2, 4, 8])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_convolution_compiles_in_every_variant(
+    arch: str, W: int, backward: bool, full: bool, dtype: str
+) -> None:
+    assert compile_conv(arch, W, backward, full, dtype).stack <= 512
+
+
+def test_small_convolution_kernels_compile() -> None:
+    tensors = {"cu_ptr": "*i32", "where_ptr": "*i32"}
+    assert compile_kernel(f"{MODULE}:conv_where_kernel", tensors, {"B": 1024}).stack == 0
+    tensors = {f"{x}_ptr": "*bf16" for x in ("dy", "x", "w", "b", "s", "ds")} | {"cu_ptr": "*i64"}
+    flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
+    kernel = f"{MODULE}:conv_state_bwd_kernel"
+    assert compile_kernel(kernel, tensors, flags, warps=2).stack == 0
+    tensors = {f"{x}_ptr": "*bf16" for x in ("x", "s", "w", "b", "r", "y")} | {"index_ptr": "*i32"}
+    kernel = f"{MODULE}:conv_update_kernel"
+    assert compile_kernel(kernel, tensors, {**flags, "BW": 4}, warps=2).stack == 0

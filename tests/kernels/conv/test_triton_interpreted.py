@@ -1,0 +1,105 @@
+"""The Triton short convolution under Triton's interpreter: widths, packing, tiles, the update."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.ops.conv import short_convolution, short_convolution_update
+from tests.kernels.interpreted import error, run
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_convolution_matches_reference() -> None:
+    run("short_convolution")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.slow
+def test_triton_convolution_matches_reference_in_small_tiles() -> None:
+    run(script="tests.kernels.conv.test_triton_interpreted")
+
+
+def check(B: int, T: int, D: int, W: int, lengths: tuple[int, ...], extras: bool) -> None:
+    N = len(lengths) or B
+    cu = torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None
+    given = {"x": torch.randn(B, T, D), "weight": torch.randn(D, W)}
+    if extras:
+        given |= {"bias": torch.randn(D), "residual": torch.randn(B, T, D)}
+        given |= {"initial_state": torch.randn(N, D, W)}
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+        y, state = short_convolution(
+            **leaves,
+            activation="silu" if extras else None,
+            cu_seqlens=cu,
+            output_final_state=True,
+            impl=impl,
+        )
+        assert state is not None
+        dy = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y).sin()
+        grads = torch.autograd.grad((y * dy).sum() + state.square().sum(), list(leaves.values()))
+        found.append([y.detach(), state.detach(), *grads])
+    for i, (x, y) in enumerate(zip(*found, strict=True)):
+        e = error(x, y)
+        assert e < 2e-5, (B, T, D, W, lengths, extras, i, e)
+
+
+def check_neighbours() -> None:
+    """What one packed sequence holds never reaches another, not even NaN."""
+    x, weight = torch.randn(1, 90, 6), torch.randn(6, 4)
+    cu = torch.tensor([0, 40, 45, 90])
+    x[:, 40:45] = torch.nan
+    x.requires_grad_()
+    y, _ = short_convolution(x, weight, activation="silu", cu_seqlens=cu, impl="triton")
+    assert y[:, :40].isfinite().all()
+    assert y[:, 45:].isfinite().all()
+    dy = torch.ones_like(y)
+    dy[:, 40:45] = torch.nan
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert dx[:, :40].isfinite().all()
+    assert dx[:, 45:].isfinite().all()
+
+
+def check_update(W: int, dtype: torch.dtype) -> None:
+    N, D = 5, 7
+    x, bias = torch.randn(N, 1, D).to(dtype), torch.randn(D)
+    weight, residual = torch.randn(D, W), torch.randn(N, 1, D)
+    for indices in (None, torch.tensor([3, -1, 0, 6, 2]), torch.tensor([6, 5, 4, -7, -1]).int()):
+        pool = torch.randn(N if indices is None else 8, W, D).to(dtype)
+        outputs: list[tuple[Tensor, Tensor]] = []
+        for impl in ("triton", "eager"):
+            state = pool.clone().mT  # a channel's inputs are not adjacent
+            y = short_convolution_update(
+                x, state, weight, bias,
+                activation="silu", residual=residual, state_indices=indices, impl=impl,
+            )  # fmt: skip
+            outputs.append((y, state))
+        (y, state), (want, moved) = outputs
+        assert error(y, want) < (2e-5 if dtype == torch.float32 else 4e-3)
+        assert torch.equal(state, moved)
+
+
+def main() -> None:
+    from slipstream.kernels.conv.triton import launch
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    lengths = (3, 0, 33, 1, 2, 26, 0)
+    for W in (1, 3, 4, 8):
+        check(1, 40, 6, W, (), True)
+        check(1, sum(lengths), 6, W, lengths, W % 2 == 0)
+    for name in ("FORWARD", "BACKWARD"):
+        setattr(launch, name, launch.Tile(4, 16, 1, 1))
+    for W in (2, 5):
+        check(2, 17, 40, W, (), False)
+        check(1, sum(lengths), 20, W, lengths, True)
+    check_neighbours()
+    for W in (1, 2, 3, 4):
+        check_update(W, torch.float32)
+    check_update(4, torch.float16)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Triton kernels of per-channel decay, and of free a and b, compiled for GPUs not there.
+
+As test_triton_compiles.py. As a script, prints what each variant takes; arguments choose variants.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slipstream.core.aot import Compiled, compile_kernel, load
+from slipstream.core.arch import ARCHS
+from slipstream.kernels.linear.triton import dplr_tiles, tiles
+from slipstream.kernels.linear.triton.delta_tiles import Part
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.linear.test_triton_compiles import TYPES
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
+MODULES = "slipstream.kernels.linear.triton."
+PATHS = {
+    "prepare": MODULES + "dplr_prepare:dplr_prepare_kernel",
+    "walk": MODULES + "dplr_walk:dplr_walk_kernel",
+    "keep": MODULES + "dplr_walk:dplr_walk_kernel",
+    "back": MODULES + "dplr_walk:dplr_walk_back_kernel",
+    "scores": MODULES + "dplr_scores:dplr_scores_kernel",
+    "grads": MODULES + "dplr_grads:dplr_grads_kernel",
+}
+WIDE = ("s_in", "s_out", "g", "total", "beta", "dbeta", "dg", "own")
+ONLY = {
+    "delta": ("beta", "dbeta"),
+    "dplr": ("a", "b", "k_out", "qk", "ak", "dqk", "dak", "da", "db"),
+    "gate": ("g", "dg", "total", "ones"),
+}
+
+
+def compile_dplr(
+    capability: int,
+    bytes_each: int,
+    K: int,
+    V: int,
+    kernel: str,
+    kind: str,
+    packed: bool,
+    override: Part | None = None,
+) -> Compiled:
+    """kind: kda, dplr or iplr."""
+    tile, wide = dplr_tiles.choose(tiles.family(divmod(capability, 10)), K, V, bytes_each)
+    part = override or getattr(tile, kernel)
+    delta, gated = kind == "kda", kind != "iplr"
+    flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
+    flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
+    flags |= {"KEEP": kernel == "keep", "DELTA": delta, "HAS_GATE": gated}
+    flags |= {"CHANNEL": True, "HAS_S_IN": True, "HAS_S_OUT": True, "PACKED": packed}
+    flags |= {"EXACT": bytes_each == 4, "LIMIT": dplr_tiles.LIMIT[bytes_each]}
+    inner = "tf32x3" if bytes_each == 4 else "halves" if tile.C == 64 else "tf32"
+    flags |= {"PRECISION": "tf32x3", "INNER": inner}
+    absent = {*ONLY["dplr" if delta else "delta"], *(() if gated else ONLY["gate"])}
+    absent |= set() if packed else {"cu"}
+    absent |= {"walk": {"states"}, "keep": {"q", "qb", "qk", "o", "s_out"}}.get(kernel, set())
+    if kernel in ("walk", "keep", "back"):
+        absent -= {"b"}
+        absent |= {"k", "v"} if delta else set()
+    if kernel == "scores" and delta:
+        absent |= {"k", "dstates"}
+    fn = load(PATHS[kernel])
+    names = {x for x in fn.arg_names if x.endswith("_ptr") and x[:-4] not in absent}
+    ones = "*fp32" if bytes_each == 4 else "*bf16"
+    types = {"cu_ptr": "*i32", "ones_ptr": ones} | {f"{x}_ptr": "*fp32" for x in WIDE}
+    return compile_kernel(
+        fn,
+        {name: types.get(name, TYPES[bytes_each]) for name in names},
+        {name: value for name, value in flags.items() if name in fn.arg_names},
+        target=f"sm_{capability}",
+        warps=part.warps,
+        stages=part.stages,
+    )
+
+
+def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags: Any) -> Compiled:
+    got = compile_dplr(capability, bytes_each, K, V, kernel, *flags)
+    assert got.shared <= ARCHS[f"sm_{capability}"].shared
+    if capability == 90 and (bytes_each, K) != (4, 256):
+        assert "wgmma.mma_async" in got.ptx
+        assert "mma.sync" not in got.ptx  # what narrow tiles fall back to
+    else:
+        assert "mma.sync" in got.ptx
+    # grads spills in what only chunks of strong decay come by
+    limit = 2048 if bytes_each == 2 else 4096 if K < 256 else 16384
+    assert got.stack <= limit, f"{got.stack} bytes spilled"
+    return got
+
+
+def variants() -> Iterator[tuple]:
+    for capability in (80, 90):
+        for bytes_each in (2, 4):
+            for D in (64, 128, 256):
+                for kernel in PATHS:
+                    for kind in ("kda", "dplr", "iplr"):
+                        if kind != "iplr" or D == 64:
+                            yield capability, bytes_each, D, D, kernel, kind, D == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(map(str, v)))
+def test_dplr_compiles_in_every_variant(variant: tuple):
+    check(*variant)
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:]
+    for variant in variants():
+        if all(str(x) in ("*", str(y)) for x, y in zip(chosen, variant)):
+            got = compile_dplr(*variant)
+            print(
+                *variant,
+                f"shared {got.shared} registers {got.registers} stack {got.stack}",
+                f"wgmma {got.instructions['wgmma']} mma.sync {got.instructions['mma.sync']}",
+                f"{got.seconds:.1f} s",
+                flush=True,
+            )

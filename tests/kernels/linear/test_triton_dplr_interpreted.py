@@ -1,0 +1,133 @@
+"""Triton kernels of per-channel decay, and of free a and b, under Triton's interpreter.
+
+As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.linear.test_triton_interpreted import GATES, reference
+from tests.operators import offsets, relative_error
+
+# B, T, H, HV, K, V, lengths of packed sequences
+SIZES = {
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "short": (1, 15, 1, 1, 30, 64, None),
+    "odd": (1, 63, 1, 1, 30, 20, None),
+    "long": (1, 100, 1, 1, 10, 12, None),
+    "wide": (1, 18, 1, 1, 100, 30, None),
+    "grouped": (2, 19, 1, 2, 16, 24, None),
+    "packed": (1, 61, 1, 1, 20, 17, (5, 0, 33, 16, 1, 6, 0)),
+}
+CHANNEL_GATES = {
+    **GATES,
+    "zero": lambda x: torch.zeros_like(x),
+    "some channels": lambda x: -torch.where(x[:, :, :, :1] < 0.3, 40 * x, 0.05 * x),
+}
+# transition, size, gate, dtype, states
+CASES = [
+    *(
+        (kind, size, gate, "float32", True)
+        for kind in ("kda", "dplr")
+        for size, gate in (
+            ("one token", "weak"),
+            ("odd", "mixed"),
+            ("long", "weak"),
+            ("wide", "reset"),
+            ("grouped", "mixed"),
+            ("packed", "some channels"),
+        )
+    ),
+    *(
+        (kind, "short", gate, "float32", False)
+        for kind in ("kda", "dplr")
+        for gate in ("zero", "weak", "strong", "mixed", "reset")
+    ),
+    ("iplr", "odd", "none", "float32", True),
+    ("scalar dplr", "short", "mixed", "float32", True),
+    *((kind, "grouped", "weak", "float16", True) for kind in ("kda", "dplr", "iplr")),
+    *((kind, "short", "mixed", "float16", True) for kind in ("kda", "dplr")),
+]
+
+
+def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
+    """Keys of norm 1, some of them alike, and beta from 0 to 2; b = -r a with r from 0 to 1."""
+    B, T, H, HV, K, V, lengths = SIZES[size]
+    N = B if lengths is None else len(lengths)
+    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
+    k[:, 1::3] = k[:, :1]
+    k, a = (F.normalize(x, dim=-1) for x in (k, a))
+    beta = 2 * torch.rand(B, T, HV)
+    beta[:, ::7] = 0
+    beta[:, 1::7] = 2
+    width = () if kind == "scalar dplr" else (K,)
+    x = torch.rand(B, T, HV, *width)
+    b = -torch.rand(B, T, H, 1) * (a + 0.1 * torch.randn(B, T, H, K))
+    free = {} if kind == "kda" else {"a": a.to(dtype), "b": b.to(dtype)}
+    return Terms(
+        q.to(dtype),
+        k.to(dtype),
+        torch.randn(B, T, HV, V).to(dtype),
+        g=CHANNEL_GATES[gate](x),
+        beta=beta if kind == "kda" else None,
+        **free,
+        initial_state=torch.randn(N, HV, K, V) if state else None,
+        cu_seqlens=None if lengths is None else offsets(lengths).int(),
+    )
+
+
+def check(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
+    from slipstream.kernels.linear.triton.dplr_launch import backward, forward
+
+    terms = make(kind, size, gate, dtype, state)
+    scale = terms.q.shape[-1] ** -0.5
+    do = torch.randn(terms.v.shape).to(dtype)
+    dfinal = torch.randn(terms.state_shape) if state else None
+    o, final = forward(terms, scale)
+    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
+    want = reference(terms, scale, do, dfinal)
+    for name, x in want.items():
+        limit = 2e-6 if dtype == torch.float32 else 2e-3
+        error = relative_error(got[name], x)
+        assert error <= limit, f"{kind}, {size}, {gate}, {dtype}: {name} is off by {error:.1e}"
+    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
+    assert set(got) == names | {"o", "final"}
+
+
+def check_nothing_but_final() -> None:
+    from slipstream.kernels.linear.triton.dplr_launch import backward
+
+    for kind in ("kda", "dplr"):
+        terms = make(kind, "odd", "weak", torch.float32, True)
+        dfinal = torch.randn(terms.state_shape)
+        got = backward(terms, None, dfinal, 0.5)
+        want = reference(terms, 0.5, torch.zeros(terms.v.shape), dfinal)
+        for name, x in got.items():
+            assert relative_error(x, want[name]) <= 2e-6, (kind, name)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_dplr_matches_reference_when_interpreted():
+    root = str(Path(__file__).parents[3])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
+    run = [sys.executable, __file__]
+    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    for kind, size, gate, dtype, state in CASES:
+        check(kind, size, gate, getattr(torch, dtype), state)
+        print(kind, size, gate, dtype, "ok", flush=True)
+    check_nothing_but_final()

@@ -1,0 +1,41 @@
+"""The loss kernels compiled for GPUs that need not be there: spills."""
+
+import pytest
+
+from slipstream.core.aot import compile_kernel
+from slipstream.kernels.launching import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+MODULE = "slipstream.kernels.loss.triton.cross_entropy"
+
+
+@pytest.mark.parametrize("V", [100, 4000, 32000, 151936])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
+    from slipstream.kernels.loss.triton import launch
+
+    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    tensors = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64"}
+    tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
+    scalars = dict.fromkeys(("smoothing", "softcap", "z_loss", "scale"), "fp32")
+    scalars |= {"stride": "i32:16", "grad_stride": "i32:16"}
+    flags = {"V": V, "BV": BV, "CAP": not plain, "SMOOTH": not plain, "HAS_LSE": False}
+    got = compile_kernel(
+        f"{MODULE}:cross_entropy_kernel",
+        tensors,
+        {**flags, "STAGES": launch.STAGES},
+        scalars=scalars,
+        target=arch,
+        warps=warps,
+    )
+    assert got.stack == 0
+
+
+def test_small_loss_kernels_compile() -> None:
+    tensors = {"target_ptr": "*i64", "out_ptr": "*fp32"}
+    assert (
+        compile_kernel(f"{MODULE}:inverse_count_kernel", tensors, {"B": 4096}, warps=8).stack == 0
+    )
+    tensors = {"x_ptr": "*bf16", "s_ptr": "*fp32"}
+    assert compile_kernel(f"{MODULE}:scale_kernel", tensors, {"B": 2048}).stack == 0

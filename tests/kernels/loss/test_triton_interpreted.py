@@ -1,0 +1,105 @@
+"""The Triton losses under Triton's interpreter: every row of the blocks, small blocks, chunks."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.ops.loss import cross_entropy, linear_cross_entropy
+from tests.kernels.interpreted import error, run
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.2, "z_loss": 0.01},
+    {"softcap": 2.0, "logit_scale": -0.5, "label_smoothing": 0.1, "z_loss": 0.1},
+]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_losses_match_reference() -> None:
+    run("cross_entropy", "linear_cross_entropy")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.slow
+def test_triton_losses_match_reference_in_small_blocks() -> None:
+    run(script="tests.kernels.loss.test_triton_interpreted")
+
+
+def grads(loss: Tensor, leaves: list[Tensor], scale: float) -> list[Tensor]:
+    """Of a scaled sum; twice, for the first may have used something up."""
+    total = (scale * loss.double()).sum()
+    first = [x.clone() for x in torch.autograd.grad(total, leaves, retain_graph=True)]
+    for x, y in zip(first, torch.autograd.grad(total, leaves), strict=True):
+        assert error(x, y) < 1e-6, (x, y)
+    return first
+
+
+def check(V: int, options: dict[str, Any], reduction: str, scale: float) -> None:
+    logits, target = 4 * torch.randn(2, 5, V), torch.randint(0, V, (2, 5))
+    target[0, 1] = target[1, 4] = -100
+    logits[0, 1] = torch.inf
+    logits[1, 0, : V - 1] = -torch.inf
+    target[1, 0] = V - 1
+    if options.get("label_smoothing"):
+        logits[1, 0] = 1.0
+    hidden, weight, bias = torch.randn(10, 6), torch.randn(V, 6), torch.randn(V)
+    options = {**options, "reduction": reduction}
+    cases: list[tuple[Any, list[Tensor], Tensor]] = [
+        (cross_entropy, [logits], target),
+        (linear_cross_entropy, [hidden, weight, bias], target.flatten()),
+    ]
+    for call, given, ids in cases:
+        found = []
+        for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+            # the reference multiplies an ignored row's gradient by 0
+            bound = torch.inf if impl == "triton" else 1e30
+            leaves = [x.to(dtype).clamp(-bound, bound).requires_grad_() for x in given]
+            tensors, rest = (
+                (leaves[:1], leaves[2:]) if len(leaves) == 1 else (leaves[:2], leaves[2:])
+            )
+            loss = call(*tensors, ids, *rest, impl=impl, **options)
+            found.append([loss.detach(), *grads(loss, leaves, scale)])
+        for i, (x, y) in enumerate(zip(*found, strict=True)):
+            e = error(x, y)
+            assert e < 2e-5, (call, V, options, scale, i, e)
+
+
+def main() -> None:
+    from slipstream.kernels.loss import op
+    from slipstream.kernels.loss.triton import launch
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    for small in (False, True):
+        if small:
+            launch.TILES = ((1 << 62, 16, 4),)
+            launch.CHUNK_BYTES, launch.ROW_MULTIPLE = 4 * 4 * 32, 4
+        for V, options, reduction in itertools.product((1, 37), OPTIONS, ("mean", "sum", "none")):
+            for scale in (1.0, -3.0):
+                check(V, options, reduction, scale)
+    target = torch.full((3,), -100)
+    empty: list[tuple[Any, list[Tensor]]] = [
+        (cross_entropy, []),
+        (linear_cross_entropy, [torch.randn(9, 4)]),
+    ]
+    for call, first in empty:
+        x = torch.randn(3, 4, requires_grad=True)
+        loss: Tensor = call(x, *first, target, impl="triton")
+        assert float(loss) == 0
+        assert not torch.autograd.grad(loss, x)[0].any()
+    wide = torch.randn(10, 7).t()[:, ::2]  # no row's elements are adjacent
+    ids = torch.randint(0, 5, (14,))[::2]
+    want = torch.nn.functional.cross_entropy(wide, ids)
+    assert error(cross_entropy(wide, ids, impl="triton"), want) < 1e-6
+    hidden, weight, target = torch.randn(5, 4), torch.randn(6, 4), torch.tensor([0, 5, -100, 2, 3])
+    for given in (False, True):
+        args = (hidden, weight, None, target, None, -100, 0.1, 5.0, 0.01, 1.0, given, "triton")
+        torch.library.opcheck(op._LINEAR, args)
+
+
+if __name__ == "__main__":
+    main()

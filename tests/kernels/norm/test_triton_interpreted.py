@@ -1,0 +1,132 @@
+"""The Triton norms under Triton's interpreter: every row of the blocks, small tiles, options."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.kernels.norm.call import run as norm
+from slipstream.kernels.norm.terms import Norm
+from tests.kernels.interpreted import error, run
+
+NAMES = ("rms_norm", "layer_norm", "l2_norm", "group_norm", "rms_norm_gated")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_norms_match_reference() -> None:
+    run(*NAMES)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.slow
+def test_triton_norms_match_reference_in_small_tiles() -> None:
+    run(script="tests.kernels.norm.test_triton_interpreted")
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype) -> dict[str, Tensor]:
+    D = shape[-1]
+    return {
+        "x": torch.randn(shape).to(dtype) + 3,
+        "weight": torch.randn(D).to(other),
+        "bias": torch.randn(D).to(other),
+        "gate": torch.randn(shape).to(other),
+        "residual": torch.randn(shape).to(other),
+    }
+
+
+def outputs(given: dict[str, Tensor | None], n: Norm, impl: str) -> tuple[list[Tensor], ...]:
+    leaves = {k: None if x is None else x.detach().requires_grad_() for k, x in given.items()}
+    y, h = norm(**leaves, n=n, impl=impl)  # type: ignore[arg-type]
+    kept = [y, h] if n.keep_h else [y]
+    generator = torch.Generator().manual_seed(1)
+    dout = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in kept]
+    grads = torch.autograd.grad(kept, [x for x in leaves.values() if x is not None], dout)
+    return [x.detach() for x in kept], list(grads)
+
+
+def check(n: Norm, names: tuple[str, ...], dtype: torch.dtype, other: torch.dtype) -> None:
+    given: dict[str, Tensor | None] = {
+        name: x if name in names or name == "x" else None
+        for name, x in inputs((2, 3, 24), dtype, other).items()
+    }
+    wide = {name: None if x is None else x.double() for name, x in given.items()}
+    ours, theirs = outputs(given, n, "triton"), outputs(wide, n, "reference")
+    plain = outputs(given, n, "eager")
+    coarse = torch.float16 in (dtype, other)
+    for got, want, like in zip(ours, theirs, plain):
+        for x, y, z in zip(got, want, like, strict=True):
+            assert x.dtype == z.dtype
+            e = error(x, y)
+            assert e < (8e-3 if coarse else 3e-5), (e, n, names, dtype, other)
+
+
+def small_tiles() -> None:
+    from slipstream.kernels.norm.triton import launch, tiles
+
+    tiles.FORWARD = (tiles.Row(8, 16, 4, 1, 1),)
+    tiles.BACKWARD = (tiles.Row(8, 16, 4, 1, 1),)
+    tiles.LOOPED = tiles.SPLIT = tiles.Row(8, 16, 4, 1, 1)
+    launch._tile.cache_clear()
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    single, half = torch.float32, torch.float16
+    affine = ("weight", "bias")
+    for _ in range(2):
+        for centre, groups in itertools.product((False, True), (0, 1, 6)):
+            check(Norm(1e-5, centre=centre, groups=groups), affine, single, single)
+            for first, f in ((True, "silu"), (False, "sigmoid")):
+                n = Norm(1e-5, centre, groups=groups, activation=f, gate_first=first)
+                check(n, ("gate", *affine), single, half)
+            n = Norm(1e-5, centre, groups=groups, zero_centered=True, keep_h=True)
+            check(n, ("residual", *affine), single, half)
+            check(n._replace(wide_h=True), ("residual", "weight"), half, half)
+            check(n._replace(wide_h=True), ("bias",), half, single)
+            check(n._replace(keep_h=False), ("residual",), half, single)
+        check(Norm(1e-6, l2=True), (), single, single)
+        small_tiles()
+    check_strides()
+    check_operators()
+
+
+def check_strides() -> None:
+    x, dy = torch.randn(4, 3, 10)[..., 1:9].mT, torch.randn(1, 8, 1).expand(4, 8, 3)
+    grads = []
+    for impl in ("triton", "eager"):
+        leaf = x.detach().requires_grad_()
+        y, _ = norm(leaf, None, None, None, None, Norm(1e-5), impl)
+        grads += [y, *torch.autograd.grad(y, leaf, dy)]
+    assert error(grads[0], grads[2]) < 1e-5
+    assert error(grads[1], grads[3]) < 1e-5
+
+
+def check_operators() -> None:
+    """opcheck, and torch.compile of the operators around the same kernels."""
+    from slipstream.kernels.norm import op
+
+    x, w = torch.randn(5, 8), torch.randn(8)
+    n = Norm(1e-5, centre=True, keep_h=True)
+    torch.library.opcheck(op._forward_op, (x, w, None, x, x, *n, True))
+    torch.library.opcheck(op._forward_op, (x, None, None, None, None, *n, False))
+    y, h, stats = op._forward_op(x, w, w, x, x, *n, True)
+    args = (y, h, h, w, w, x, stats, torch.float32, *n, True, True)
+    torch.library.opcheck(op._backward_op, args)
+    leaves = [torch.randn(5, 8, requires_grad=True) for _ in range(2)]
+
+    def call(x: Tensor, residual: Tensor) -> Tensor:
+        y, h = norm(x, w, None, None, residual, n, "triton")
+        return (y * h).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*leaves), leaves)
+    for x, y in zip(got, torch.autograd.grad(call(*leaves), leaves), strict=True):
+        assert error(x, y) < 1e-5
+
+
+if __name__ == "__main__":
+    main()

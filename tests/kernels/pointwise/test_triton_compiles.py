@@ -1,0 +1,36 @@
+"""Rotary and gated activations compiled for GPUs that need not be there: spills."""
+
+import pytest
+
+from slipstream.core.aot import compile_kernel
+from slipstream.kernels.launching import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+PACKAGE = "slipstream.kernels.pointwise.triton"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_compiles(interleaved: bool) -> None:
+    tensors = {"x_ptr": "*bf16", "y_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    flags = {"H": 32, "D": 128, "HALF": 48, "BH": 32, "BP": 64}
+    got = compile_kernel(
+        f"{PACKAGE}.rotary:rotary_kernel",
+        {**tensors, "position_ptr": "*i64"},
+        {**flags, "INTERLEAVED": interleaved, "BACK": True},
+    )
+    assert got.stack == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("f", ["silu", "gelu", "sigmoid", "relu2"])
+def test_glu_compiles(f: str, backward: bool) -> None:
+    names = ["gate", "up", *(["dy", "dgate", "dup"] if backward else ["y"])]
+    if f == "relu2":
+        names = [name for name in names if name not in ("up", "dup")]
+    got = compile_kernel(
+        f"{PACKAGE}.glu:glu_kernel",
+        {f"{name}_ptr": "*bf16" for name in names},
+        {"F": f, "D": 8192, "BR": 2, "BD": 1024},
+        scalars={"gate_stride": "i32:16", "up_stride": "i32:16"},
+    )
+    assert got.stack == 0
