@@ -70,7 +70,7 @@ def _compilers(arch: str) -> Iterator[str]:
     path = toolchain.ptxas_path(arch)
     ptxas = (path and toolchain.ptxas_version(path)) or ""
     known = (arch, triton, ptxas) in guard.verified()
-    how = "verified by the matrix" if known else "not verified: compiled in a child process first"
+    how = "verified by the matrix" if known else "not verified by the matrix"
     yield f"  Triton {triton}, ptxas {ptxas or 'none'}: {how}"
     for fault in applying(arch, triton, ptxas or None):
         what = "avoided by how kernels are written" if fault.avoided else fault.way_out

@@ -167,6 +167,5 @@ its kernels.
 - ok: compiles, fits into shared memory, hardly spills, uses the tensor cores.
 - slow: compiles and fits, and runs slower than it could, for the reason noted.
 - refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
-- crash, hang: the compiler dies or does not finish; guarded compilation keeps it from taking the
-  process down, and the operator runs in plain torch there.
+- crash, hang: the compiler dies or does not finish.
 - torch: no kernel, plain torch."""
