@@ -45,7 +45,7 @@ def chunk_rwkv6(
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
-        impl: "eager" or "reference" to insist on one; chosen if None.
+        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
 
     Returns:
         o [B, T, HV, V] in r's dtype, and the final state [N, HV, K, V], float32, or None.
