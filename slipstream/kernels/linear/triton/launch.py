@@ -6,13 +6,13 @@ gate's gradient, float32, one number a token, head and tile, and a state every S
 sequence that is split, a state a segment, once forward and twice backward.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.launching import on as _on
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import SPAN, Tile, choose, family, segment_tokens
@@ -72,13 +72,6 @@ def _tile_of(terms: Terms) -> tuple[Tile, int]:
     """The forward walk's; C is that of all."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
-
-
-def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
