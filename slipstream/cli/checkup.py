@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream import __version__
 from slipstream.cli.filling import stale
 from slipstream.cli.samples import Sample, Shape, flat
-from slipstream.core import guard, toolchain
+from slipstream.core import guard, machine, toolchain
 from slipstream.core.faults import INTERPRETER, applying
 
 # Root mean square of the error over that of the result: outputs, gradients. In 16 bits the inputs'
@@ -70,7 +70,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     return {
         "name": torch.cuda.get_device_name(device),
-        "arch": guard.of_device(device).name,
+        "arch": machine.of_device(device).name,
         "driver": _driver(),
         "memory": {"free": free, "total": total},
     }
@@ -85,12 +85,12 @@ def _driver() -> str | None:
     return out[0] if out else None
 
 
-def _ptxas(here: guard.Machine) -> dict[str, Any]:
+def _ptxas(here: machine.Machine) -> dict[str, Any]:
     path = toolchain.ptxas_path(here.arch)
-    return {"path": path, "version": here.ptxas, "selected": toolchain.VARIABLE in os.environ}
+    return {"path": path, "version": here.ptxas, "whose": toolchain.selected()}
 
 
-def _faults(here: guard.Machine | None, triton: str | None) -> Sequence[Any]:
+def _faults(here: machine.Machine | None, triton: str | None) -> Sequence[Any]:
     if triton is None:
         return ()
     if here is None:
@@ -100,12 +100,7 @@ def _faults(here: guard.Machine | None, triton: str | None) -> Sequence[Any]:
 
 def _places() -> dict[str, str]:
     triton = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton/cache")
-    return {"triton cache": triton, "slipstream cache": str(guard.cache_dir())}
-
-
-def forget() -> None:
-    (guard.cache_dir() / "verdicts.json").unlink(missing_ok=True)
-    guard.machine.cache_clear()
+    return {"triton cache": triton, "slipstream cache": str(machine.cache_dir())}
 
 
 def examine(
@@ -263,8 +258,7 @@ def show(about: Mapping[str, Any]) -> None:
         print(f"memory      {free:.1f} of {total:.1f} GiB free")
     if ptxas is not None:
         how = "verified by the matrix" if about["verified"] else "not verified: guarded"
-        own = "nvidia-cuda-nvcc's" if ptxas["selected"] else "Triton's own"
-        print(f"ptxas       {ptxas['version']} ({own}, {ptxas['path']}); {how}")
+        print(f"ptxas       {ptxas['version']} ({ptxas['whose']}, {ptxas['path']}); {how}")
     for name, place in about["places"].items():
         print(f"{name:16} {place}")
     if about["precompiled"]:

@@ -24,10 +24,11 @@ def doctor(
     with reported():
         from slipstream.cli import checkup
         from slipstream.cli.samples import chosen
+        from slipstream.core import guard
 
         samples = chosen(operators)
         if forget:
-            checkup.forget()
+            guard.forget()
         about = checkup.about()
         if not json:
             checkup.show(about)

@@ -84,6 +84,7 @@ def fill(
         console.print(f"[dim]{name}: nothing to compile ({reason})[/]")
     place = Path(cache or os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
     made = made_by(arch)
+    place.mkdir(parents=True, exist_ok=True)
     (place / MANIFEST).write_text(json.dumps(made, indent=1) + "\n")
     console.print(
         f"{len(rows) - len(failed)} kernels for {arch} in {place}. Triton finds them under the"

@@ -36,8 +36,14 @@ class Traced:
         return list({job.key: job for jobs in self.jobs.values() for job in jobs}.values())
 
 
-def traced(sample: Sample, shape: Shape, arch: str, backward: bool = True) -> Traced:
-    """The kernels of one operator for one shape, on an architecture that need not be there."""
+def traced(
+    sample: Sample, shape: Shape, arch: str, backward: bool = True, remembers: bool = False
+) -> Traced:
+    """The kernels of one operator for one shape, on an architecture that need not be there.
+
+    Args:
+        remembers: what guarded compilation has learnt here counts.
+    """
     jobs: dict[str | None, list[Job]] = {}
     refused: dict[str | None, str] = {}
     plans: list[Plan] = []
@@ -48,7 +54,7 @@ def traced(sample: Sample, shape: Shape, arch: str, backward: bool = True) -> Tr
 
         try:
             with _noting(plans) if impl is None else nullcontext():
-                jobs[impl] = trace(call, arch, backward)
+                jobs[impl] = trace(call, arch, backward, remembers)
         except PlainTorch:
             jobs[impl] = []
         except (NotImplementedError, ValueError) as error:

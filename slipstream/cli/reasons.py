@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from slipstream.cli.filling import DTYPES
 from slipstream.cli.plans import IMPLS, traced
 from slipstream.cli.samples import Sample, Shape
-from slipstream.core import guard, toolchain
+from slipstream.core import toolchain
 from slipstream.core.aot import Job
 from slipstream.core.arch import named
 from slipstream.core.faults import applying
+from slipstream.core.machine import verified
 
 # Compile-time arguments that make a tile; the rest are flags.
 _TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
@@ -35,7 +36,8 @@ def lines(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
         yield "  eager: plain torch; kernels run on GPUs"
         return
     row = named(arch)
-    got = traced(sample, shape, arch)
+    toolchain.select_ptxas((arch,))
+    got = traced(sample, shape, arch, remembers=True)
     default = got.jobs.get(None)
     chosen = got.plan.impl if got.plan else "GPU kernels" if default else "plain torch"
     if None in got.refused:
@@ -69,9 +71,10 @@ def _compilers(arch: str) -> Iterator[str]:
         return
     path = toolchain.ptxas_path(arch)
     ptxas = (path and toolchain.ptxas_version(path)) or ""
-    known = (arch, triton, ptxas) in guard.verified()
+    known = (arch, triton, ptxas) in verified()
     how = "verified by the matrix" if known else "not verified by the matrix"
-    yield f"  Triton {triton}, ptxas {ptxas or 'none'}: {how}"
+    whose = f" ({toolchain.selected()})" if ptxas else ""
+    yield f"  Triton {triton}, ptxas {ptxas or 'none'}{whose}: {how}"
     for fault in applying(arch, triton, ptxas or None):
         what = "avoided by how kernels are written" if fault.avoided else fault.way_out
         yield f"    known fault {fault.name} ({fault.effect}): {fault.pattern}; {what}"

@@ -204,6 +204,8 @@ SAMPLES = [
     Sample("token_shift", "x=BTD"),
     Sample("cross_entropy", "logits=TZ target=T:ids"),
     Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:ids"),
+    Sample("linear_kl_div", "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"),
+    Sample("matmul", "a=TD b=DC"),
     Sample("embedding", "input_ids=BT:ids weight=ZD"),
 ]
 

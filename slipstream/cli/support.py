@@ -15,7 +15,7 @@ from rich.table import Table
 
 from slipstream.cli.plans import find
 from slipstream.cli.samples import Sample, Shape
-from slipstream.core import guard, matrix
+from slipstream.core import machine, matrix
 from slipstream.core.arch import ARCHS
 from slipstream.core.faults import applying
 from slipstream.core.releases import install
@@ -50,7 +50,7 @@ class Run:
 
     def compile(self, release: str | None, processes: int, timeout: float) -> list[matrix.Row]:
         """Rows under one Triton release, None for the one that is here; prints its table."""
-        path = [] if release is None else [str(install(release, guard.cache_dir() / "releases"))]
+        path = [] if release is None else [str(install(release, machine.cache_dir() / "releases"))]
         failed: list[matrix.Row] = []
         with self._progress() as progress:
             bar = progress.add_task(f"triton {release or 'here'}", total=len(self.tasks))
@@ -113,7 +113,7 @@ def record(rows: Sequence[matrix.Row], without: dict[str, str]) -> None:
     ordered = sorted(kept + found, key=lambda x: tuple(x.values()))
     lines = ",\n".join(json.dumps(x) for x in ordered)
     VERIFIED.write_text(f"[\n{lines}\n]\n")
-    guard.verified.cache_clear()
+    machine.verified.cache_clear()
 
 
 def page(data: dict) -> str:

@@ -15,7 +15,8 @@ class Fault:
     """triton, ptxas: first and last release affected, inclusive; None: every one.
 
     trigger: the feature of a kernel, as kernels name theirs. effect: "crash", "wrong result" or
-    "refusal". avoided: no kernel here has the pattern, so nothing is refused.
+    "refusal". avoided: no kernel here has the pattern, so nothing is refused. cured_by_float32: it
+    wants operands of 16 bits, so products of wider ones are computed instead.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Fault:
     source: str
     way_out: str
     avoided: bool = False
+    cured_by_float32: bool = False
 
 
 _HOPPER = ("sm_90",)
@@ -64,7 +66,7 @@ FAULTS = (
         "chained-dots",
         _HOPPER,
         ("3.4.0", "3.7.1"),
-        ("12.8", "12.8.93"),
+        ("12.8", "13.0.88"),
         "chained_64_dots",
         "several chained dots of 64 x 64 with num_warps=4",
         "wrong result",
@@ -93,6 +95,7 @@ FAULTS = (
         "crash",
         "LLVM: Unsupported rounding mode for conversion",
         "Triton 3.4 or later, or operands in float32",
+        cured_by_float32=True,
     ),
     Fault(
         "volta-bf16",
@@ -104,6 +107,7 @@ FAULTS = (
         "crash",
         "ptxas: bf16 wants sm_80; IndexError map::at",
         "Triton 3.4 or later, or operands in float32",
+        cured_by_float32=True,
     ),
     Fault(
         "fma-dots",
@@ -133,7 +137,7 @@ FAULTS = (
         ("sm_100", "sm_120"),
         ("3.2.0", "3.2.0"),
         None,
-        "dot16",
+        "dot",
         "any dot: the compiler aborts",
         "crash",
         "getMMAVersionSafe assertion",
@@ -144,7 +148,7 @@ FAULTS = (
         ("sm_120",),
         ("3.3.0", "3.3.0"),
         None,
-        "dot16",
+        "dot",
         "any dot",
         "refusal",
         "assertion caught as RuntimeError",

@@ -1,17 +1,42 @@
 """Registration of operators with torch.library, in one namespace.
 
 An operator is `define`d with one implementation for CPU and CUDA and a fake one that only makes
-outputs of the right shape; gradients are an autograd.Function outside of it. So eager mode,
-torch.compile(fullgraph=True) and torch.export all see one opaque node and never look inside.
+outputs of the right shape; gradients are an autograd.Function outside of it. So torch.compile
+(fullgraph=True), torch.export, fake tensors and dispatch modes all see one opaque node and never
+look inside. Plain calls on plain tensors go to the implementation at once: the dispatcher would
+take as long as a launch.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# overload -> device -> implementation
+_INSIDE: dict[Any, dict[str, Callable]] = {}
+
+
+def direct(x: Any) -> bool:
+    """Whether nobody looks at what a call on x does: no tracer, mode, transform, subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+# Set by core/trace.py, whose fake tensors go where real ones would.
+TRACING = False
+
+
+def fake(x: torch.Tensor) -> bool:
+    """Whether x has no memory that a kernel could be given."""
+    return type(x) not in _PLAIN and isinstance(x, FakeTensor) and not TRACING
 
 
 def _without_autocast(impl: Callable, device: str) -> Callable:
@@ -27,7 +52,7 @@ def _without_autocast(impl: Callable, device: str) -> Callable:
 
 
 def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
-    """Registers slipstream::name and returns its overload, bound once for cheap calls.
+    """Registers slipstream::name and returns its overload.
 
     Args:
         schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor".
@@ -35,7 +60,23 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
         fake: the same arguments, shapes only; its strides must be those of `impl`.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, _without_autocast(impl, key.lower()), key)
+    inside = {device: _without_autocast(impl, device) for device in ("cpu", "cuda")}
+    for device, call in inside.items():
+        _LIBRARY.impl(name, call, device.upper())
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _INSIDE[overload] = inside
+    return overload
+
+
+def shortcut(overload: Any) -> Callable:
+    """Calls the implementation where nobody is looking, else the operator. For callers above whom
+    autograd is dealt with, and whose first argument is a tensor."""
+    inside = _INSIDE[overload]
+
+    def call(*args: Any) -> Any:
+        if not direct(args[0]):
+            return overload(*args)
+        return inside[args[0].device.type](*args)
+
+    return call

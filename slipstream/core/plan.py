@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+OR_PLAIN = "triton|eager"
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -25,11 +27,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """impl: the one chosen; why; rejected: those preferred to it, each with its reason."""
+    """impl: the one chosen; why; rejected: those preferred to it, each with its reason.
+
+    rest: those after it that take the call, for when the machine's compilers turn out to fail at
+    its kernels (core/guard.py); none if it was asked for by name.
+    """
 
     impl: str
     why: str
     rejected: tuple[tuple[str, str], ...] = ()
+    rest: tuple[str, ...] = ()
+
+    @property
+    def tries(self) -> str:
+        """What an operator is told: "triton|eager" is the first of them that works."""
+        return "|".join((self.impl, *self.rest))
 
 
 def choose(candidates: Sequence[Candidate], call: Any, impl: str | None) -> Plan:
@@ -48,12 +60,12 @@ def choose(candidates: Sequence[Candidate], call: Any, impl: str | None) -> Plan
             raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
         return Plan(impl, "asked for by name")
     rejected = []
-    for candidate in candidates:
-        if candidate.by_name_only:
-            continue
+    by_itself = [c for c in candidates if not c.by_name_only]
+    for i, candidate in enumerate(by_itself):
         reason = candidate.refuses(call)
         if reason is None:
-            return Plan(candidate.name, candidate.why, tuple(rejected))
+            rest = tuple(c.name for c in by_itself[i + 1 :] if c.refuses(call) is None)
+            return Plan(candidate.name, candidate.why, tuple(rejected), rest)
         rejected.append((candidate.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     raise NotImplementedError(f"no implementation takes this call ({reasons})")

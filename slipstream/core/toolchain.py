@@ -1,14 +1,16 @@
 """Which compilers are here, and the right ptxas among them.
 
-Triton brings a ptxas of its own; where core/faults.py knows it for faulty and PyPI's
-nvidia-cuda-nvcc is installed (`pip install slipstream[cuda]`), that one is selected, by
-TRITON_PTXAS_PATH, before the first compilation. A path that the user has set stays.
+Triton brings a ptxas of its own; where core/faults.py knows it for faulty and a better one is
+installed, that one is selected, by TRITON_PTXAS_PATH, before the first compilation: PyPI's
+nvidia-cuda-nvcc (`pip install slipstream[cuda]`), else a CUDA toolkit's. A path that the user has
+set stays.
 """
 
 import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -53,32 +55,59 @@ def ptxas_path(arch: str) -> str | None:
     return str(own if blackwell and own.exists() else bundled / "ptxas")
 
 
-def select_ptxas(archs: tuple[str, ...]) -> str | None:
-    """Points Triton to nvidia-cuda-nvcc's ptxas if its own is known faulty for one of `archs`.
+def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | None:
+    """Points Triton to another ptxas if its own is known faulty for one of `archs`. Returns why.
 
-    Not if another of them is an architecture that ptxas 13 has dropped. Returns why, or None.
+    Not if another of them is an architecture that this ptxas has dropped, and none of a later CUDA
+    than the driver's, which might not load what it makes.
+
+    Args:
+        driver: the major version of CUDA that it is for; None does not ask.
     """
-    other = installed_ptxas()
     triton = triton_version()
-    if VARIABLE in os.environ or other is None or triton is None:
+    if VARIABLE in os.environ or triton is None:
         return None
-    found, found_version = str(other), ptxas_version(str(other))
-    if found_version is None:
-        return None
+    for path in installed_ptxas():
+        found = ptxas_version(str(path))
+        if found is None or (driver is not None and version(found)[0] > driver):
+            continue
+        if cured := _cures(archs, triton, found):
+            os.environ[VARIABLE] = str(path)
+            return f"ptxas {found} of {_origin(path)}: {', '.join(sorted(cured))}"
+    return None
+
+
+def _cures(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
+    """The faults that a later ptxas has not; none if it has others, or is no later."""
+    cured: set[str] = set()
     for arch in archs:
         own = ptxas_path(arch)
         if own is None or int(arch[3:]) >= 100:
             continue
-        cured = _faults(arch, triton, ptxas_version(own)) - _faults(arch, triton, found_version)
-        worse = {
-            name
-            for x in archs
-            for name in _faults(x, triton, found_version) - _faults(x, triton, ptxas_version(own))
-        }
-        if cured and not worse:
-            os.environ[VARIABLE] = found
-            return f"ptxas {found_version} of nvidia-cuda-nvcc: {', '.join(sorted(cured))}"
-    return None
+        own_version = ptxas_version(own)
+        before, after = (_faults(arch, triton, x) for x in (own_version, other))
+        if after - before or version(other) <= version(own_version or ""):
+            return set()
+        cured |= before - after
+    return cured
+
+
+def selected() -> str:
+    """Whose ptxas TRITON_PTXAS_PATH points to, "Triton's own" if it is not set."""
+    given = os.environ.get(VARIABLE)
+    return "Triton's own" if given is None else f"{_origin(Path(given))}'s"
+
+
+def _origin(path: Path) -> str:
+    return "nvidia-cuda-nvcc" if "nvidia" in path.parts else f"the toolkit at {path.parent.parent}"
+
+
+def driver() -> int | None:
+    """The major version of CUDA that the driver is for."""
+    import torch
+
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return ask() // 1000 if ask is not None and torch.cuda.is_available() else None
 
 
 def _faults(arch: str, triton: str, ptxas: str | None) -> set[str]:
@@ -88,16 +117,24 @@ def _faults(arch: str, triton: str, ptxas: str | None) -> set[str]:
     return {x.name for x in applying(arch, triton, ptxas) if x.ptxas is not None}
 
 
-def installed_ptxas() -> Path | None:
-    """nvidia-cuda-nvcc's, if it is installed."""
+def installed_ptxas() -> list[Path]:
+    """What there is besides Triton's: nvidia-cuda-nvcc's, then the toolkits', newest first."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):
-        return None
+        spec = None
     places = [] if spec is None else list(spec.submodule_search_locations or [])
-    found = [y for x in places for y in Path(x).glob("cu*/bin/ptxas")]
-    working = [(version(v), x) for x in found if (v := ptxas_version(str(x)))]
-    return max(working)[1] if working else None
+    packaged = [y for x in places for y in Path(x).glob("cu*/bin/ptxas")]
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    toolkits = [x for r in roots if r and (x := Path(r) / "bin/ptxas").exists()]
+    if on_path := shutil.which("ptxas"):
+        toolkits.append(Path(on_path))
+    return [*_newest_first(packaged), *_newest_first(toolkits)]
+
+
+def _newest_first(paths: list[Path]) -> list[Path]:
+    working = {x: version(v) for x in paths if (v := ptxas_version(str(x)))}
+    return sorted(working, key=lambda x: working[x], reverse=True)
 
 
 def _bundled() -> Path | None:

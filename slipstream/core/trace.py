@@ -20,9 +20,11 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.core import guard, library
 from slipstream.core.aot import Job, gpu_target, job_of
 from slipstream.core.arch import ARCHS, Arch, named
 from slipstream.core.library import NAMESPACE
+from slipstream.core.machine import elsewhere
 
 # Devices no machine has, one for each architecture: launches remember tiles by device.
 _FIRST_DEVICE = 64
@@ -36,13 +38,21 @@ class PlainTorch(Exception):
     """The call takes an implementation in plain torch."""
 
 
-def trace(call: Callable[[torch.device], Any], arch: str, backward: bool = True) -> list[Job]:
+def trace(
+    call: Callable[[torch.device], Any],
+    arch: str,
+    backward: bool = True,
+    remembers: bool = False,
+) -> list[Job]:
     """The compilations of call(device) and, if asked for, of its gradients; each once.
+
+    Args:
+        remembers: what guarded compilation has learnt here counts.
 
     Raises whatever the call raises for such tensors, PlainTorch where it compiles nothing.
     """
     jobs: dict[str, Job] = {}
-    with _pretending(named(arch), jobs) as (device, functions):
+    with _pretending(named(arch), jobs, remembers) as (device, functions):
         with torch.enable_grad() if backward else torch.no_grad():
             call(device)
         with torch.no_grad():
@@ -110,7 +120,9 @@ class _Implementations(TorchDispatchMode):
 
 
 @contextmanager
-def _pretending(arch: Arch, jobs: dict[str, Job]) -> Iterator[tuple[torch.device, list]]:
+def _pretending(
+    arch: Arch, jobs: dict[str, Job], remembers: bool
+) -> Iterator[tuple[torch.device, list]]:
     from triton import knobs
     from triton.runtime import driver
 
@@ -132,6 +144,7 @@ def _pretending(arch: Arch, jobs: dict[str, Job]) -> Iterator[tuple[torch.device
         jobs.setdefault(job.key, job)
         return True  # nothing to launch
 
+    here = elsewhere(arch.name, remembers)
     index = _FIRST_DEVICE + list(ARCHS).index(arch.name)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -151,6 +164,8 @@ def _pretending(arch: Arch, jobs: dict[str, Job]) -> Iterator[tuple[torch.device
             (torch.cuda, "get_device_capability", lambda device=None: arch.capability),
             (torch.cuda, "get_device_properties", lambda device=None: _properties(arch)),
             (torch.version, "hip", None if arch.warp == 32 else "6.4"),
+            (guard, "machine", lambda device: here if device.type == "cuda" else None),
+            (library, "TRACING", True),
             (driver, "_active", _Driver(arch.name)),
             (knobs.runtime, "jit_cache_hook", note),
         ):

@@ -1,4 +1,4 @@
-"""What the launches of the norms, losses, convolutions and pointwise kernels share."""
+"""What the launches and the plans of all families share."""
 
 import importlib.util
 import os
@@ -10,26 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.plan import Candidate, choose
+from slipstream.core.library import fake
+from slipstream.core.plan import OR_PLAIN, Candidate, choose
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# the releases whose Gluon has the names in kernels/gluon.py
+GLUON = ((3, 6), (3, 7))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NOWHERE = nullcontext()
-
-
 _NAMED = (
     Candidate("triton", "portable Triton kernels, on CUDA", lambda call: _refuses(*call)),
     Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "the formula, the oracle of the tests"),
+    Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
 )
 
 
 def choose_impl(
     impl: str | None, x: Tensor, refuses: Callable[..., str | None], *given: Any
 ) -> str:
-    """One of eager, triton and reference.
+    """One of triton|eager, triton, eager and reference: as Plan.tries says.
 
     None is Triton on CUDA where it takes the call, else eager.
 
@@ -39,18 +40,60 @@ def choose_impl(
             if they can.
     """
     if impl is not None:
-        return choose(_NAMED, (x, refuses, given), impl).impl
-    return "triton" if x.is_cuda and _refuses(x, refuses, given) is None else "eager"
+        return choose(_NAMED, (x, refuses, given), impl).tries
+    if not x.is_cuda:
+        return "eager"
+    if _refuses(x, refuses, given) is None:
+        return OR_PLAIN
+    return choose(_NAMED, (x, refuses, given), None).tries
+
+
+def is_triton(impl: str) -> bool:
+    """Of what choose_impl or Plan.tries says."""
+    return impl.startswith("triton")
 
 
 def _refuses(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
+    if fake(x):
+        return "the tensors are fake"
+    return unfit(x, "the input") or refuses(x, *given)
+
+
+def unfit(x: Tensor, name: str) -> str | None:
+    """Why no Triton kernel can take a call on x, or None."""
     if not HAVE_TRITON:
         return "Triton is not installed"
     if not (x.is_cuda or INTERPRETED):
         return f"it runs on CUDA devices, and the tensors are on {x.device.type}"
     if x.dtype not in DTYPES:
-        return f"it computes in float32, and the input is {x.dtype}"
-    return refuses(x, *given)
+        return f"it computes in float32, and {name} is {x.dtype}"
+    return None
+
+
+def not_hopper(x: Tensor) -> str | None:
+    """Why no sm_90 kernel can take a call on x, or None."""
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if INTERPRETED or not x.is_cuda:
+        return f"it runs on sm_90, and the tensors are on {x.device.type}"
+    if torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "it is written for sm_90"
+    return _gluon()
+
+
+@cache
+def _gluon() -> str | None:
+    from importlib.metadata import version  # it takes long to import
+
+    found = version("triton")
+    if GLUON[0] <= tuple(int(x) for x in found.split(".")[:2]) <= GLUON[1]:
+        return None
+    return f"its language, Gluon, is not that of Triton {found} (it is of 3.6 and 3.7)"
+
+
+def precision() -> str:
+    """Of float32 products: the fastest that is right to float32 and that the backend has."""
+    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
 
 
 def on(device: torch.device) -> AbstractContextManager:

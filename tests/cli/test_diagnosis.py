@@ -28,7 +28,8 @@ def test_every_public_operator_has_a_sample() -> None:
 
     public = {name for name, fn in vars(ops).items() if inspect.isfunction(fn)}
     without = {x for x in public if "step" in x or "update" in x or "position" in x}
-    without |= {x for x in public if x.startswith("flash_attn_")}  # attention under other names
+    # attention and the short convolution under other names
+    without |= {x for x in public if x.startswith(("flash_attn_", "causal_conv1d"))}
     without |= {"rotary_embedding", "rotary_tables"}
     assert {x.op for x in SAMPLES} <= public
     assert public - without - {x.op for x in SAMPLES} == set()
@@ -74,6 +75,34 @@ def test_explain_names_kernels_tiles_and_reasons() -> None:
     assert status == 0 and "at most 256" in text
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_91")
     assert status == 2 and "arch: want one of" in text
+
+
+@needs_compiler
+@pytest.mark.parametrize("operator", ["chunk_simple_gla", "attention", "rms_norm"])
+def test_explain_says_what_was_learnt_here(
+    operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that was demoted, or that a known fault stops, is rejected for that reason."""
+    import torch
+
+    from slipstream.core import machine, toolchain
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(toolchain, "select_ptxas", lambda *args: None)
+    width = 64
+    kinds = {
+        "chunk_simple_gla": ("linear.triton", "none", "scalar", torch.bfloat16, width, width),
+        "attention": ("softmax.triton", torch.bfloat16, width, width, "right"),
+        "rms_norm": ("norm.triton", torch.bfloat16, 2 * width, torch.bfloat16),
+    }
+    shape = f"K={width},V={width}"
+    machine.elsewhere("sm_80").demote(kinds[operator], "killed by SIGABRT")
+    status, text = invoke("explain", operator, "--arch", "sm_80", "--shape", shape)
+    assert status == 0 and "chosen: eager" in text
+    assert "rejected: triton, killed by SIGABRT" in text
+    monkeypatch.setattr(toolchain, "ptxas_version", lambda path: "13.0.88")
+    status, text = invoke("explain", operator, "--arch", "sm_70", "--shape", shape)
+    assert status == 0 and "rejected: triton, any kernel: ptxas 13 has no sm_70" in text
 
 
 @needs_compiler

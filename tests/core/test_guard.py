@@ -9,44 +9,65 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core import guard
+from slipstream.core import guard, machine
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> guard.Machine:
-    """A machine nobody has verified, which `attempt` takes for the CPU's."""
-    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+KIND = ("linear.triton", "delta", torch.bfloat16, 128)
+
+
+def make(monkeypatch: pytest.MonkeyPatch) -> guard.Machine:
+    """A machine nobody has verified, as a new process finds it; `attempt` takes it for its own."""
     found = guard.Machine("sm_90", "3.6.0", "1.2.3")
     monkeypatch.setattr(guard, "machine", lambda device: found)
     return found
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> guard.Machine:
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    return make(monkeypatch)
 
 
 def fails() -> str:
     raise guard.Unusable("planted_kernel: the compiler's process died, killed by SIGABRT")
 
 
-def test_attempt_falls_back_says_so_once_and_remembers(here: guard.Machine, tmp_path: Path) -> None:
-    with pytest.warns(guard.Guarded, match="linear.triton is not used on sm_90 .* SIGABRT"):
-        assert guard.attempt("linear.triton", CPU, fails, lambda: "eager") == "eager"
+def attempt(run: Callable[[], str], instead: Any = lambda: "eager", **rest: Any) -> str:
+    return guard.attempt(lambda: rest.get("kind", KIND), CPU, run, instead, (), rest.get("probe"))
+
+
+def test_attempt_falls_back_says_so_once_and_remembers(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.warns(guard.Guarded, match="linear.triton delta bfloat16 128 is not .* SIGABRT"):
+        assert attempt(fails) == "eager"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert guard.attempt("linear.triton", CPU, fails, lambda: "eager") == "eager"
-        assert guard.attempt("softmax.triton", CPU, lambda: "ran", lambda: "eager") == "ran"
+        assert attempt(fails) == "eager"
+        assert attempt(lambda: "ran", kind=("softmax.triton",)) == "ran"
     assert "SIGABRT" in json.dumps(json.loads((tmp_path / "verdicts.json").read_text()))
-    again = guard.Machine("sm_90", "3.6.0", "1.2.3")
-    assert "SIGABRT" in (again.unusable("linear.triton") or "")
-    assert guard.Machine("sm_90", "3.7.1", "1.2.3").unusable("linear.triton") is None
-    assert "SIGABRT" in (guard.unusable("linear.triton", CPU) or "")
-    here.forget()
-    assert guard.attempt("linear.triton", CPU, lambda: "ran", lambda: "eager") == "ran"
+    again = make(monkeypatch)
+    assert "SIGABRT" in (again.unusable(KIND) or "")
+    assert guard.Machine("sm_90", "3.7.1", "1.2.3").unusable(KIND) is None
+    assert "SIGABRT" in (guard.objection(lambda: KIND, CPU) or "")
+    again.forget()
+    assert attempt(lambda: "ran") == "ran"
+
+
+def test_a_verdict_is_on_these_kernels(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.demote(KIND, "it dies")
+    monkeypatch.setattr(machine, "sources", lambda: "of another day")
+    assert make(monkeypatch).unusable(KIND) is None
 
 
 def test_attempt_never_replaces_what_was_asked_for_by_name(here: guard.Machine) -> None:
-    with pytest.raises(NotImplementedError, match=r"linear\.triton: planted_kernel: .*impl=None"):
-        guard.attempt("linear.triton", CPU, fails)
+    with pytest.raises(NotImplementedError, match=r"linear\.triton .*: planted_.*impl=None"):
+        attempt(fails, None)
 
 
 def test_other_errors_are_not_swallowed(here: guard.Machine) -> None:
@@ -54,7 +75,7 @@ def test_other_errors_are_not_swallowed(here: guard.Machine) -> None:
         raise ValueError("q: want ...")
 
     with pytest.raises(ValueError, match="q: want"):
-        guard.attempt("linear.triton", CPU, wrong, lambda: "eager")
+        attempt(wrong)
 
 
 def test_probe_runs_once_and_demotes_a_mismatch(
@@ -65,26 +86,73 @@ def test_probe_runs_once_and_demotes_a_mismatch(
     def probe(answer: str | None) -> Callable[[], str | None]:
         return lambda: probes.append("x") or answer
 
-    def attempt(answer: str | None, variant: str) -> str:
-        return guard.attempt(
-            "norm", CPU, lambda: "ran", lambda: "eager", probe(answer), lambda: variant
-        )
-
-    assert attempt(None, "bf16") == attempt(None, "bf16") == "ran"
+    assert attempt(lambda: "ran", probe=probe(None)) == "ran"
+    assert attempt(lambda: "ran", probe=probe(None)) == "ran"
+    make(monkeypatch)
+    assert attempt(lambda: "ran", probe=probe(None)) == "ran"
     assert len(probes) == 1
     monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
-    assert attempt("dq is off", "fp16") == "ran"
+    make(monkeypatch)
+    assert attempt(lambda: "ran", probe=probe("dq is off")) == "ran"
     monkeypatch.setenv("SLIPSTREAM_PROBE", "always")
+    make(monkeypatch)
     with pytest.warns(guard.Guarded, match="wrong result: dq is off"):
-        assert attempt("dq is off", "fp16") == "eager"
+        assert attempt(lambda: "ran", probe=probe("dq is off")) == "eager"
     monkeypatch.setenv("SLIPSTREAM_PROBE", "sometimes")
     with pytest.raises(ValueError, match="SLIPSTREAM_PROBE: want once, off, always"):
-        guard.attempt("loss", CPU, lambda: "ran", None, probe(None))
+        make(monkeypatch)
+
+
+def test_a_probe_leaves_random_numbers_and_modes_alone(here: guard.Machine) -> None:
+    def probe() -> str | None:
+        x = torch.randn(3, requires_grad=True)
+        (grad,) = torch.autograd.grad(x.sum(), x)
+        return None if bool((grad == 1).all()) else "no gradient"
+
+    torch.manual_seed(1)
+    want = torch.rand(1)
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        assert attempt(lambda: "ran", probe=probe) == "ran"
+    assert KIND in here.admitted
+    assert torch.equal(torch.rand(1), want)
+
+
+def test_a_probe_that_cannot_run_decides_nothing(here: guard.Machine) -> None:
+    def probe() -> str | None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.warns(guard.Guarded, match="could not be probed: OutOfMemoryError"):
+        assert attempt(lambda: "ran", probe=probe) == "ran"
+    assert here.unusable(KIND) is None
+
+
+def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
+    old = guard.Machine("sm_70", "3.6.0", "13.0.88", passive=True)
+    assert "ptxas13-volta" in (old.unusable(("norm.triton",)) or "")
+    new = guard.Machine("sm_120", "3.2.0", "", passive=True)
+    assert "blackwell-dot" in (new.unusable(KIND) or "")
+    assert new.unusable(("norm.triton",)) is None and not new.quiet
+
+
+def test_products_are_of_float32_where_the_compiler_can_do_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """bf16 under Triton 3.3 on sm_70 and sm_75: an LLVM error."""
+    old = guard.Machine("sm_75", "3.3.1", "12.4.127", passive=True)
+    monkeypatch.setattr(guard, "machine", lambda device: old)
+    assert guard.widens(torch.empty(1, dtype=torch.bfloat16))
+    assert not guard.widens(torch.empty(1))
+    assert old.unusable(KIND) is None
+    new = guard.Machine("sm_75", "3.6.0", "12.8.93", passive=True)
+    monkeypatch.setattr(guard, "machine", lambda device: new)
+    assert not guard.widens(torch.empty(1, dtype=torch.bfloat16))
 
 
 def test_a_cpu_has_no_compiler_to_guard() -> None:
     assert guard.machine(CPU) is None
-    assert guard.attempt("norm", CPU, lambda: "ran") == "ran"
+    assert attempt(lambda: "ran", None) == "ran"
 
 
 @pytest.fixture
@@ -102,7 +170,7 @@ def jitting(
     # nothing compiled yet: what is in Triton's cache needs no child
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(driver, "_active", Driver())
-    undo = guard.watch(here, "tests.")
+    undo = machine.watch(here, "tests.")
     yield lambda what: planted_kernel.warmup(torch.int32, 17, WHAT=what, num_warps=1, grid=(1,))
     undo()
     if here._worker is not None:
@@ -120,6 +188,6 @@ def test_a_dying_compiler_leaves_the_process_alive(
     words: str,
 ) -> None:
     assert jitting("nothing") is not None
-    monkeypatch.setattr(guard, "TIMEOUT", 5.0)
+    monkeypatch.setattr(machine, "TIMEOUT", 5.0)
     with pytest.warns(guard.Guarded, match=words):
-        assert guard.attempt("planted", CPU, lambda: jitting(what), lambda: "eager") == "eager"
+        assert attempt(lambda: jitting(what)) == "eager"

@@ -68,6 +68,27 @@ def test_the_plan_knows_what_triton_3_3_cannot_do(release: str, arch: str) -> No
 
 
 @compiles
+def test_what_triton_3_3_cannot_do_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention and attention in 16 bits: no product of 16-bit operands reaches the compiler."""
+    from slipstream.core import trace as tracing
+    from slipstream.core.machine import Machine
+
+    old = Machine("sm_75", "3.3.1", "12.4.127", passive=True, remembers=False)
+    monkeypatch.setattr(tracing, "elsewhere", lambda arch, remembers: old)
+    for operator, dtype in (
+        (ops.chunk_retention, torch.bfloat16),
+        (ops.attention, torch.float16),
+    ):
+
+        def call(device: torch.device, operator: Any = operator, dtype: Any = dtype) -> Any:
+            q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=dtype) for _ in "qkv")
+            return operator(q, k, v, impl="triton")
+
+        jobs = tracing.trace(call, "sm_75")
+        assert jobs and all(set(job.tensors.values()) == {"*fp32"} for job in jobs)
+
+
+@compiles
 def test_fp32_product_of_128_x_32_x_32_by_descriptors() -> None:
     """WGMMA type or shape is not supported: an abort under Triton 3.2, known as such."""
     from slipstream.core.aot import compile_kernel

@@ -19,7 +19,7 @@ def other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     found = tmp_path / "cu13/bin/ptxas"
     monkeypatch.delenv(toolchain.VARIABLE, raising=False)
     monkeypatch.setattr(toolchain, "_bundled", lambda: tmp_path / "own")
-    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: found)
+    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: [found])
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
     return found
 
@@ -37,9 +37,9 @@ def test_select_ptxas_where_tritons_own_is_faulty(
 def test_select_ptxas_leaves_what_would_break(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; a user's own path stays; a cured release wants none."""
     assert toolchain.select_ptxas(("sm_90", "sm_70")) is None
-    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: None)
+    monkeypatch.setattr(toolchain, "installed_ptxas", list)
     assert toolchain.select_ptxas(("sm_90",)) is None
-    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: other)
+    monkeypatch.setattr(toolchain, "installed_ptxas", lambda: [other])
     monkeypatch.setenv(toolchain.VARIABLE, "/own/ptxas")
     assert toolchain.select_ptxas(("sm_90",)) is None
     assert toolchain.ptxas_path("sm_90") == "/own/ptxas"
@@ -52,3 +52,26 @@ def test_ptxas_path_and_version(other: Path) -> None:
     assert blackwell is not None and toolchain.ptxas_version(blackwell) == "12.9.86"
     assert toolchain.ptxas_path("gfx942") is None
     assert toolchain.ptxas_version("/nowhere/ptxas") is None
+
+
+def test_a_toolkit_will_do_if_its_ptxas_is_new_enough(
+    other: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.delenv(toolchain.VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "_bundled", lambda: tmp_path / "own")
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    for name, release in {"old": "12.6.20", "new": "13.0.88"}.items():
+        path = tmp_path / name / "bin/ptxas"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho 'release x, V{release}'\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "new"))
+    assert toolchain.select_ptxas(("sm_90",), driver=12) is None
+    why = toolchain.select_ptxas(("sm_90",), driver=13)
+    assert why is not None and "13.0.88 of the toolkit at" in why and "narrow-dot" in why
+    assert "toolkit" in toolchain.selected()
+    monkeypatch.delenv(toolchain.VARIABLE)
+    assert toolchain.selected() == "Triton's own"

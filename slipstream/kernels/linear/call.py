@@ -13,12 +13,14 @@ from slipstream.core import checks
 from slipstream.core.autocast import autocast_dtype
 from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.core.signature import Remembered, signature
+from slipstream.kernels.linear.hopper.plan import refuses as hopper_refuses
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import refuses
 
 CANDIDATES = (
+    Candidate("hopper", "kernels for sm_90 and, around them, portable ones", hopper_refuses),
     Candidate("triton", "portable Triton kernels, on CUDA", refuses),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
@@ -59,10 +61,13 @@ def run(
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
     key = signature(terms, options.chunk_size, options.impl, recurrent)
+    dtype = None
     if key is not None and terms.q is not None:
-        key = (*key, autocast_dtype(terms.q))
+        dtype = autocast_dtype(terms.q)
+        key = (*key, dtype)
     plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent))
-    terms = _autocast(terms)
+    if key is None or dtype is not None:
+        terms = _autocast(terms)
     if options.reverse:
         terms = _reversed(terms)
     scale = terms.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
@@ -70,7 +75,7 @@ def run(
         o, state = linear_reference(terms, scale)
     else:
         chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        o, state = linear(terms, scale, chunk, plan.impl)
+        o, state = linear(terms, scale, chunk, plan.tries)
     if options.reverse:
         o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
     if not options.output_final_state:

@@ -1,24 +1,28 @@
 """The linear family as torch.library operators, and its gradient.
 
 slipstream::linear_forward and slipstream::linear_backward take the terms in their order; `chunk` is
-the chunk size, 0 for token by token; `impl` names the implementation. Outputs have a fixed number:
+the chunk size, 0 for token by token; `impl` names the implementation, or several to try in order,
+"triton|eager". Outputs have a fixed number:
 o, the final state; and the gradients of the differentiable terms given, in their order.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.library import define
+from slipstream.core import guard
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
-from slipstream.kernels.linear.triton.plan import only_by_token
+from slipstream.kernels.linear.triton.plan import kind, only_by_token
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda): docs/log.md.
@@ -32,20 +36,40 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return _empty_forward(terms)
-    if impl == "triton":
-        if only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS):
-            from slipstream.kernels.linear.triton import step_launch
+    impl, _, rest = impl.partition("|")
+    if impl == "eager":
+        if chunk == 0:
+            return recurrent_forward(terms, scale)
+        return chunk_forward(terms, scale, chunk)
+    by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
 
-            return step_launch.forward(terms, scale)
-        return _triton(terms).forward(terms, scale)
-    assert impl == "eager", impl
-    if chunk == 0:
-        return recurrent_forward(terms, scale)
-    return chunk_forward(terms, scale, chunk)
+    def run(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+        return _launches(impl, terms, by_token).forward(terms, scale)
+
+    def instead(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+        return _forward(*terms, scale, chunk, rest)
+
+    return guard.attempt(
+        lambda: kind(terms, impl, by_token),
+        terms.q.device,
+        partial(_widened, run) if guard.widens(terms.q) else run,
+        instead if rest else None,
+        (terms, scale),
+        lambda: probe.mismatch(terms, impl, by_token, linear),
+    )
 
 
-def _triton(terms: Terms) -> Any:
+def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
     """The launches of a transition; Triton is imported only here, once they are wanted."""
+    if by_token:
+        from slipstream.kernels.linear.triton import step_launch
+
+        return step_launch
+    if impl == "hopper":
+        from slipstream.kernels.linear.hopper import launch as hopper_launch
+
+        return hopper_launch
+    assert impl == "triton", impl
     channel = terms.transition == "delta" and terms.decay == "channel"
     if channel or terms.transition == "dplr":
         from slipstream.kernels.linear.triton import dplr_launch
@@ -64,6 +88,17 @@ def _triton(terms: Terms) -> Any:
     return launch
 
 
+def _widened(run: Callable, terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """With products of float32 operands, where the compiler can do no others."""
+    o, final = run(_in_float32(terms), scale)
+    return o.to(terms.q.dtype), final
+
+
+def _in_float32(terms: Terms) -> Terms:
+    wide = (x if x is None or not x.is_floating_point() else x.float() for x in terms)
+    return Terms(*cast(Any, wide))
+
+
 def _empty_forward(terms: Terms) -> tuple[Tensor, Tensor]:
     """No tokens, no sequences or no width: the state stays, nothing is read."""
     o = terms.q.new_zeros(terms.v.shape)
@@ -78,15 +113,46 @@ def _backward(*args: Any) -> list[Tensor]:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
-    elif impl == "triton" and not only_by_token(terms):
-        launches = _triton(terms)
-        skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
-        grads = launches.backward(terms, dout, dfinal, scale, **skips)
-    elif chunk == 0:
-        grads = recurrent_backward(terms, dout, dfinal, scale)
     else:
-        grads = chunk_backward(terms, dout, dfinal, scale, chunk)
+        grads = _gradients(terms, dout, dfinal, scale, chunk, impl, gate_gradient)
     return [grads[name] for name in _with_gradient(terms, gate_gradient)]
+
+
+def _gradients(
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    chunk: int,
+    impl: str,
+    gate_gradient: bool,
+) -> dict[str, Tensor]:
+    impl, _, rest = impl.partition("|")
+    if impl == "eager" or only_by_token(terms):
+        if chunk == 0:
+            return recurrent_backward(terms, dout, dfinal, scale)
+        return chunk_backward(terms, dout, dfinal, scale, chunk)
+
+    def run() -> dict[str, Tensor]:
+        launches = _launches(impl, terms)
+        skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
+        if not guard.widens(terms.q):
+            return launches.backward(terms, dout, dfinal, scale, **skips)
+        d = None if dout is None else dout.float()
+        grads = launches.backward(_in_float32(terms), d, dfinal, scale, **skips)
+        return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+
+    def instead() -> dict[str, Tensor]:
+        return _gradients(terms, dout, dfinal, scale, chunk, rest, gate_gradient)
+
+    return guard.attempt(
+        lambda: kind(terms, impl),
+        terms.q.device,
+        run,
+        instead if rest else None,
+        (),
+        lambda: probe.mismatch(terms, impl, False, linear),
+    )
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -117,6 +183,7 @@ _backward_op: Callable = define(
     _backward,
     _fake_backward,
 )
+_call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
 
 
 class _Linear(torch.autograd.Function):
@@ -125,7 +192,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*given)
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
-        return _forward_op(*given, scale, chunk, impl)
+        return _call_forward(*given, scale, chunk, impl)
 
     @staticmethod
     @once_differentiable
@@ -135,7 +202,7 @@ class _Linear(torch.autograd.Function):
             return (None,) * (3 + len(given))
         terms = Terms(*given)
         gate_gradient = ctx.needs_input_grad[3 + Terms._fields.index("g")]
-        grads = _backward_op(*given, dout, dfinal, *ctx.options, gate_gradient)
+        grads = _call_backward(*given, dout, dfinal, *ctx.options, gate_gradient)
         named = dict(zip(_with_gradient(terms, gate_gradient), grads))
         by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, *by_term, None)
@@ -145,4 +212,4 @@ def linear(terms: Terms, scale: float, chunk: int, impl: str) -> tuple[Tensor, T
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], with gradients."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms):
         return _Linear.apply(scale, chunk, impl, *terms)
-    return _forward_op(*terms, scale, chunk, impl)
+    return _call_forward(*terms, scale, chunk, impl)

@@ -6,20 +6,24 @@ after its tokens. It has no gradient.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
+from slipstream.core import checks, guard
 from slipstream.core.autocast import autocast_dtype
-from slipstream.core.library import define
+from slipstream.core.library import define, shortcut
 from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.core.signature import Remembered, signature
+from slipstream.kernels.launching import unfit
+from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.call import Options, _autocast, check
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED, WIDEST
+from slipstream.kernels.linear.triton.plan import WIDEST, kind
 
 
 class Pool(NamedTuple):
@@ -38,17 +42,15 @@ class Pool(NamedTuple):
 def refuses(call: tuple[Terms, Pool]) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
     terms, pool = call
-    if not HAVE_TRITON:
-        return "Triton is not installed"
-    if not (terms.q.is_cuda or INTERPRETED):
-        return f"it runs on CUDA devices, and the tensors are on {terms.q.device.type}"
-    if terms.q.dtype == torch.float64 or pool.state.dtype == torch.float64:
-        return "it computes in float32, and q or state is float64"
+    if reason := unfit(terms.q, "q"):
+        return reason
+    if pool.state.dtype == torch.float64:
+        return "it computes in float32, and state is float64"
     if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
         return f"K and V may be at most {WIDEST}"
     if all(x.stride()[-2:] != (x.shape[-1], 1) for x in (pool.state, pool.state.mT)):
         return "the last two dimensions of state are not contiguous"
-    return None
+    return guard.objection(lambda: kind(terms, by_token=True), terms.q.device)
 
 
 CANDIDATES = (
@@ -60,24 +62,22 @@ _PLANS = Remembered()
 
 def run(terms: Terms, pool: Pool, scale: float | None, l2_norm: bool, impl: str | None) -> Tensor:
     """o [B, T, HV, V] in q's dtype; the pool's states are updated. Arguments as the user's."""
-    plan = _PLANS.get(_key(terms, pool, impl), lambda: plan_for(terms, pool, impl))
+    key = signature((*terms, pool.state, pool.indices), pool.v_first, impl)
+    dtype = None
+    if key is not None and terms.q is not None and pool.state is not None:
+        dtype = autocast_dtype(terms.q)
+        key = (*key, pool.state.stride(), dtype)
+    plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl))
     given = (*terms, pool.state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         raise NotImplementedError(
             "recurrent_step: the state is overwritten, so there are no gradients; call it under "
             "torch.no_grad(), or a fused_recurrent operator"
         )
-    terms = _autocast(terms)
+    if key is None or dtype is not None:
+        terms = _autocast(terms)
     scale = terms.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _op(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.impl)
-
-
-def _key(terms: Terms, pool: Pool, impl: str | None) -> tuple | None:
-    """All that plan_for looks at."""
-    key = signature((*terms, pool.state, pool.indices), pool.v_first, impl)
-    if key is None or terms.q is None or pool.state is None:
-        return None
-    return (*key, pool.state.stride(), autocast_dtype(terms.q))
+    return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
 
 
 def plan_for(terms: Terms, pool: Pool, impl: str | None) -> Plan:
@@ -122,11 +122,28 @@ def _step(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> T
         return terms.q.new_zeros(terms.v.shape)
     if indices is not None:
         _check_indices(indices, state.shape[0])
-    if impl == "triton":
+    impl, _, rest = impl.partition("|")
+    plain = partial(_plain, pool, l2_norm)
+    if impl == "eager":
+        return plain(terms, scale)
+    assert impl == "triton", impl
+
+    def run(terms: Terms, scale: float) -> Tensor:
         from slipstream.kernels.linear.triton import step_launch
 
         return step_launch.update(terms, pool.k_first, indices, scale, l2_norm)
-    assert impl == "eager", impl
+
+    return guard.attempt(
+        lambda: kind(terms, by_token=True),
+        state.device,
+        run,
+        plain if rest else None,
+        (terms, scale),
+        lambda: probe.mismatch(terms, impl, True, linear),
+    )
+
+
+def _plain(pool: Pool, l2_norm: bool, terms: Terms, scale: float) -> Tensor:
     o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)
     return o.to(terms.q.dtype)
 
@@ -179,3 +196,4 @@ _op: Callable = define(
     _step,
     _fake,
 )
+_call = shortcut(_op)

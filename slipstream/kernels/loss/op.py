@@ -1,7 +1,6 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
 graph holds neither the logits nor the loop over chunks."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -9,8 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core.ids import expect_ids
-from slipstream.core.library import define
-from slipstream.kernels.loss import eager
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.launching import is_triton
+from slipstream.kernels.loss import eager, guarded
 from slipstream.kernels.loss.reference import Terms, rows_reference
 
 
@@ -18,7 +18,7 @@ def cross_entropy(
     logits: Tensor, target: Tensor, terms: Terms, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, V], target [N] -> loss [N] or []."""
-    if impl != "triton":
+    if not is_triton(impl):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         rows = cross_entropy_rows(wide, target, terms, impl)
         return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
@@ -27,9 +27,9 @@ def cross_entropy(
         logits = logits.contiguous()
     target = target.contiguous()
     if reduction == "none":
-        return _TritonRows.apply(logits, target, terms)
+        return _TritonRows.apply(logits, target, terms, impl)
     grads = torch.is_grad_enabled() and logits.requires_grad
-    return _TritonReduced.apply(logits, target, terms, reduction == "mean", grads)
+    return _TritonReduced.apply(logits, target, terms, reduction == "mean", grads, impl)
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
@@ -59,10 +59,10 @@ def linear_cross_entropy(
         return _LinearRows.apply(hidden, weight, bias, target, terms, impl)
     given = (hidden, weight) if bias is None else (hidden, weight, bias)
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if impl == "triton" and not torch.compiler.is_compiling():
+    if is_triton(impl) and not torch.compiler.is_compiling():
         expect_ids("target", target, weight.shape[0], terms.ignore_index)
         mean = reduction == "mean"
-        return _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads)
+        return _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads, impl)
     loss = _LinearSum.apply(hidden, weight, bias, target, terms, grads, impl)
     return _reduced(loss, target, terms, reduction)
 
@@ -71,14 +71,6 @@ def _reduced(total: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
     if reduction == "sum":
         return total
     return total / (target != terms.ignore_index).sum().clamp(min=1)
-
-
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.loss.triton import launch
-
-    return launch
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -110,7 +102,7 @@ class _LinearSum(torch.autograd.Function):
         grads: bool,
         impl: str,
     ) -> Tensor:
-        loss, *gradients = _LINEAR(hidden, weight, bias, target, None, *terms, grads, impl)
+        loss, *gradients = _call_linear(hidden, weight, bias, target, None, *terms, grads, impl)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
@@ -139,13 +131,13 @@ class _LinearRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.terms, ctx.impl = terms, impl
-        return _LINEAR(hidden, weight, bias, target, None, *terms, False, impl)[0]
+        return _call_linear(hidden, weight, bias, target, None, *terms, False, impl)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
-        _, dhidden, dweight, dbias = _LINEAR(
+        _, dhidden, dweight, dbias = _call_linear(
             hidden, weight, bias, target, dloss, *ctx.terms, True, ctx.impl
         )
         dbias = None if bias is None else dbias.to(bias.dtype)
@@ -154,18 +146,18 @@ class _LinearRows(torch.autograd.Function):
 
 class _TritonRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
         loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-        _launch().cross_entropy(logits, target, terms, loss=loss, lse=lse)
+        guarded.cross_entropy(impl, logits, target, terms, loss=loss, lse=lse)
         ctx.save_for_backward(logits, target, lse)
-        ctx.terms = terms
+        ctx.terms, ctx.impl = terms, impl
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, lse = ctx.saved_tensors
-        return _again(logits, target, lse, ctx.terms, dloss), None, None
+        return _again(ctx.impl, logits, target, lse, ctx.terms, dloss), None, None, None
 
 
 class _TritonReduced(torch.autograd.Function):
@@ -174,14 +166,23 @@ class _TritonReduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        terms: Terms,
+        mean: bool,
+        grads: bool,
+        impl: str,
     ) -> Tensor:
         loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
         grad = logits.new_empty(logits.shape) if grads else None
-        factor = _launch().inverse_count(target, terms.ignore_index) if mean else None
-        _launch().cross_entropy(logits, target, terms, loss=loss, lse=lse, grad=grad, weight=factor)
+        factor = None
+        if mean:
+            factor = guarded.inverse_count(impl, target, terms.ignore_index)
+        made = {"loss": loss, "lse": lse, "grad": grad}
+        guarded.cross_entropy(impl, logits, target, terms, **made, weight=factor)
         ctx.save_for_backward(logits, target, lse, factor)
-        ctx.terms, ctx.made = terms, grad
+        ctx.terms, ctx.impl, ctx.made = terms, impl, grad
         total = loss.sum()
         return total if factor is None else total * factor
 
@@ -190,15 +191,18 @@ class _TritonReduced(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         made, ctx.made = ctx.made, None
         if made is not None:
-            return _launch().scale_(made, dloss), None, None, None, None
+            return guarded.scale_(ctx.impl, made, dloss), *[None] * 5
         logits, target, lse, factor = ctx.saved_tensors
         dloss = dloss if factor is None else dloss * factor
-        return _again(logits, target, lse, ctx.terms, dloss), None, None, None, None
+        return _again(ctx.impl, logits, target, lse, ctx.terms, dloss), *[None] * 5
 
 
-def _again(logits: Tensor, target: Tensor, lse: Tensor, terms: Terms, dloss: Tensor) -> Tensor:
+def _again(
+    impl: str, logits: Tensor, target: Tensor, lse: Tensor, terms: Terms, dloss: Tensor
+) -> Tensor:
     grad = logits.new_empty(logits.shape)
-    _launch().cross_entropy(logits, target, terms, lse=lse, grad=grad, weight=dloss, has_lse=True)
+    made = {"lse": lse, "grad": grad}
+    guarded.cross_entropy(impl, logits, target, terms, **made, weight=dloss, has_lse=True)
     return grad
 
 
@@ -215,15 +219,18 @@ class _TritonLinear(torch.autograd.Function):
         terms: Terms,
         mean: bool,
         grads: bool,
+        impl: str,
     ) -> Tensor:
-        factor = _launch().inverse_count(target, terms.ignore_index) if mean else None
+        factor = None
+        if mean:
+            factor = guarded.inverse_count(impl, target, terms.ignore_index)
         # a float16 gradient of one row's share of the mean would underflow
         late = hidden.dtype == torch.float16
-        loss, *made = _launch().linear_rows(
-            hidden, weight, bias, target, None if late else factor, terms, grads
+        loss, *made = guarded.linear_rows(
+            impl, hidden, weight, bias, target, None if late else factor, terms, grads
         )
         ctx.save_for_backward(hidden, weight, bias, target, factor)
-        ctx.terms, ctx.late, ctx.made = terms, late, made if grads else None
+        ctx.terms, ctx.impl, ctx.late, ctx.made = terms, impl, late, made if grads else None
         total = loss.sum()
         return total if factor is None else total * factor
 
@@ -234,11 +241,12 @@ class _TritonLinear(torch.autograd.Function):
         hidden, weight, bias, target, factor = ctx.saved_tensors
         if made is None:
             each = None if ctx.late else factor
-            _, *made = _launch().linear_rows(hidden, weight, bias, target, each, ctx.terms, True)
+            given = (hidden, weight, bias, target, each, ctx.terms, True)
+            _, *made = guarded.linear_rows(ctx.impl, *given)
         if ctx.late and factor is not None:
             dloss = dloss * factor
-        dhidden, dweight, dbias = (_launch().scale_(x, dloss) for x in made)
-        return dhidden, dweight, None if bias is None else dbias, None, None, None, None
+        dhidden, dweight, dbias = (guarded.scale_(ctx.impl, x, dloss) for x in made)
+        return dhidden, dweight, None if bias is None else dbias, *[None] * 5
 
 
 def _linear(
@@ -257,8 +265,8 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     expect_ids("target", target, weight.shape[0], ignore_index)
     terms = Terms(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
-    if impl == "triton":
-        return _launch().linear_rows(hidden, weight, bias, target, dloss, terms, grads)
+    if is_triton(impl):
+        return guarded.linear_rows(impl, hidden, weight, bias, target, dloss, terms, grads)
     return eager.linear_rows(hidden, weight, bias, target, dloss, terms, grads)
 
 
@@ -280,7 +288,7 @@ def _linear_fake(
     loss = hidden.new_empty(hidden.shape[0], dtype=wide)
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    kept = weight.dtype if impl == "triton" else wide  # of dweight and dbias
+    kept = weight.dtype if is_triton(impl) else wide  # of dweight and dbias
     dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=kept)
     dweight = weight.new_empty(weight.shape, dtype=kept)
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
@@ -295,3 +303,4 @@ _LINEAR = define(
     _linear,
     _linear_fake,
 )
+_call_linear = shortcut(_LINEAR)

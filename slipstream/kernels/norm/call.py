@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from slipstream.kernels.launching import DTYPES, choose_impl
+from slipstream.core import guard
+from slipstream.kernels.launching import DTYPES, choose_impl, is_triton
 from slipstream.kernels.norm import eager, reference
-from slipstream.kernels.norm.op import norm
+from slipstream.kernels.norm.op import kind, norm
 from slipstream.kernels.norm.terms import Norm
 
 
@@ -18,9 +19,9 @@ def run(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose_impl(impl, x, _refuses, weight, bias, gate, residual)
-    if impl == "triton":
-        y, h = norm(x, weight, bias, gate, residual, n)
+    impl = choose_impl(impl, x, _refuses, n, weight, bias, gate, residual)
+    if is_triton(impl):
+        y, h = norm(x, weight, bias, gate, residual, n, impl)
         return y, x if h is None else h
     functions = (eager.rms, eager.layer)
     if impl == "reference":
@@ -28,10 +29,10 @@ def run(
     return eager.compose(x, weight, bias, gate, residual, n, *functions)
 
 
-def _refuses(x: Tensor, *given: Tensor | None) -> str | None:
+def _refuses(x: Tensor, n: Norm, *given: Tensor | None) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
     for t in given:
         if t is not None and t.dtype not in DTYPES:
             return f"it computes in float32, and an input is {t.dtype}"
-    return None
+    return guard.objection(lambda: kind(x, given[0], given[2], n), x.device)

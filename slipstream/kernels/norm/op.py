@@ -1,7 +1,7 @@
 """The Triton norms as torch.library operators, and their gradient.
 
-Outputs have a fixed number; what is not there is empty. Outside of torch.compile and torch.export
-the launches are called without the operator around them, which would cost as much as the launch.
+Outputs have a fixed number; what is not there is empty. Where nobody is looking the launches are
+called without the operator around them, which would cost as much as the launch.
 """
 
 from functools import cache
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.library import define
+from slipstream.core import guard, probe
+from slipstream.core.library import define, direct
+from slipstream.core.machine import Kind
+from slipstream.kernels.norm import plain
 from slipstream.kernels.norm.terms import Norm, h_dtype, stores_h
 
 _NORM = (
@@ -28,8 +31,9 @@ def norm(
     gate: Tensor | None,
     residual: Tensor | None,
     n: Norm,
+    impl: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and h if it is kept and is not x."""
+    """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -37,9 +41,9 @@ def norm(
         or (gate is not None and gate.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        y, h = _Norm.apply(x, weight, bias, gate, residual, n)
+        y, h = _Norm.apply(x, weight, bias, gate, residual, n, impl)
     else:
-        y, h, _ = _forward(x, weight, bias, gate, residual, n, False)
+        y, h, _ = _forward(x, weight, bias, gate, residual, n, False, impl)
     return y, h if n.keep_h else None
 
 
@@ -51,11 +55,64 @@ def _forward(
     residual: Tensor | None,
     n: Norm,
     save: bool,
+    impl: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if not torch.compiler.is_compiling():
-        return _launch().forward(x, weight, bias, gate, residual, n, save)
-    y, h, stats = _forward_op(x, weight, bias, gate, residual, *n, save)
+    if direct(x):
+        return _run_forward(x, weight, bias, gate, residual, n, save, impl)
+    y, h, stats = _forward_op(x, weight, bias, gate, residual, *n, save, impl)
     return y, h if stores_h(x, residual, n, save) else None, stats
+
+
+def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: Norm) -> Kind:
+    """What a verdict on the kernels holds for."""
+    flags = n.centre and "layer", n.l2 and "l2", n.groups, gate is not None and n.activation
+    return ("norm.triton", x.dtype, x.shape[-1], None if weight is None else weight.dtype, *flags)
+
+
+def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As the launch, which is the same but for the last argument."""
+    *given, impl = args
+    x, weight, bias, gate, residual, n, _ = given
+    return guard.attempt(
+        lambda: kind(x, weight, gate, n),
+        x.device,
+        _launch().forward,
+        None if impl == "triton" else plain.forward,
+        tuple(given),
+        lambda: _mismatch(x, weight, bias, gate, residual, n),
+    )
+
+
+def _run_backward(*args: Any) -> Any:
+    *given, impl = args
+    _, _, h, weight, bias, gate, _, _, n, _, _ = given
+    return guard.attempt(
+        lambda: kind(h, weight, gate, n),
+        h.device,
+        _launch().backward,
+        None if impl == "triton" else plain.backward,
+        tuple(given),
+        lambda: _mismatch(h, weight, bias, gate, None, n),
+    )
+
+
+def _mismatch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    n: Norm,
+) -> str | None:
+    """The probe: rows of the same width."""
+    width = x.shape[-1]
+    rows = {"x": x, "gate": gate, "residual": residual}
+    given = {"weight": weight, "bias": bias}
+    made = {name: y if y is None else probe.fresh(y, 37, width) for name, y in rows.items()}
+    made |= {name: y if y is None else probe.fresh(y, width) for name, y in given.items()}
+    return probe.mismatch(
+        lambda t: norm(**t, n=n, impl="triton|eager"), lambda t: plain.norm(**t, n=n), made
+    )
 
 
 @cache
@@ -76,10 +133,11 @@ class _Norm(torch.autograd.Function):
         gate: Tensor | None,
         residual: Tensor | None,
         n: Norm,
+        impl: str,
     ) -> tuple[Tensor, Tensor | None]:
-        y, h, stats = _forward(x, weight, bias, gate, residual, n, True)
+        y, h, stats = _forward(x, weight, bias, gate, residual, n, True, impl)
         ctx.save_for_backward(x if h is None else h, weight, bias, gate, stats)
-        ctx.norm, ctx.dtype = n, x.dtype
+        ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return y, h if n.keep_h else None
@@ -90,14 +148,14 @@ class _Norm(torch.autograd.Function):
         h, weight, bias, gate, stats = ctx.saved_tensors
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if dy is None and dh is None:
-            return (None,) * 6
+            return (None,) * 7
         if dy is None:
             dy = torch.zeros_like(h, dtype=ctx.dtype)
         args = (dy, dh, h, weight, bias, gate, stats, ctx.residual_dtype)
-        if not torch.compiler.is_compiling():
-            grads = _launch().backward(*args, ctx.norm, needs_weight, needs_bias)
+        if direct(dy):
+            grads = _run_backward(*args, ctx.norm, needs_weight, needs_bias, ctx.impl)
         else:
-            grads = _backward_op(*args, *ctx.norm, needs_weight, needs_bias)
+            grads = _backward_op(*args, *ctx.norm, needs_weight, needs_bias, ctx.impl)
         dx, dr, dweight, dbias, dgate = grads
         if ctx.residual_dtype == dx.dtype:
             dr = dx
@@ -108,26 +166,27 @@ class _Norm(torch.autograd.Function):
             None if gate is None else dgate,
             None if ctx.residual_dtype is None else dr,
             None,
+            None,
         )
 
 
 def _forward_impl(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *given, save = args
+    *given, save, impl = args
     given, n = given[:5], Norm(*given[5:])
-    y, h, stats = _launch().forward(*given, n, save)
+    y, h, stats = _run_forward(*given, n, save, impl)
     return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
 
 
 def _backward_impl(*args: Any) -> list[Tensor]:
     tensors, residual_dtype, options = args[:7], args[7], args[8:]
-    n, needs = Norm(*options[:-2]), options[-2:]
-    dx, dr, *rest = _launch().backward(*tensors, residual_dtype, n, *needs)
+    n, needs, impl = Norm(*options[:-3]), options[-3:-1], options[-1]
+    dx, dr, *rest = _run_backward(*tensors, residual_dtype, n, *needs, impl)
     dr = None if dr is dx else dr  # results of an operator are no aliases
     return [dx, *(dx.new_empty(0) if x is None else x for x in (dr, *rest))]
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, residual, n, save = args[0], args[4], Norm(*args[5:-1]), args[-1]
+    x, residual, n, save = args[0], args[4], Norm(*args[5:-2]), args[-2]
     h, stats = x.new_empty(0), x.new_empty(0)
     if stores_h(x, residual, n, save):
         h = x.new_empty(x.shape, dtype=h_dtype(x, residual, n))
@@ -139,7 +198,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_fake(*args: Any) -> list[Tensor]:
     dy, _, _, weight, bias, gate, _, residual_dtype = args[:8]
-    needs_weight, needs_bias = args[-2:]
+    needs_weight, needs_bias = args[-3:-1]
     none = dy.new_empty(0)
     apart = residual_dtype is not None and residual_dtype != dy.dtype
     return [
@@ -153,14 +212,15 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 
 _forward_op: Any = define(
     "norm_forward",
-    f"(Tensor x, {_GIVEN}, Tensor? residual, {_NORM}, bool save) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor x, {_GIVEN}, Tensor? residual, {_NORM}, bool save, str impl) -> "
+    "(Tensor, Tensor, Tensor)",
     _forward_impl,
     _forward_fake,
 )
 _backward_op: Any = define(
     "norm_backward",
     f"(Tensor dy, Tensor? dh, Tensor h, {_GIVEN}, Tensor stats, ScalarType? residual_dtype, "
-    f"{_NORM}, bool needs_weight, bool needs_bias) -> Tensor[]",
+    f"{_NORM}, bool needs_weight, bool needs_bias, str impl) -> Tensor[]",
     _backward_impl,
     _backward_fake,
 )

@@ -2,22 +2,17 @@
 
 from torch import Tensor
 
-from slipstream.core import checks
+from slipstream.core import checks, guard
 from slipstream.core.plan import Candidate, choose
-from slipstream.kernels.launching import DTYPES, HAVE_TRITON, INTERPRETED
-from slipstream.kernels.scan.op import scan
+from slipstream.kernels.launching import unfit
+from slipstream.kernels.scan.op import kind, scan
 from slipstream.kernels.scan.reference import scan_reference
 
 
-def refuses(x: Tensor) -> str | None:
+def refuses(given: tuple[Tensor, Tensor]) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
-    if not HAVE_TRITON:
-        return "Triton is not installed"
-    if not (x.is_cuda or INTERPRETED):
-        return f"it runs on CUDA devices, and the tensors are on {x.device.type}"
-    if x.dtype not in DTYPES:
-        return f"it computes in float32, and x is {x.dtype}"
-    return None
+    x, g = given
+    return unfit(x, "x") or guard.objection(lambda: kind(x, g), x.device)
 
 
 CANDIDATES = (
@@ -43,11 +38,11 @@ def run(
         if cu_seqlens is not None:
             cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
             initial_state = None if initial_state is None else initial_state.flip(0)
-    plan = choose(CANDIDATES, x, impl)
+    plan = choose(CANDIDATES, (x, g), impl)
     if plan.impl == "reference":
         h, final = scan_reference(x, g, initial_state, cu_seqlens)
     else:
-        h, final = scan(x, g, initial_state, cu_seqlens, plan.impl)
+        h, final = scan(x, g, initial_state, cu_seqlens, plan.tries)
     if reverse:
         h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return h, final if output_final_state else None

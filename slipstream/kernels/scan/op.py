@@ -1,17 +1,21 @@
 """The scan as torch.library operators, and its gradient.
 
 slipstream::scan_forward gives h and the final state; slipstream::scan_backward the gradients of x,
-g and, if it was given, initial_state. `impl` names the implementation.
+g and, if it was given, initial_state. `impl` names the implementation, or
+several to try in order.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.library import define
+from slipstream.core import guard, probe
+from slipstream.core.library import define, shortcut
+from slipstream.core.machine import Kind
 from slipstream.kernels.scan.eager import scan_backward, scan_forward
 from slipstream.kernels.scan.reference import compute_dtype
 
@@ -24,19 +28,54 @@ def _forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     if x.numel() > 0:
-        if impl == "triton":
-            return _triton().forward(x, g, initial_state, cu_seqlens)
-        assert impl == "eager", impl
-        return scan_forward(x, g, initial_state, cu_seqlens)
+        given = (x, g, initial_state, cu_seqlens)
+        if impl == "eager":
+            return scan_forward(*given)
+        return _attempt(impl, x, g, lambda: _triton().forward, scan_forward, given)
     final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
     return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
 
 
+@cache
 def _triton() -> Any:
     """Triton is imported only here, once it is wanted."""
     from slipstream.kernels.scan.triton import launch
 
     return launch
+
+
+def kind(x: Tensor, g: Tensor) -> Kind:
+    """What a verdict on the kernels holds for."""
+    return ("scan.triton", x.dtype, g.dtype)
+
+
+def _attempt(
+    impl: str, x: Tensor, g: Tensor, kernels: Callable, plain: Callable, args: tuple
+) -> Any:
+    instead = None if impl == "triton" else plain
+    return guard.attempt(
+        lambda: kind(x, g),
+        x.device,
+        lambda *args: kernels()(*args),
+        instead,
+        args,
+        lambda: _mismatch(x, g),
+    )
+
+
+def _mismatch(x: Tensor, g: Tensor) -> str | None:
+    """The probe: two packed sequences, with states."""
+    made = {
+        "x": torch.randn(1, 150, 40, device=x.device).to(x.dtype),
+        "g": (-torch.rand(1, 150, 40, device=x.device)).to(g.dtype),
+        "s": torch.randn(2, 40, device=x.device),
+        "cu": torch.tensor([0, 50, 150], device=x.device),
+    }
+
+    def run(impl: str) -> Callable:
+        return lambda given: scan(*given.values(), impl=impl)
+
+    return probe.mismatch(run("triton|eager"), run("eager"), made)
 
 
 def _fake_forward(
@@ -56,8 +95,11 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     if h.numel() > 0:
-        backward = _triton().backward if impl == "triton" else scan_backward
-        grads = backward(g, h, initial_state, cu_seqlens, dh, dfinal)
+        given = (g, h, initial_state, cu_seqlens, dh, dfinal)
+        if impl == "eager":
+            grads = scan_backward(*given)
+        else:
+            grads = _attempt(impl, h, g, lambda: _triton().backward, scan_backward, given)
         return [x for x in grads if x is not None]
     grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
     if initial_state is not None:
@@ -91,6 +133,7 @@ _backward_op: Callable = define(
     _backward,
     _fake_backward,
 )
+_call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
 
 
 class _Scan(torch.autograd.Function):
@@ -103,7 +146,7 @@ class _Scan(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         impl: str,
     ) -> Any:
-        h, final = _forward_op(x, g, initial_state, cu_seqlens, impl)
+        h, final = _call_forward(x, g, initial_state, cu_seqlens, impl)
         ctx.save_for_backward(g, h, initial_state, cu_seqlens)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
@@ -114,7 +157,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor | None, dfinal: Tensor | None) -> Any:
         if dh is None and dfinal is None:
             return (None,) * 5
-        grads = _backward_op(*ctx.saved_tensors, dh, dfinal, ctx.impl)
+        grads = _call_backward(*ctx.saved_tensors, dh, dfinal, ctx.impl)
         return (*grads, *(None,) * (5 - len(grads)))
 
 
@@ -125,4 +168,4 @@ def scan(
     given = (x, g, initial_state)
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in given):
         return _Scan.apply(x, g, initial_state, cu_seqlens, impl)
-    return _forward_op(x, g, initial_state, cu_seqlens, impl)
+    return _call_forward(x, g, initial_state, cu_seqlens, impl)

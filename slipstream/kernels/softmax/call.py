@@ -3,31 +3,42 @@
 import torch
 from torch import Tensor
 
+from slipstream.core import guard
 from slipstream.core.plan import Candidate, choose
 from slipstream.kernels.softmax import eager, op
 from slipstream.kernels.softmax.cache import Cache
+from slipstream.kernels.softmax.hopper.plan import refuses as hopper_refuses
 from slipstream.kernels.softmax.reference import softmax_reference
 from slipstream.kernels.softmax.terms import Options, Terms
-from slipstream.kernels.softmax.triton.plan import refuses
+from slipstream.kernels.softmax.triton.plan import kind, refuses
+
+
+def _refuses(call: tuple[Terms, Options]) -> str | None:
+    terms, options = call
+    return refuses(terms[:3]) or guard.objection(lambda: kind(terms, options), terms.q.device)
+
 
 CANDIDATES = (
-    Candidate("triton", "kernels for any CUDA device", refuses=refuses),
+    Candidate("hopper", "kernels for sm_90", lambda call: hopper_refuses(*call)),
+    Candidate("triton", "kernels for any CUDA device", _refuses),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "dense, the oracle of the tests", by_name_only=True),
 )
+CACHE_CANDIDATES = (Candidate("triton", "kernels for any CUDA device", refuses), CANDIDATES[2])
 
 
 def run(
     terms: Terms, options: Options, want_lse: bool, impl: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64."""
-    chosen = choose(CANDIDATES, terms[:3], impl).impl
+    plan = choose(CANDIDATES, (terms, options), impl)
+    chosen = plan.impl
     if chosen == "reference":
         o, lse = softmax_reference(_wide(terms), options)
-        return o.to(terms.q.dtype), lse
+        return o.to(terms.q.dtype), lse if want_lse else None
     if chosen == "eager" and not want_lse and eager.torch_takes(terms, options):
         return eager.with_torch(terms, options), None
-    o, lse = op.softmax(terms, options, chosen)
+    o, lse = op.softmax(terms, options, plan.tries)
     return o, lse if want_lse else None
 
 
@@ -39,9 +50,9 @@ def _wide(terms: Terms) -> Terms:
 def decode(call: Cache, options: Options, impl: str | None) -> tuple[Tensor, Tensor]:
     """As run, from a cache, without gradients."""
     with torch.no_grad():
-        return op.decode(*call, *options, plan_cache(call.q, call.k, call.v, impl))
+        return op.call_decode(*call, *options, plan_cache(call.q, call.k, call.v, impl))
 
 
 def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:
-    """Which of "triton" and "eager" works on a cache."""
-    return choose(CANDIDATES[:2], (q, k, v), impl).impl
+    """Which work on a cache, in order: "triton", "triton|eager" or "eager"."""
+    return choose(CACHE_CANDIDATES, (q, k, v), impl).tries

@@ -1,9 +1,9 @@
 """Softmax attention as torch.library operators, and its gradient.
 
 slipstream::softmax_forward and slipstream::softmax_backward take the terms in their order, then the
-options; `impl` names the implementation. The backward returns the gradients of the differentiable
-terms given, in their order. slipstream::softmax_decode reads a cache and has no gradient;
-slipstream::softmax_append writes into one.
+options; `impl` names the implementation, or several to try in order. The backward returns the
+gradients of the differentiable terms given, in their order. slipstream::softmax_decode reads a
+cache and has no gradient; slipstream::softmax_append writes into one.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.library import define
-from slipstream.kernels.softmax import cache, eager
+from slipstream.core import guard
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.softmax import cache, eager, probe
 from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Options, Terms
+from slipstream.kernels.softmax.triton.plan import kind, kind_of_cache
 
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
 _OPTIONS = "float scale, int left, int right, float softcap, str impl"
@@ -26,10 +28,12 @@ def _split(args: tuple) -> tuple[Terms, Options, str]:
     return Terms(*args[:_COUNT]), Options(*args[-5:-1]), args[-1]
 
 
-def _kernels(impl: str) -> Any:
+def _launches(impl: str) -> Any:
     """Triton is imported only here, once it is wanted."""
-    if impl == "eager":
-        return eager
+    if impl == "hopper":
+        from slipstream.kernels.softmax.hopper import launch as hopper_launch
+
+        return hopper_launch
     assert impl == "triton", impl
     from slipstream.kernels.softmax.triton import launch
 
@@ -40,7 +44,41 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     terms, options, impl = _split(args)
     if 0 in (terms.v.numel(), terms.q.numel(), terms.sequences):
         return _blind(terms)
-    return _kernels(impl).forward(terms, options)
+    return _any_forward(terms, options, impl)
+
+
+def _any_forward(terms: Terms, options: Options, impl: str) -> tuple[Tensor, Tensor]:
+    if impl == "eager":
+        return eager.forward(terms, options)
+
+    def run(first: str) -> tuple[Tensor, Tensor]:
+        if not guard.widens(terms.q):
+            return _launches(first).forward(terms, options)
+        o, lse = _launches(first).forward(_in_float32(terms), options)
+        return o.to(terms.q.dtype), lse
+
+    return _attempt(impl, terms, options, run, lambda rest: _any_forward(terms, options, rest))
+
+
+def _attempt(
+    impl: str, terms: Terms, options: Options, run: Callable[[str], Any], others: Callable
+) -> Any:
+    """By the first of the implementations in impl, or by the rest of them."""
+    first, _, rest = impl.partition("|")
+    return guard.attempt(
+        lambda: kind(terms, options, first),
+        terms.q.device,
+        lambda: run(first),
+        (lambda: others(rest)) if rest else None,
+        (),
+        lambda: probe.mismatch(terms, options, first, softmax),
+    )
+
+
+def _in_float32(terms: Terms) -> Terms:
+    """For compilers that can do no other products."""
+    q, k, v = (x.float() for x in terms[:3])
+    return terms._replace(q=q, k=k, v=v)
 
 
 def _blind(terms: Terms) -> tuple[Tensor, Tensor]:
@@ -60,8 +98,31 @@ def _backward(*args: Any) -> list[Tensor]:
         if terms.sinks is not None and dlse is not None:
             grads["sinks"] = dlse.sum((0, 2)).to(terms.sinks.dtype)
     else:
-        grads = _kernels(impl).backward(terms, options, o, lse, do, dlse)
+        grads = _gradients(terms, options, o, lse, do, dlse, impl)
     return [grads[name] for name in DIFFERENTIABLE if getattr(terms, name) is not None]
+
+
+def _gradients(
+    terms: Terms,
+    options: Options,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None,
+    impl: str,
+) -> dict[str, Tensor]:
+    given = (terms, options, o, lse, do, dlse)
+    if impl == "eager":
+        return eager.backward(*given)
+
+    def run(first: str) -> dict[str, Tensor]:
+        if not guard.widens(terms.q):
+            return _launches(first).backward(*given)
+        d = None if do is None else do.float()
+        grads = _launches(first).backward(_in_float32(terms), options, o.float(), lse, d, dlse)
+        return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+
+    return _attempt(impl, terms, options, run, lambda rest: _gradients(*given, rest))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -88,10 +149,13 @@ _backward_op: Callable = define(
 )
 
 
+_call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
+
+
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, *given: Any) -> Any:
-        o, lse = _forward_op(*given, *options)
+        o, lse = _call_forward(*given, *options)
         ctx.save_for_backward(*given, o, lse)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -103,7 +167,7 @@ class _Softmax(torch.autograd.Function):
         *given, o, lse = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * (1 + len(given))
-        grads = iter(_backward_op(*given, o, lse, do, dlse, *ctx.options))
+        grads = iter(_call_backward(*given, o, lse, do, dlse, *ctx.options))
         terms = Terms(*given)
         by_term = [
             next(grads) if name in DIFFERENTIABLE and x is not None else None
@@ -118,7 +182,7 @@ def softmax(terms: Terms, options: Options, impl: str) -> tuple[Tensor, Tensor]:
         terms = _distinct(terms)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms):
         return _Softmax.apply((*options, impl), *terms)
-    return _forward_op(*terms, *options, impl)
+    return _call_forward(*terms, *options, impl)
 
 
 def _distinct(terms: Terms) -> Terms:
@@ -138,10 +202,29 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     call, options, impl = cache.Cache(*args[:-5]), Options(*args[-5:-1]), args[-1]
     if 0 in (call.v.numel(), call.q.numel()):
         return _blind(Terms(call.q, call.k, call.v, sinks=call.sinks))
-    if impl == "triton":
+    if impl == "eager":
+        return _decode_plain(call, options)
+
+    def run(call: cache.Cache, options: Options) -> tuple[Tensor, Tensor]:
         from slipstream.kernels.softmax.triton import decode_launch
 
-        return decode_launch.decode(call, options)
+        if not guard.widens(call.q):
+            return decode_launch.decode(call, options)
+        q, k, v = (x.float() for x in call[:3])
+        o, lse = decode_launch.decode(call._replace(q=q, k=k, v=v), options)
+        return o.to(call.q.dtype), lse
+
+    return guard.attempt(
+        lambda: kind_of_cache("decode", call.q, call.v, call.table),
+        call.q.device,
+        run,
+        None if impl == "triton" else _decode_plain,
+        (call, options),
+        lambda: probe.mismatch_of_cache(call, options, decode),
+    )
+
+
+def _decode_plain(call: cache.Cache, options: Options) -> tuple[Tensor, Tensor]:
     return eager.forward(cache.gathered(call), options)
 
 
@@ -156,13 +239,23 @@ def _append(
     impl: str,
 ) -> None:
     if 0 in (k.numel() + v.numel(), k_cache.numel() + v_cache.numel()):
-        return
-    if impl == "triton":
+        return None
+    given = (k_cache, v_cache, k, v, lengths, rows, table)
+    if impl == "eager":
+        return cache.append(*given)
+
+    def run(*given: Any) -> None:
         from slipstream.kernels.softmax.triton import decode_launch
 
-        decode_launch.append(k_cache, v_cache, k, v, lengths, rows, table)
-    else:
-        cache.append(k_cache, v_cache, k, v, lengths, rows, table)
+        decode_launch.append(*given)
+
+    return guard.attempt(
+        lambda: kind_of_cache("append", k_cache, v_cache, table),
+        k.device,
+        run,
+        None if impl == "triton" else cache.append,
+        given,
+    )
 
 
 decode: Callable = define(
@@ -178,3 +271,4 @@ append: Callable = define(
     _append,
     lambda *args: None,
 )
+call_decode = shortcut(decode)

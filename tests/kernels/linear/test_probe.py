@@ -1,15 +1,14 @@
 """The numeric probe: silent where kernels are right, and it names what is wrong."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.kernels.linear import probe
-from slipstream.kernels.linear.eager.chunk import chunk_forward
-from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
+from slipstream.kernels.linear import op, probe
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.plan import kind
 
 
 def terms(dtype: torch.dtype, packed: bool) -> Terms:
@@ -21,25 +20,27 @@ def terms(dtype: torch.dtype, packed: bool) -> Terms:
     return Terms(q, k, v, g=g, beta=-beta, initial_state=state, cu_seqlens=cu)
 
 
-def launches(wrong: str | None) -> Any:
-    """Plain torch as a launch, with one gradient made wrong."""
+def planted(wrong: str | None) -> Callable:
+    """The operator, with one gradient of its Triton path made wrong."""
 
-    def backward(terms: Terms, dout: Any, dfinal: Any, scale: float) -> dict:
-        grads = chunk_backward(terms, dout, dfinal, scale, 16)
-        return grads if wrong is None else {**grads, wrong: grads[wrong] * 1.2}
+    def linear(terms: Terms, scale: float, chunk: int, impl: str) -> Any:
+        o, final = op.linear(terms, scale, chunk, "eager")
+        if wrong is not None and impl != "eager":
+            getattr(terms, wrong).register_hook(lambda grad: grad * 1.2)
+        return o, final
 
-    return SimpleNamespace(
-        forward=lambda terms, scale: chunk_forward(terms, scale, 16), backward=backward
-    )
+    return linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_probe_accepts_rounding_and_nothing_else(dtype: torch.dtype, packed: bool) -> None:
     given = terms(dtype, packed)
-    assert probe.mismatch(given, launches(None)) is None
+    for by_token in (False, True):
+        assert probe.mismatch(given, "triton", by_token, planted(None)) is None
     for wrong in ("k", "g", "beta", "initial_state"):
-        assert f"gradient of {wrong} is off" in str(probe.mismatch(given, launches(wrong)))
+        found = probe.mismatch(given, "triton", False, planted(wrong))
+        assert f"gradient of {wrong} is off" in str(found)
     assert probe.like(given).q.dtype == dtype
-    assert probe.variant(given) == probe.variant(terms(dtype, packed))
-    assert probe.variant(given) != probe.variant(given._replace(g=None))
+    assert kind(given) == kind(terms(dtype, packed)) == kind(probe.like(given))
+    assert kind(given) != kind(given._replace(g=None))

@@ -1,14 +1,15 @@
 """What the launches share: the tiles of a device, its current stream, strides in wide units."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.launching import INTERPRETED, processors
+from slipstream.kernels.launching import on as on
+from slipstream.kernels.launching import precision as precision
 from slipstream.kernels.softmax.terms import Options
-from slipstream.kernels.softmax.triton.plan import INTERPRETED
 from slipstream.kernels.softmax.triton.tiles import Tiles, choose, family
 
 LOG2E = 1.4426950408889634
@@ -24,23 +25,8 @@ def tiles_of(
     return choose(of, D, DV, bytes_each, busy)
 
 
-def precision() -> str:
-    """Of float32 products: the fastest that is right to float32."""
-    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
-
-
-@cache
 def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+    return processors(device.index if device.type == "cuda" else -1)
 
 
 def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:

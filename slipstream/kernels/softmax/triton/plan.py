@@ -1,29 +1,23 @@
 """Which calls the Triton kernels take, decided without importing Triton."""
 
-import importlib.util
-import os
-
 import torch
 from torch import Tensor
 
+from slipstream.core.machine import Kind
+from slipstream.kernels.launching import HAVE_TRITON as HAVE_TRITON
+from slipstream.kernels.launching import INTERPRETED as INTERPRETED
+from slipstream.kernels.launching import unfit
+from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton.tiles import NARROWEST, WIDEST_FLOAT32, family
 
 WIDEST = 256
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
-# Triton's interpreter runs the kernels on a CPU, for tests.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def refuses(qkv: tuple[Tensor, Tensor, Tensor]) -> str | None:
     """Why the kernels can't take this call, or None if they can."""
     q, k, v = qkv
-    if not HAVE_TRITON:
-        return "Triton is not installed"
-    if not (q.is_cuda or INTERPRETED):
-        return f"it runs on CUDA devices, and the tensors are on {q.device.type}"
-    if q.dtype not in _DTYPES:
-        return f"it computes in float32, and q is {q.dtype}"
+    if reason := unfit(q, "q"):
+        return reason
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return "q, k and v differ in dtype"
     widest = max(q.shape[-1], v.shape[-1])
@@ -36,3 +30,17 @@ def refuses(qkv: tuple[Tensor, Tensor, Tensor]) -> str | None:
                 f"float32 heads wider than {WIDEST_FLOAT32} want more shared memory than {of} has"
             )
     return None
+
+
+def kind(terms: Terms, options: Options, impl: str = "triton") -> Kind:
+    """What a verdict on the kernels of a call holds for."""
+    q, flags = terms.q, [name for name in Terms._fields[3:] if getattr(terms, name) is not None]
+    windows = options.left >= 0 and "left", options.right >= 0 and "right"
+    cap = options.softcap != 0 and "softcap"
+    return (f"softmax.{impl}", q.dtype, q.shape[-1], terms.v.shape[-1], *windows, cap, *flags)
+
+
+def kind_of_cache(what: str, q: Tensor, v: Tensor, table: Tensor | None) -> Kind:
+    """The same of what reads a cache ("decode") or writes it ("append")."""
+    pages = table is not None and "pages"
+    return (f"softmax.{what}", q.dtype, q.shape[-1], v.shape[-1], pages)

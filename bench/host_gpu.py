@@ -1,0 +1,102 @@
+"""Host time of a call, that is until it returns, not until the device is done.
+
+    python bench/host_gpu.py          a line an operator: all of it, and what it is without launches
+
+Tensors are small, so that the device never makes the host wait. "no launch": Triton's JIT replaced
+by nothing, so checks, plans, the operator and torch.empty are left. "first": the first call, with
+compilation, the guard's child and the probe.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from record import record
+from triton.runtime.jit import JITFunction
+
+from slipstream import ops
+from slipstream.core import guard
+
+DEVICE = torch.device("cuda", 0)
+BARS = {"chunk_gated_delta_rule": 80, "recurrent_step": 40, "rms_norm": 20}
+Call = Callable[[], Any]
+
+
+def calls() -> dict[str, Call]:
+    def bf16(*shape: int, grad: bool = False) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=grad)
+
+    q, k, v = (bf16(1, 256, 4, 64) for _ in range(3))
+    g, beta = -torch.rand(1, 256, 4, device=DEVICE), torch.rand(1, 256, 4, device=DEVICE)
+    wide = -torch.rand(1, 256, 4, 64, device=DEVICE)
+    one = [bf16(8, 1, 4, 64) for _ in range(3)]
+    g1, beta1 = -torch.rand(8, 1, 4, device=DEVICE), torch.rand(8, 1, 4, device=DEVICE)
+    pool, slots = torch.zeros(8, 4, 64, 64, device=DEVICE), torch.arange(8, device=DEVICE)
+    x, weight, taps = bf16(256, 1024), bf16(1024), bf16(1024, 4)
+    leaves = [bf16(1, 256, 4, 64, grad=True) for _ in range(3)]
+
+    def train() -> None:
+        ops.chunk_gated_delta_rule(*leaves, g=g, beta=beta)[0].sum().backward()
+
+    return {
+        "chunk_simple_gla": lambda: ops.chunk_simple_gla(q, k, v, g),
+        "chunk_gated_delta_rule": lambda: ops.chunk_gated_delta_rule(q, k, v, g, beta),
+        "  with sum, backward": train,
+        "chunk_gla": lambda: ops.chunk_gla(q, k, v, wide),
+        "chunk_kda": lambda: ops.chunk_kda(q, k, v, wide, beta),
+        "recurrent_step": lambda: ops.recurrent_step(
+            *one, state=pool, state_indices=slots, g=g1, beta=beta1
+        ),
+        "attention": lambda: ops.attention(q, k, v),
+        "rms_norm": lambda: ops.rms_norm(x, weight),
+        "short_convolution": lambda: ops.short_convolution(x[None], taps, activation="silu"),
+        "swiglu": lambda: ops.swiglu(x, x),
+    }
+
+
+def host(call: Call, rounds: int = 20, each: int = 20) -> float:
+    """us, the least of some rounds."""
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(each):
+            call()
+        best = min(best, (time.perf_counter() - start) / each * 1e6)
+    return best
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Instead of a launch."""
+
+
+def main() -> None:
+    here = guard.machine(DEVICE)
+    assert here is not None
+    print(f"{here.name}: verified {here.verified} guards {here.guards} probes {here.probes}")
+    rows = []
+    for name, call in calls().items():
+        try:
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            first = time.perf_counter() - start
+            whole, rest = host(call), float("nan")
+            if "backward" not in name:
+                with mock.patch.object(JITFunction, "run", nothing):
+                    rest = host(call)
+        except Exception as error:  # the others still run
+            print(f"{name:24} {type(error).__name__}: {str(error)[:120]}")
+            continue
+        bar = f" (bar {BARS[name]})" if name in BARS else ""
+        print(f"{name:24} {whole:6.1f} us{bar}, no launch {rest:5.1f}, first {first:.1f} s")
+        rows.append({"operator": name.strip(), "us": whole, "no_launch_us": rest, "first_s": first})
+    kept = {k: v for kind in here.remembered.values() for k, v in kind.items()}
+    print(f"learnt: {len(kept)} verdicts; not used: {here.remembered.get('unusable', {})}")
+    record("host_gpu", rows)
+
+
+if __name__ == "__main__":
+    main()

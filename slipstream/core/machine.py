@@ -1,0 +1,282 @@
+"""The compilers for one GPU architecture here, and what was learnt of them.
+
+Verdicts outlive the process: in verdicts.json, by everything that decides what a kernel is compiled
+to (release, kernels' sources, architecture, Triton, ptxas). Where no verdict can be wrong any more,
+because slipstream matrix has verified the combination (verified.json), nothing is watched.
+
+    SLIPSTREAM_GUARD   auto (unverified combinations), off, always
+    SLIPSTREAM_PROBE   once (the first use on an unverified combination compares with plain torch,
+                       and is remembered), always (once in every process, everywhere), off
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Container, Hashable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.core import arch as arches
+from slipstream.core import toolchain
+from slipstream.core.aot import cached, job_of
+from slipstream.core.faults import Fault, applying, blocking
+from slipstream.core.worker import Worker
+
+# What a verdict is about: the kernels, and what they are compiled or computed differently for.
+# ("linear.triton", "delta", torch.bfloat16, 128, 128)
+Kind = tuple[Hashable, ...]
+
+# Families whose kernels multiply matrices.
+WITH_DOTS = ("linear", "softmax", "matmul")
+TIMEOUT = 300.0
+_NARROW = frozenset((torch.float16, torch.bfloat16))
+
+
+class Unusable(RuntimeError):
+    """A kernel that this machine's compilers cannot make, or make wrong; its text says why."""
+
+
+class Guarded(RuntimeWarning):
+    """An implementation is not used on this machine."""
+
+
+def cache_dir() -> Path:
+    """Where verdicts are remembered: $SLIPSTREAM_CACHE_DIR, or slipstream in the user's cache."""
+    if given := os.environ.get("SLIPSTREAM_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+def verdicts_file() -> Path:
+    return cache_dir() / "verdicts.json"
+
+
+@cache
+def verified() -> frozenset[tuple[str, str, str]]:
+    """What `slipstream matrix --record` found sound: (arch, Triton, ptxas)."""
+    rows = json.loads((Path(__file__).parent / "verified.json").read_text())
+    return frozenset((x["arch"], x["triton"], x["ptxas"]) for x in rows)
+
+
+@cache
+def sources() -> str:
+    """A digest of the kernels: a verdict on other ones is none on these."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for path in sorted((Path(__file__).parents[1] / "kernels").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def in_words(kind: Kind) -> str:
+    """ "linear.triton delta bfloat16 128 128" """
+    return " ".join(str(x).removeprefix("torch.") for x in kind if x not in (None, False, ""))
+
+
+class Machine:
+    """quiet: nothing is guarded, probed or known against any kernel, so nobody need look.
+
+    wide: dtypes whose products want operands in float32, since the compiler fails at them.
+    admitted: kinds that need no further look. probing: those that a probe is at.
+
+    Args:
+        passive: for tools that plan for a GPU that is not here: nothing is guarded or probed.
+        remembers: what was learnt here before counts.
+    """
+
+    def __init__(
+        self,
+        arch: str,
+        triton: str,
+        ptxas: str,
+        *,
+        passive: bool = False,
+        remembers: bool = True,
+    ) -> None:
+        self.arch, self.triton, self.ptxas = arch, triton, ptxas
+        self.verified = (arch, triton, ptxas) in verified()
+        self.guards = not passive and self._wants("SLIPSTREAM_GUARD", "auto", "always")
+        self.probes = not passive and self._wants("SLIPSTREAM_PROBE", "once", "always")
+        self.admitted: set[Kind] = set()
+        self.probing: set[Kind] = set()
+        self._worker: Worker | None = None
+        self._said: set[Kind] = set()
+        self._reasons: dict[Kind, str | None] = {}
+        self._verdicts: dict[str, dict[str, str]] = {}
+        if remembers:
+            self._verdicts = self._read().get(self.name, {})
+        known = applying(arch, triton, ptxas or None)
+        self.wide = _NARROW if any(x.cured_by_float32 for x in known) else frozenset()
+        self._blocked = any(self._fault(family) for family in (*WITH_DOTS, ""))
+        self._settle()
+
+    def _wants(self, variable: str, default: str, always: str) -> bool:
+        value = os.environ.get(variable, default)
+        if value not in (default, always, "off"):
+            raise ValueError(f"{variable}: want {default}, off, {always}, got {value!r}")
+        return value == always or (value == default and not self.verified)
+
+    def _settle(self) -> None:
+        self.quiet = not (
+            self.guards or self.probes or self._blocked or self._verdicts.get("unusable")
+        )
+
+    @property
+    def name(self) -> str:
+        from slipstream import __version__
+
+        versions = f"triton {self.triton} ptxas {self.ptxas}"
+        return f"slipstream {__version__} {sources()} {self.arch} {versions}"
+
+    def unusable(self, kind: Kind) -> str | None:
+        """Why these kernels are not used here, or None."""
+        try:
+            return self._reasons[kind]
+        except KeyError:
+            reason = self._verdicts.get("unusable", {}).get(in_words(kind))
+        if reason is None and (fault := self._fault(str(kind[0]).partition(".")[0])):
+            reason = f"{fault.pattern}: {fault.name}; {fault.way_out}"
+        self._reasons[kind] = reason
+        return reason
+
+    def _fault(self, family: str) -> Fault | None:
+        """One that a family's kernels meet whatever their dtypes."""
+        features = ("dot",) if family in WITH_DOTS else ()
+        return blocking(self.arch, self.triton, self.ptxas or None, features)
+
+    @property
+    def remembered(self) -> dict[str, dict[str, str]]:
+        """ "unusable" and "probed": kind, in words -> why."""
+        return self._verdicts
+
+    def demote(self, kind: Kind, reason: str) -> None:
+        self._reasons[kind] = reason
+        self.admitted.discard(kind)
+        self._learn("unusable", kind, reason)
+
+    def wants_probe(self, kind: Kind) -> bool:
+        """Whether a probe is still to be made."""
+        if not self.probes:
+            return False
+        always = os.environ.get("SLIPSTREAM_PROBE") == "always"
+        return always or in_words(kind) not in self._verdicts.get("probed", {})
+
+    def probed(self, kind: Kind) -> None:
+        self._learn("probed", kind, "agrees")
+
+    def say(self, kind: Kind, reason: str) -> None:
+        """A warning, once a process."""
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        text = f"{in_words(kind)} is not used on {self.arch} with Triton {self.triton}: {reason}"
+        warnings.warn(f"{text}. Forget it with `slipstream doctor --forget`", Guarded, stacklevel=3)
+
+    def compiles(self, module: str, name: str, compile: dict) -> None:
+        """Compiles in the child what the JIT is about to; Unusable if that goes wrong."""
+        job = job_of(module, name, compile, self.arch)
+        if cached(job):
+            return
+        if self._worker is None:
+            self._worker = Worker()
+        outcome = self._worker.compile(job, TIMEOUT)
+        if outcome.status != "ok":
+            raise Unusable(f"{name}: {outcome.reason}")
+
+    def forget(self) -> None:
+        verdicts_file().unlink(missing_ok=True)
+        self._verdicts, self._reasons = {}, {}
+        self.admitted.clear()
+        self._settle()
+
+    def _learn(self, what: str, kind: Kind, text: str) -> None:
+        everything = self._read()
+        self._verdicts = everything.setdefault(self.name, {})
+        self._verdicts.setdefault(what, {})[in_words(kind)] = text
+        self._settle()
+        path = verdicts_file()
+        # a read-only home must not stop the work: then it is learnt anew by each process
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                json.dump(everything, file, indent=1)
+            os.replace(file.name, path)
+
+    @staticmethod
+    def _read() -> dict[str, Any]:
+        try:
+            return json.loads(verdicts_file().read_text())
+        except (OSError, ValueError):
+            return {}
+
+
+@cache
+def machine(device: torch.device) -> Machine | None:
+    """What compiles for a device; None where Triton's compiler is not used.
+
+    The first time it selects the right ptxas and, where nothing is verified, sets the guard: so it
+    has to be called before the first compilation for the device.
+    """
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    triton = toolchain.triton_version()
+    if triton is None or not torch.cuda.is_available():
+        return None
+    archs = [of_device(torch.device("cuda", i)).name for i in range(torch.cuda.device_count())]
+    toolchain.select_ptxas(tuple(archs), toolchain.driver())
+    arch = of_device(device).name
+    return _of_arch(arch, triton, tuple(i for i, x in enumerate(archs) if x == arch))
+
+
+@cache
+def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> Machine:
+    path = toolchain.ptxas_path(arch)
+    found = Machine(arch, triton, (path and toolchain.ptxas_version(path)) or "")
+    if found.guards and arch in arches.ARCHS:
+        watch(found, devices=devices)
+    return found
+
+
+def of_device(device: torch.device) -> arches.Arch:
+    """The row of a CUDA or ROCm device."""
+    hip = getattr(torch.version, "hip", None) is not None
+    return arches.of(torch.cuda.get_device_capability(device), hip)
+
+
+def elsewhere(arch: str, remembers: bool = False) -> Machine:
+    """The compilers that are here, as they would be for a GPU that is not: for tools."""
+    path = toolchain.ptxas_path(arch)
+    ptxas = (path and toolchain.ptxas_version(path)) or ""
+    triton = toolchain.triton_version() or ""
+    return Machine(arch, triton, ptxas, passive=True, remembers=remembers)
+
+
+def watch(
+    here: Machine, package: str = "slipstream.", devices: Container | None = None
+) -> Callable[[], None]:
+    """Before Triton's JIT compiles a kernel of `package`, for one of `devices` if given, the child
+    does. Returns the way back."""
+    from triton import knobs
+
+    runtime: Any = knobs.runtime
+    before = runtime.jit_cache_hook
+
+    def hook(*, fn: Any, compile: Any, **rest: Any) -> Any:
+        if before is not None and (skip := before(fn=fn, compile=compile, **rest)):
+            return skip
+        served = devices is None or compile.get("device") in devices
+        if served and fn.module.startswith(package):
+            here.compiles(fn.module, fn.name, compile)
+        return None
+
+    runtime.jit_cache_hook = hook
+
+    def undo() -> None:
+        runtime.jit_cache_hook = before
+
+    return undo

@@ -1,0 +1,227 @@
+"""The matmul as a torch.library operator, the choice of its kernel, and its gradient.
+
+    dz = dout * scale_a * scale_b       da = dz b^T     db = a^T dz     dbias = sum of dout's rows
+
+The gradient is made of the same operator, so it has gradients too. An activation that is
+differentiated is applied to z outside of the kernel, for its derivative wants z.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core import arch as arches
+from slipstream.core.arch import Arch
+from slipstream.core.guard import attempt
+from slipstream.core.library import define, shortcut
+from slipstream.core.plan import Candidate, Plan, choose
+from slipstream.core.probe import Given, mismatch
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED, not_hopper
+from slipstream.kernels.matmul import eager
+from slipstream.kernels.matmul.config import (
+    KERNELS,
+    MatmulConfig,
+    Problem,
+    check,
+    unpack,
+)
+from slipstream.kernels.matmul.config import choose as choose_tile
+from slipstream.kernels.matmul.reference import matmul_reference
+from slipstream.kernels.matmul.terms import FP8, Terms, activated, row_by_row, scaled
+
+Call = tuple[Terms, MatmulConfig | None]
+
+
+def matmul(t: Terms, config: MatmulConfig | None, impl: str | None) -> Tensor:
+    """out [M, N], differentiable by all but the scales."""
+    given = (t.a, t.b, t.bias, t.residual)
+    rest = [] if config is None else config.pack(), impl or ""
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in given):
+        return _CALL(*t, *rest)
+    if not t.activation:
+        return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *rest)
+    z = _Matmul.apply(*t[:3], None, *t[4:6], t.precision, t.out_dtype, *rest)
+    y = activated(z, t.activation)
+    return y if t.residual is None else (y + t.residual).to(t.out_dtype)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        a, b, bias, residual, scale_a, scale_b, precision, out_dtype, packed, impl = args
+        ctx.save_for_backward(a, b, scale_a, scale_b)
+        ctx.dtypes = tuple(None if x is None else x.dtype for x in (bias, residual))
+        # hopper and a tile may refuse the other two products
+        ctx.precision, ctx.impl = precision, None if impl == "hopper" else impl or None
+        return _CALL(*args[:6], "", precision, out_dtype, packed, impl)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, scale_a, scale_b = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dz = scaled(dout, scale_a, scale_b).to(a.dtype)
+        bias_dtype, residual_dtype = ctx.dtypes
+
+        def product(x: Tensor, y: Tensor) -> Tensor:
+            t = Terms(x, y, None, None, None, None, "", ctx.precision, x.dtype)
+            return matmul(t, None, ctx.impl)
+
+        return (
+            product(dz, b.t()) if needs[0] else None,
+            product(a.t(), dz) if needs[1] else None,
+            dout.sum(0, dtype=_sum_dtype(dout)).to(bias_dtype) if needs[2] else None,
+            dout.to(residual_dtype) if needs[3] else None,
+            None, None, None, None, None, None,
+        )  # fmt: skip
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def arch_of(device: torch.device) -> Arch:
+    """The interpreter has the limits of sm_90."""
+    if device.type != "cuda":
+        return arches.named("sm_90")
+    return arches.of(torch.cuda.get_device_capability(device), bool(torch.version.hip))
+
+
+def problem(t: Terms) -> Problem:
+    residual = None if t.residual is None else t.residual.dtype
+    columns = t.a.stride(1) != 1, t.b.stride(1) != 1
+    return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, residual)
+
+
+def _triton_refuses(call: Call) -> str | None:
+    t, config = call
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if not (t.a.is_cuda or INTERPRETED):
+        return f"it runs on CUDA devices, and the tensors are on {t.a.device.type}"
+    if t.a.dtype == torch.float64 or t.out_dtype == torch.float64:
+        return "it computes in float32"
+    if 0 in (*t.a.shape, *t.b.shape):
+        return "there is nothing to multiply"
+    arch = arch_of(t.a.device)
+    if t.a.dtype in FP8 and "fp8e5" not in arch.dots:
+        return f"{arch.name} has no products of float8"
+    if t.a.dtype == torch.float32 and t.precision not in arch.precisions:
+        return f"{arch.name} has no {t.precision} products"
+    if config is not None and config.kernel != "pointer":
+        return "the configuration is another kernel's"
+    return None
+
+
+def _hopper_refuses(call: Call) -> str | None:
+    t, config = call
+    if config is not None and config.kernel != "tma":
+        return "the configuration is the portable kernel's"
+    return not_hopper(t.a) or _triton_refuses((t, None)) or tma_refuses(t)
+
+
+def tma_refuses(t: Terms) -> str | None:
+    """What of dtypes and strides keeps TMA and wgmma from a call."""
+    if t.a.dtype == torch.float32 and t.precision != "tf32":
+        return f"wgmma multiplies float32 as tf32, not as {t.precision}"
+    K, N = t.b.shape
+    size = t.a.element_size()
+    for name, x in (("a", t.a), ("b", t.b.t())):
+        turned = size == 2 and row_by_row(x.t())
+        if not (row_by_row(x) or turned or K * size % 16 == 0):
+            return f"TMA wants rows of {name} at multiples of 16 bytes, they are {K * size} long"
+    if N * t.out_dtype.itemsize % 16:
+        return f"TMA wants rows of the result at multiples of 16 bytes, they have {N} elements"
+    return None
+
+
+CANDIDATES = (
+    Candidate("hopper", "TMA and wgmma, on sm_90", _hopper_refuses),
+    Candidate("triton", "the portable Triton kernel, on CUDA", _triton_refuses),
+    Candidate(
+        "eager",
+        "plain torch, on any device",
+        lambda call: None if call[1] is None else "it has no configurations",
+    ),
+    Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
+)
+
+
+def plan_for(t: Terms, config: MatmulConfig | None, impl: str | None) -> Plan:
+    return choose(CANDIDATES, (t, config), impl)
+
+
+def _impl(*args: Any) -> Tensor:
+    *given, packed, impl = args
+    t, config = Terms(*given), unpack(packed) if packed else None
+    # such a call makes only what is added, whatever the kernel
+    if config is not None and 0 not in (*t.a.shape, *t.b.shape):
+        check(config, problem(t), arch_of(t.a.device))
+    elif config is not None:
+        config = None
+    return _with(plan_for(t, config, impl or None).tries.split("|"), t, config)
+
+
+def _with(names: list[str], t: Terms, config: MatmulConfig | None) -> Tensor:
+    """By the first of the implementations at which this machine's compilers do not fail."""
+    name, *rest = names
+    if name == "reference":
+        return matmul_reference(t)
+    if name == "eager":
+        return eager.matmul(t)
+    return attempt(
+        lambda: (f"matmul.{name}", t.a.dtype, t.precision),
+        t.a.device,
+        lambda t, config: _launch(name, t, config),
+        (lambda t, config: _with(rest, t, config)) if rest else None,
+        (t, config),
+        lambda: _probe(name, t),
+    )
+
+
+def _launch(name: str, t: Terms, config: MatmulConfig | None) -> Tensor:
+    """Triton and Gluon are imported only here, once they are wanted."""
+    if config is None:
+        shape = t.a.shape[0], t.b.shape[1]
+        config = choose_tile(problem(t), arch_of(t.a.device), *shape, name == "hopper")
+    assert config.kernel == KERNELS[name == "triton"]
+    if name == "hopper":
+        from slipstream.kernels.matmul.hopper import launch
+    else:
+        from slipstream.kernels.matmul.triton import launch
+    return launch.matmul(t, config)
+
+
+def _probe(name: str, like: Terms) -> str | None:
+    """A small product with edges in every direction; float8 is not random enough to compare."""
+    if like.a.dtype in FP8:
+        return None
+    given = {
+        "a": torch.randn(200, 168, device=like.a.device).to(like.a.dtype),
+        "b": torch.randn(168, 144, device=like.a.device).to(like.a.dtype) / 13,
+    }
+
+    def run(given: Given, impl: str) -> Tensor:
+        a, b = given["a"], given["b"]
+        assert a is not None and b is not None
+        return matmul(Terms(a, b, None, None, None, None, "", like.precision, a.dtype), None, impl)
+
+    # tf32 keeps 10 bits, which is not what is looked for
+    if like.a.dtype == torch.float32 and like.precision == "tf32":
+        given = {n: x.bfloat16().float() for n, x in given.items()}
+    return mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), given)
+
+
+def _fake(*args: Any) -> Tensor:
+    a, b, out_dtype = args[0], args[1], args[8]
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+_OP = define(
+    "matmul",
+    "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? scale_a, Tensor? scale_b, "
+    "str activation, str precision, ScalarType out_dtype, int[] config, str impl) -> Tensor",
+    _impl,
+    _fake,
+)
+_CALL = shortcut(_OP)
