@@ -5,10 +5,11 @@ python bench/attention_gpu.py --check    # only the comparison with the float64 
 python bench/attention_gpu.py --times    # only the times beside SDPA's flash and cuDNN backends
 python bench/attention_gpu.py --decode   # only decoding from a cache
 python bench/attention_gpu.py --sweep    # tiles of each kernel at the timed shapes
+python bench/attention_gpu.py --candidates  # tiles that may go into the table: errors, then times
+python bench/attention_gpu.py --impl hopper --check --times --peer   # the sm_90 kernels
 """
 
 import argparse
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -23,8 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from slipstream.kernels.softmax.cache import Cache, gathered
 from slipstream.kernels.softmax.reference import softmax_reference
 from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Options, Terms
-from slipstream.kernels.softmax.triton import decode_launch, device, launch, tiles
-from slipstream.kernels.softmax.triton.tiles import Tile
+from slipstream.kernels.softmax.triton import decode_launch, launch
 from slipstream.ops.attention import attention
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
@@ -323,73 +323,18 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-# BM, BN, warps, stages
-SWEEP: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
-    ("forward", 64): [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3),
-                      (64, 128, 4, 2), (128, 64, 4, 3)],
-    ("forward", 128): [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2),
-                       (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)],
-    ("forward", 256): [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)],
-    ("dq", 64): [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2),
-                 (64, 64, 4, 3), (64, 128, 4, 2)],
-    ("dq", 128): [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3),
-                  (64, 128, 8, 2)],
-    ("dq", 256): [(64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1), (128, 64, 8, 1)],
-    ("dkv", 64): [(64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2),
-                  (64, 64, 4, 3), (64, 64, 8, 2)],
-    ("dkv", 128): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 1),
-                   (64, 64, 8, 2)],
-    ("dkv", 256): [(64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1)],
-    ("decode", 128): [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 8, 2),
-                      (64, 64, 4, 4)],
-}  # fmt: skip
-SWEPT = {64: (4, 4096, 32), 128: (4, 4096, 16), 256: (2, 8192, 8)}
-
-
-def sweep() -> None:
-    """One kernel's tile at a time in place of the table's; ms, causal / full."""
-    for (part, D), rows in SWEEP.items():
-        key = ("sm_90", 2, D)
-        kept, line = tiles.TILES[key], []
-        for row in rows:
-            tiles.TILES[key] = dataclasses.replace(kept, **{part: Tile(*row)})
-            device.tiles_of.cache_clear()
-            try:
-                line.append(f"{row} " + " / ".join(f"{x:.3f}" for x in swept(part, D)))
-            except Exception as e:  # too much shared memory is a row too
-                line.append(f"{row} {type(e).__name__}")
-        print(f"{part} D{D}:", ", ".join(line), flush=True)
-        tiles.TILES[key] = kept
-    device.tiles_of.cache_clear()
-
-
-def swept(part: str, D: int) -> list[float]:
-    if part == "decode":
-        caches = (cache_of(*CACHES[0]), cache_of(*CACHES[1]))
-        return [bench(lambda c=c: decode_launch.decode(c, Options(0.1, -1, 0))) for c in caches]
-    B, T, H = SWEPT[D]
-    terms = Terms(*(torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)))
-    found = []
-    for options in (Options(D**-0.5, -1, 0), Options(D**-0.5)):
-        o, lse = launch.forward(terms, options)
-        do = torch.randn_like(o)
-        if part == "forward":
-            found.append(bench(lambda options=options: launch.forward(terms, options)))
-        else:  # the whole of backward: the other kernel's time is the same in every row
-            found.append(bench(
-                lambda options=options, o=o, lse=lse, do=do: launch.backward(
-                    terms, options, o, lse, do, None
-                )
-            ))  # fmt: skip
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "decode", "sweep"):
+    parser.add_argument("--impl", choices=("triton", "hopper"), default="triton")
+    for name in ("check", "times", "decode", "sweep", "candidates", "peer", "tried"):
         parser.add_argument(f"--{name}", action="store_true")
-    options = parser.parse_args()
-    chosen = {n for n, x in vars(options).items() if x} or {"check", "times", "decode"}
+    options = vars(parser.parse_args())
+    impl = options.pop("impl")
+    chosen = {n for n, x in options.items() if x} or {"check", "times", "decode", "peer"}
+    if impl == "hopper":
+        import attention_hopper
+
+        return attention_hopper.main(*(n in chosen for n in ("check", "times", "peer", "tried")))
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     fine = check() if "check" in chosen else True
@@ -398,8 +343,10 @@ def main() -> None:
         times()
     if "decode" in chosen:
         decode()
-    if "sweep" in chosen:
-        sweep()
+    if chosen & {"sweep", "candidates"}:
+        import attention_tiles
+
+        attention_tiles.main(*(n in chosen for n in ("sweep", "candidates")))
     raise SystemExit(0 if fine else "results differ from the reference")
 
 

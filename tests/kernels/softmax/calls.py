@@ -121,7 +121,9 @@ def want(terms: Terms, options: Options, do: Tensor, dlse: Tensor) -> dict[str, 
     return {"o": o.detach(), "lse": lse.detach(), **dict(zip(leaves, grads))}
 
 
-def got(module: Any, terms: Terms, options: Options, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+def got(
+    module: Any, terms: Terms, options: Options, do: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
     o, lse = module.forward(terms, options)
     return {"o": o, "lse": lse, **module.backward(terms, options, o, lse, do, dlse)}
 

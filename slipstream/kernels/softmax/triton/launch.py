@@ -41,7 +41,7 @@ _GATES = 256
 
 def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
-    terms, options, _ = _ready(terms, options)
+    terms, options, _ = ready(terms, options)
     q, v = terms.q, terms.v
     B, T, H, _ = q.shape
     if decode_launch.suits(terms):
@@ -77,7 +77,7 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    terms, options, sign = _ready(terms, options)
+    terms, options, sign = ready(terms, options)
     q, k, v = terms.q, terms.k, terms.v
     B, T, H, _ = q.shape
     do = torch.zeros_like(o) if do is None else do.contiguous()
@@ -89,7 +89,7 @@ def backward(
         rows, columns = base.new_empty(B, H, T), base.new_empty(k.shape[0], H, k.shape[1])
     tiles = _tiles_of(terms, options)
     with on(q.device):
-        _delta(o, do, lse, dlse, base, delta)
+        row_sums(o, do, lse, dlse, base, delta)
         sums = _gate_sums(terms)
         softmax_dq_kernel[_grid(terms, tiles.dq.BM, H)](
             q,
@@ -129,7 +129,7 @@ def backward(
     return grads
 
 
-def _ready(terms: Terms, options: Options) -> tuple[Terms, Options, int]:
+def ready(terms: Terms, options: Options) -> tuple[Terms, Options, int]:
     """As the kernels index them, with a positive scale; the sign is taken from q."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in terms[:3])
     q, options, sign = positive(q, options)
@@ -255,7 +255,7 @@ def _gate_gradient(terms: Terms, rows: Tensor | None, columns: Tensor | None) ->
     return dg
 
 
-def _delta(
+def row_sums(
     o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, base: Tensor, delta: Tensor
 ) -> None:
     B, T, H, DV = o.shape

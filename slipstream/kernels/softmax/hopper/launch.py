@@ -1,0 +1,212 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Launches of attention and its gradient for sm_90: no synchronisation, nothing that depends on
+lengths. TMA reads q, k, v and do where they lie, if their strides let it; else they are copied.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gluon import TensorDescriptor, gl
+from slipstream.kernels.softmax.hopper.backward_kv import softmax_dkv_sm90_kernel
+from slipstream.kernels.softmax.hopper.backward_kv_wide import softmax_dkv_wide_sm90_kernel
+from slipstream.kernels.softmax.hopper.backward_q import softmax_dq_sm90_kernel
+from slipstream.kernels.softmax.hopper.forward import softmax_fwd_sm90_kernel
+from slipstream.kernels.softmax.hopper.tiles import (
+    MAXNREG,
+    REGISTERS,
+    SECTION,
+    TILES,
+    Tile,
+)
+from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.kernels.softmax.triton import decode_launch
+from slipstream.kernels.softmax.triton import launch as portable
+from slipstream.kernels.softmax.triton.device import bound, factor_and_cap, multiprocessors, on
+
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, D] in q's dtype and lse [B, H, T], float32."""
+    if decode_launch.suits(terms):
+        return portable.forward(terms, options)
+    terms, options, _ = portable.ready(terms, options)
+    q, k, v = terms[:3]
+    B, T, H, D = q.shape
+    tile = TILES[D].forward
+    o = q.new_empty(B, T, H, D)
+    lse = q.new_empty(B, H, T, dtype=torch.float32)
+    desc_q, at_q = _matrix(q, 64)
+    desc_k, at_k = _matrix(k, tile.B)
+    desc_v, at_v = _matrix(v, tile.B)
+    grid, sizes = _sizes(terms, options, tile)
+    with on(q.device):
+        softmax_fwd_sm90_kernel[grid](
+            desc_q,
+            desc_k,
+            desc_v,
+            o,
+            lse,
+            *_offsets(terms),
+            *factor_and_cap(options),
+            *sizes,
+            *at_q,
+            *at_k,
+            *at_v,
+            BN=tile.B,
+            D=D,
+            DV=D,
+            ST=tile.buffers[0],
+            **_flags(terms, options),
+        )
+    return o, lse
+
+
+def backward(
+    terms: Terms,
+    options: Options,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term, in its shape and dtype."""
+    terms, options, _ = portable.ready(terms, options)
+    q, k, v = terms[:3]
+    B, T, H, _ = q.shape
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    base, delta = torch.empty(2, B, H, -(-T // 4) * 4, dtype=torch.float32, device=q.device)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with on(q.device):
+        portable.row_sums(o, do, lse, dlse, base, delta)
+        _dq(terms, options, do, dq, base, delta)
+        _dkv(terms, options, do, dk, dv, base, delta)
+    return {"q": dq, "k": dk, "v": dv}
+
+
+def _dq(
+    terms: Terms, options: Options, do: Tensor, dq: Tensor, base: Tensor, delta: Tensor
+) -> None:
+    D = terms.q.shape[-1]
+    tile = TILES[D].dq
+    x = (terms.q, 64), (terms.k, tile.B), (terms.v, tile.B), (do, 64)
+    descs, ats = zip(*(_matrix(*each) for each in x))
+    grid, sizes = _sizes(terms, options, tile)
+    softmax_dq_sm90_kernel[grid](
+        *descs,
+        dq,
+        base,
+        delta,
+        *_offsets(terms),
+        *factor_and_cap(options),
+        options.scale,
+        *sizes,
+        *(n for at in ats for n in at),
+        BN=tile.B,
+        D=D,
+        KS=tile.buffers[0],
+        VS=tile.buffers[1],
+        **_flags(terms, options),
+    )
+
+
+def _dkv(
+    terms: Terms,
+    options: Options,
+    do: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    base: Tensor,
+    delta: Tensor,
+) -> None:
+    D = terms.q.shape[-1]
+    tile = TILES[D].dkv
+    x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
+    descs, ats = zip(*(_matrix(*each) for each in x))
+    grid, sizes = _sizes(terms, options, tile, of_keys=True)
+    kernel = softmax_dkv_wide_sm90_kernel if D == 256 else softmax_dkv_sm90_kernel
+    kernel[grid](
+        *descs,
+        dk,
+        dv,
+        base,
+        delta,
+        *_offsets(terms),
+        *factor_and_cap(options),
+        options.scale,
+        *sizes,
+        *(n for at in ats for n in at),
+        BM=tile.B,
+        D=D,
+        ST=tile.buffers[0],
+        **_flags(terms, options),
+    )
+
+
+def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """x [B, T, H, D] as a matrix in tiles of `rows`, and where a batch and a head begin in it."""
+    B, T, H, D = x.shape
+    if not _suits(x):
+        x = x.contiguous()
+    b, t, h, _ = x.stride()
+    t = H * D if T == 1 else t
+    b, h = b if B > 1 else 0, h if H > 1 else 0
+    rb, (rh, ch) = b // t, (h // t, 0) if h % t == 0 else (0, h)
+    shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
+    return TensorDescriptor(x, shape, [t, 1], [rows, D], _layout(rows, D, x.dtype)), (rb, rh, ch)
+
+
+def _suits(x: Tensor) -> bool:
+    """Whether TMA can read x as it lies, with heads beside one another or one after another."""
+    B, T, H, D = x.shape
+    b, t, h, d = x.stride()
+    if T == 1:
+        return x.is_contiguous() and x.data_ptr() % 16 == 0
+    if d != 1 or t < D or t % 8 or x.data_ptr() % 16 or (B > 1 and b % t):
+        return False
+    return H == 1 or h % t == 0 or h * (H - 1) + D <= t
+
+
+@cache
+def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, D], _DTYPES[dtype])
+
+
+def _offsets(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return terms.cu_q, terms.cu_k, terms.lengths
+
+
+def _sizes(
+    terms: Terms, options: Options, tile: Tile, of_keys: bool = False
+) -> tuple[tuple[int], tuple]:
+    """The grid and the arguments from T to right."""
+    q, k = terms.q, terms.k
+    T, S, H, HKV, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2], terms.sequences
+    total, cu, heads = (S, terms.cu_k, HKV) if of_keys else (T, terms.cu_q, H)
+    # an upper bound where lengths are not known: the tiles of all that is packed
+    tiles = -(-total // tile.rows) if cu is None else total // tile.rows + N
+    pairs = heads if cu is not None else heads * N
+    walked = (T * H // HKV) if of_keys else -(-S * HKV // H)
+    section = max(1, min(pairs, SECTION // (walked * 2 * q.shape[-1] * q.element_size())))
+    units = tiles * pairs
+    sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), section, units)
+    grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
+    return grid, (*sizes, bound(options.left), bound(options.right))
+
+
+def _flags(terms: Terms, options: Options) -> dict[str, Any]:
+    """common.py's flags, and registers."""
+    given = (
+        options.left >= 0,
+        options.right >= 0,
+        options.softcap != 0,
+        terms.lengths is not None,
+        terms.cu_q is not None,
+        terms.cu_k is not None,
+    )
+    flags = sum(1 << i for i, x in enumerate(given) if x)
+    return {"FLAGS": flags, **REGISTERS, "num_warps": 4, "maxnreg": MAXNREG}

@@ -1,0 +1,29 @@
+"""Which calls the Gluon kernels take, decided without importing Triton."""
+
+import torch
+
+from slipstream.core import guard
+from slipstream.kernels.launching import not_hopper
+from slipstream.kernels.softmax.hopper.tiles import TILES
+from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.kernels.softmax.triton.plan import kind
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Why the kernels can't take this call, or None if they can."""
+    q, k, v = terms[:3]
+    if reason := not_hopper(q):
+        return reason
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, and q is {q.dtype}"
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return "q, k and v differ in dtype"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] not in TILES:
+        widths = ", ".join(map(str, TILES))
+        return f"heads of q and v are to be of one width of {widths}"
+    for name in ("g", "sinks", "slopes"):
+        if getattr(terms, name) is not None:
+            return f"it takes no {name}"
+    if options.scale <= 0:
+        return "the scale is to be positive"
+    return guard.objection(lambda: kind(terms, options, "hopper"), q.device)

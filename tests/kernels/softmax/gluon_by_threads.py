@@ -1,0 +1,295 @@
+"""Runs Gluon kernels without a GPU: numpy for tensors, a thread for each partition.
+
+Products are made as late as their waits allow, and TMA copies as early as they are issued, so a
+buffer that is freed too early, a barrier of the wrong phase or a missing wait shows as a wrong
+number, an error or a wait that does not end. Layouts, registers and rounding are not there.
+
+    with emulated():
+        from slipstream.kernels.softmax.hopper import forward
+"""
+
+import importlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import slipstream as slipstream  # before its Triton is replaced
+
+_LOCAL = threading.local()
+_WAIT = 20.0
+# modules that are imported anew, against the names below
+_ANEW = "slipstream.kernels.softmax.triton.scores", "slipstream.kernels.softmax.hopper."
+
+
+class Tensor(np.ndarray):
+    """As Triton's: integers divide towards zero, and scalars stay tensors."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __array_wrap__(self, x: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(x).view(Tensor)
+
+    def __iadd__(self, other: Any) -> Any:  # values, not places
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    def to(self, dtype: Any) -> "Tensor":
+        return self
+
+    def __floordiv__(self, other: Any) -> Any:
+        return tensor(np.trunc(np.asarray(self) / np.asarray(other)).astype(np.int64))
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return tensor(other) // self
+
+    def __mod__(self, other: Any) -> Any:
+        return self - self // other * other
+
+
+def tensor(x: Any) -> Tensor:
+    return np.asarray(x).view(Tensor)
+
+
+class Pointer:
+    def __init__(self, data: np.ndarray, at: Any = 0) -> None:
+        self.data, self.at = data, at
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.data, self.at + np.asarray(offset))
+
+
+class Descriptor:
+    def __init__(self, data: np.ndarray, block: tuple[int, int]) -> None:
+        self.data, self.dtype, self.layout = data, "16-bit", None
+        self.block_type = SimpleNamespace(nbytes=block)
+        self.block = block
+
+
+class Buffer:
+    """Shared memory; poisoned until it is written."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.shape, self.dtype = data, data.shape, "16-bit"
+
+    def index(self, i: Any) -> Any:
+        return self.data[int(i), 0] if self.data.dtype == object else Buffer(self.data[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> "Buffer":
+        return Buffer(self.data.transpose(order))
+
+    def slice(self, start: int, length: int) -> "Buffer":
+        return Buffer(self.data[start : start + length])
+
+    def load(self, layout: Any) -> Tensor:
+        return tensor(self.data.copy())
+
+    def store(self, values: Any) -> None:
+        assert self.shape == values.shape
+        self.data[...] = values
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.arrived = self.phase = 0
+
+    def arrive(self) -> None:
+        with self.changed:
+            self.arrived += 1
+            assert self.arrived <= self.count
+            if self.arrived == self.count:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.changed:
+            for _ in range(int(_WAIT / 0.2)):
+                if self.changed.wait_for(lambda: self.phase & 1 != int(parity), 0.2):
+                    return
+                if _LOCAL.errors:  # of another partition
+                    break
+            raise TimeoutError("a barrier waits for ever")
+
+
+class Product:
+    """Under way: its operands in shared memory are read when it is waited for."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, a: Any, b: Buffer, acc: Any) -> None:
+        self.a, self.b, self.acc, self.done = a, b, acc, None
+        _LOCAL.queue.append(self)
+
+    def finish(self) -> None:
+        a = self.a.data if isinstance(self.a, Buffer) else self.a
+        acc = self.acc.done if isinstance(self.acc, Product) else self.acc
+        self.done = tensor(np.asarray(a) @ self.b.data + np.asarray(acc))
+
+
+def _mma(a: Any, b: Buffer, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    return Product(a, b, acc if use_acc else acc * 0.0)
+
+
+def _mma_wait(left: int, deps: tuple) -> Any:
+    while len(_LOCAL.queue) > left:
+        _LOCAL.queue.pop(0).finish()
+    found = tuple(x.done if isinstance(x, Product) else x for x in deps)
+    assert all(x is not None for x in found), "a product is used before it is waited for"
+    return found[0] if len(found) == 1 else found
+
+
+def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> None:
+    row, column = (int(x) for x in at)
+    assert buffer.shape == desc.block and row >= 0 and column >= 0
+    buffer.data[...] = 0.0
+    part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
+    buffer.data[: part.shape[0], : part.shape[1]] = part
+    barrier.arrive()
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
+    if dtype == "int64":
+        made = np.empty(shape, dtype=object)
+        made[...] = [[Barrier() for _ in range(shape[1])] for _ in range(shape[0])]
+        return Buffer(made)
+    return Buffer(np.full(shape, np.nan))
+
+
+def _load(p: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+    at, mask = np.broadcast_arrays(p.at, mask)
+    assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
+    found = np.where(mask, p.data[np.where(mask, at, 0)], other)
+    return tensor(found.astype(p.data.dtype))
+
+
+def _store(p: Pointer, values: Any, mask: Any = True) -> None:
+    at, values, mask = np.broadcast_arrays(p.at, values, mask)
+    assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
+    p.data[at[mask]] = values[mask]
+
+
+def _specialize(parts: list, warps: list, registers: list) -> None:
+    errors: list[BaseException] = []
+    where = _LOCAL.program
+
+    def run(fn: Any, args: tuple) -> None:
+        _LOCAL.program, _LOCAL.queue, _LOCAL.errors = where, [], errors
+        try:
+            with np.errstate(all="ignore"):
+                fn(*args)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _jit(fn: Any = None, **options: Any) -> Any:
+    return fn if fn is not None else lambda fn: fn
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _language() -> SimpleNamespace:
+    return SimpleNamespace(
+        constexpr=lambda x: x,
+        constexpr_function=_jit,
+        int32="int32", int64="int64", float32="float32",
+        program_id=lambda axis: tensor(_LOCAL.program[0]),
+        num_programs=lambda axis: tensor(_LOCAL.program[1]),
+        arange=lambda a, b, layout=None: tensor(np.arange(a, b)),
+        full=lambda shape, x, dtype, layout=None: tensor(np.full(shape, x)),
+        zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape)),
+        where=lambda c, x, y: tensor(np.where(c, x, y)),
+        minimum=lambda x, y: tensor(np.minimum(x, y)),
+        maximum=lambda x, y: tensor(np.maximum(x, y)),
+        max=lambda x, axis: tensor(np.max(x, axis)),
+        sum=lambda x, axis: tensor(np.sum(x, axis)),
+        exp2=lambda x: tensor(np.exp2(x)),
+        log2=lambda x: tensor(np.log2(x)),
+        abs=lambda x: tensor(np.abs(x)),
+        cdiv=lambda x, y: tensor(np.asarray(x) + y - 1) // y,
+        convert_layout=lambda x, layout: x,
+        load=_load, store=_store, static_range=range,
+        allocate_shared_memory=_allocate, warp_specialize=_specialize,
+        NVMMADistributedLayout=_nothing, DotOperandLayout=_nothing, SliceLayout=_nothing,
+        BlockedLayout=_nothing,
+    )  # fmt: skip
+
+
+def _mbarrier() -> SimpleNamespace:
+    def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        for _ in range(count if pred else 0):
+            barrier.arrive()
+
+    return SimpleNamespace(
+        MBarrierLayout=_nothing,
+        init=lambda barrier, count: setattr(barrier, "count", count),
+        expect=_nothing,  # the copy arrives once it is done
+        arrive=arrive,
+        wait=lambda barrier, parity: barrier.wait(parity),
+    )
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Within, kernels are imported as functions for `launch`."""
+    gl = _language()
+    names = {
+        "gl": gl,
+        "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
+        "mbarrier": _mbarrier(),
+        "copy_in": _copy_in,
+        "fence_async_shared": _nothing,
+        "warpgroup_mma": _mma,
+        "warpgroup_mma_wait": _mma_wait,
+    }
+    triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
+    vars(language).update(vars(gl))
+    vars(triton).update(jit=_jit, language=language)
+    vars(gluon).update(names)
+    fake = {"triton": triton, "triton.language": language, "slipstream.kernels.gluon": gluon}
+    kept = dict(sys.modules)
+    try:
+        for name in [n for n in sys.modules if n.startswith(_ANEW)]:
+            del sys.modules[name]
+        sys.modules.update(fake)
+        yield
+    finally:
+        for name in [n for n in sys.modules if n not in kept]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def kernel(path: str) -> Any:
+    """The kernel at "module:name"."""
+    with emulated():
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def launch(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
+    """Programs one after another; integers become tensors."""
+    given = [tensor(x) if isinstance(x, int | float) else x for x in args]
+    for i in itertools.chain(range(programs)):
+        _LOCAL.program = (i, programs)
+        kernel(*given, **constants)

@@ -1,0 +1,86 @@
+"""The sm_90 kernels compiled where no GPU need be: wgmma, shared memory, registers, no spills.
+
+The calls themselves are traced, so tiles and arguments are those of a real launch.
+"""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.arch import ARCHS
+from slipstream.kernels.softmax.hopper.plan import HAVE_GLUON
+from slipstream.kernels.softmax.terms import Options, Terms
+
+pytestmark = pytest.mark.skipif(not HAVE_GLUON, reason="Triton is not installed")
+
+# bytes of stack a thread, all outside of the inner loops
+SPILLS = 192
+
+
+def call_of(D: int, options: Options, packed: bool) -> Any:
+    def call(device: torch.device) -> None:
+        from slipstream.kernels.softmax.hopper import launch
+
+        def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        terms = Terms(make(1, 500, 4, D), make(1, 500, 2, D), make(1, 500, 2, D))
+        if packed:
+            cu = make(4, dtype=torch.int32)
+            terms = terms._replace(cu_q=cu, cu_k=cu)
+        o, lse = launch.forward(terms, options)
+        launch.backward(terms, options, o, lse, torch.empty_like(o), None)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "D", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_causal_attention_compiles(D: int) -> None:
+    check(call_of(D, Options(0.1, -1, 0), packed=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("options", [Options(0.1), Options(0.1, 100, 20)])
+def test_packed_attention_compiles(D: int, options: Options) -> None:
+    check(call_of(D, options, packed=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_softcap_compiles(D: int) -> None:
+    check(call_of(D, Options(0.1, -1, 0, 5.0), packed=True), SPILLS + 192)
+
+
+def check(call: Any, spills: int = SPILLS) -> None:
+    from slipstream.core.trace import trace
+
+    jobs = [j for j in trace(call, "sm_90", backward=False) if j.name.endswith("sm90_kernel")]
+    assert len(jobs) == 3
+    for job in jobs:
+        got = job.compile()
+        assert got.shared <= ARCHS["sm_90"].shared, job.name
+        assert got.instructions["wgmma"] and got.instructions["tma"], job.name
+        assert not got.instructions["mma.sync"] and not got.instructions["atomic"], job.name
+        assert got.stack <= spills, f"{job.name}: {got.stack} bytes spilled"
+        text = machine_code(got.asm["cubin"])
+        products = text.count("HGMMA")
+        # where the assembler serialises them there is a wait for each
+        assert text.count("WARPGROUP.DEPBAR") * 3 <= products, job.name
+
+
+def machine_code(cubin: bytes) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = [str(tool), "-sass", file.name]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
