@@ -1,0 +1,151 @@
+"""Launches of the delta rule's kernels on sm_90, in the place of the portable delta_launch's.
+
+They leave and take the same R and rows, and the same segments, so that either can be used with the
+other's. Nothing depends on device values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gluon import TensorDescriptor, gl
+from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
+from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
+from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
+from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
+from slipstream.kernels.linear.terms import Terms
+
+STAGES = 3
+SOLVE = {"num_warps": 4}
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def solve(terms: Terms, r: Tensor, rows: Tensor) -> None:
+    """r [B, T, HV, C] and rows [chunks, HV, 1 or 2, C] are written."""
+    T, HV = terms.v.shape[1:3]
+    H, K = terms.q.shape[2:]
+    launch: Any = delta_solve_sm90_kernel[(rows.shape[0] * HV,)]
+    launch(
+        terms.k,
+        terms.g,
+        terms.beta,
+        r,
+        rows,
+        terms.cu_seqlens,
+        T,
+        terms.sequences,
+        HV,
+        H,
+        K=K,
+        C=CHUNK,
+        HAS_GATE=terms.g is not None,
+        PACKED=terms.cu_seqlens is not None,
+        **SOLVE,
+    )
+
+
+def walk(
+    terms: Terms,
+    r: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    states: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    segment: tuple[int, int] | None = None,
+) -> None:
+    """out: o, or w where states are wanted. segment: tokens of one, and how many there are."""
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    launch: Any = delta_walk_sm90_kernel[_grid(terms, segment)]
+    launch(
+        _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
+        _tiles(terms.k, H * K, CHUNK, K),
+        _tiles(terms.v, HV * V, CHUNK, TILE_V),
+        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
+        _tiles(out, HV * V, CHUNK, TILE_V),
+        None if states is None else _tiles(states, K, TILE_V, K),
+        out,
+        rows,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        scale,
+        KEEP=states is not None,
+        **_sizes(terms, s_in, s_out, segment),
+    )
+
+
+def walk_back(
+    terms: Terms,
+    do: Tensor,
+    r: Tensor,
+    rows: Tensor,
+    scale: float,
+    dv: Tensor,
+    dstates: Tensor,
+    *,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    segment: tuple[int, int] | None = None,
+) -> None:
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    launch: Any = delta_walk_back_sm90_kernel[_grid(terms, segment)]
+    launch(
+        _tiles(terms.q, H * K, CHUNK, K),
+        _tiles(terms.k, H * K, CHUNK, K),
+        _tiles(do, HV * V, CHUNK, TILE_V),
+        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
+        _tiles(dv, HV * V, CHUNK, TILE_V),
+        _tiles(dstates, K, TILE_V, K),
+        dv,
+        rows,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        scale,
+        **_sizes(terms, s_in, s_out, segment),
+    )
+
+
+def _grid(terms: Terms, segment: tuple[int, int] | None) -> tuple[int]:
+    HV, V = terms.v.shape[2:]
+    return (V // TILE_V * HV * (terms.sequences if segment is None else segment[1]),)
+
+
+def _sizes(
+    terms: Terms, s_in: Tensor | None, s_out: Tensor | None, segment: tuple[int, int] | None
+) -> dict[str, Any]:
+    """What both walks take by name."""
+    T, HV, V = terms.v.shape[1:]
+    H, K = terms.q.shape[2:]
+    return {
+        "T": T,
+        "N": terms.sequences,
+        "HV": HV,
+        "H": H,
+        "segment": T if segment is None else segment[0],
+        "K": K,
+        "V": V,
+        "BV": TILE_V,
+        "C": CHUNK,
+        "ST": STAGES,
+        "HAS_GATE": terms.g is not None,
+        "HAS_S_IN": s_in is not None,
+        "HAS_S_OUT": s_out is not None,
+        "SPLIT": segment is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        "num_warps": 4,
+        "maxnreg": 128,  # of 16 warps: what all parts share
+    }
+
+
+def _tiles(x: Tensor, width: int, rows: int, columns: int) -> Any:
+    """A descriptor of x as rows of `width`, in tiles [rows, columns]."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return TensorDescriptor(x, shape, strides, [rows, columns], layout)

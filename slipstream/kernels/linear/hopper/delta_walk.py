@@ -1,0 +1,349 @@
+"""Delta rule, no decay or one a token, on sm_90: the walk over chunks, forward.
+
+With S [K, V] the state before a chunk, R from the portable delta_solve.py and G the sum of the
+chunk's gates, what the portable walk computes is written with one product fewer on the chain from
+chunk to chunk, since W does not depend on S:
+
+    W = R diag(exp(G)) k          w = R v - W S          S <- exp(G_C) S + (k exp(G_C - G))^T beta w
+    o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
+
+V as the rows: a program carries S^T [BV, K] of one value head in registers; S^T and w^T go from
+product to product as left operands. Four parts of a program, joined by barriers in shared memory:
+
+    walk     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
+    read     o, from copies of S and w       load     k, v, R and q by TMA
+
+or, instead of `read`, `keep`, which writes S and w for backward. Rings: ST stages of k, v, R; two
+of q, W, and of S and w. What limits the pace is shared memory, 232 KB a chunk.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.linear.hopper.parts import clear, place, ring
+
+
+@gluon.jit
+def load_part(
+    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, full, empty, q_full, q_empty,
+    row, n, k_col, v_col, r_col, C: gl.constexpr, ST: gl.constexpr, HAS_Q: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
+    )
+    for i in range(n):
+        s = i % ST
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(k_desc, [row + i * C, k_col], full.index(s), ks.index(s))
+        copy_in(r_desc, [row + i * C, r_col], full.index(s), rs.index(s))
+        copy_in(v_desc, [row + i * C, v_col], full.index(s), vs.index(s))
+        if HAS_Q:
+            t = i % 2
+            mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(t), q_desc.block_type.nbytes)
+            copy_in(q_desc, [row + i * C, k_col], q_full.index(t), qs.index(t))
+
+
+@gluon.jit
+def prepare_part(
+    ks, vs, rs, ws, full, w_full, w_empty, p_rows, stride, length, n,
+    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """-W = -(R diag(exp(G))) k into shared memory."""
+    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
+    o_c = gl.arange(0, C, gl.SliceLayout(0, ra))
+    zero = gl.zeros([C, K], gl.float32, wl)
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        if HAS_GATE:
+            b_G = gl.load(p_rows + i * stride + C + o_c)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - i * C < C:
+            clear(ks.index(s), length - i * C, C, K)
+            clear(vs.index(s), length - i * C, C, BV)
+            clear(rs.index(s), length - i * C, C, C)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_r = rs.index(s).load(ra)
+        if HAS_GATE:
+            b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(ks.dtype)
+        b_w = warpgroup_mma(b_r, ks.index(s), zero, use_acc=False, is_async=True)
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        mbarrier.wait(w_empty.index(w), ((i // 2) & 1) ^ 1)
+        ws.index(w).store((-b_w).to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(w_full.index(w), count=1)
+
+
+@gluon.jit
+def walk_part(
+    ks, vs, rs, ws, ss, xs, full, empty, w_full, w_empty, x_full, x_empty, p_rows, stride,
+    s_in_ptr, s_out_ptr, o_s, n,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    o_c = gl.arange(0, C, gl.SliceLayout(0, xl))
+    o_s = o_s + o_k[None, :] * V + o_v[:, None]
+    if HAS_S_IN:
+        b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
+    else:
+        b_s = gl.zeros([BV, K], gl.float32, sl)
+    zero = gl.zeros([BV, C], gl.float32, xl)
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        b_share = gl.load(p_rows + i * stride + o_c)
+        if HAS_GATE:
+            b_G = gl.load(p_rows + i * stride + C + o_c)
+            G_C = gl.load(p_rows + i * stride + (2 * C - 1))
+        # prepare has seen the stage full, and may have cleared its tail
+        mbarrier.wait(w_full.index(w), (i // 2) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        b_w = warpgroup_mma(
+            vs.index(s).permute((1, 0)), rs.index(s).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        b_sb = b_s.to(ks.dtype)
+        b_w = warpgroup_mma(
+            gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_w, is_async=True
+        )
+        mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
+        ss.index(w).store(b_sb)
+        if HAS_GATE:
+            b_s *= gl.exp2(G_C)
+            b_share *= gl.exp2(G_C - b_G)
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_left = (b_w * b_share[None, :]).to(ks.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
+        if KEEP:
+            xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
+        else:
+            xs.index(w).store(b_w.to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(x_full.index(w), count=1)
+        mbarrier.arrive(w_empty.index(w), count=1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    if HAS_S_OUT:
+        gl.store(s_out_ptr + o_s, b_s)
+
+
+@gluon.jit
+def read_part(
+    o_desc, o_ptr, ks, qs, ss, xs, os, full, empty, q_full, q_empty, x_full, x_empty, p_rows,
+    stride, row, o_row, v_col, length, n, scale,
+    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    qa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    o_t = gl.arange(0, C, gl.SliceLayout(1, ol))
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, ol))
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    zero_o = gl.zeros([C, BV], gl.float32, ol)
+    seen = o_i[:, None] >= o_j[None, :]
+    for i in range(n):
+        s = i % ST
+        b = i % 2
+        p = p_rows + i * stride
+        b_beta = gl.load(p + o_j)
+        if HAS_GATE:
+            G_i = gl.load(p + C + o_i)
+            G_j = gl.load(p + C + o_j)
+            G_t = gl.load(p + C + o_t)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(q_full.index(b), (i // 2) & 1)
+        # once from shared memory for two products, whose operands are what limits its pace
+        b_q = qs.index(b).load(qa)
+        b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True)
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        mbarrier.arrive(q_empty.index(b), count=1)
+        mbarrier.arrive(empty.index(s), count=1)
+        if HAS_GATE:
+            between = G_i[:, None] - G_j[None, :]
+            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+        b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+        b_a = gl.convert_layout(b_a.to(ks.dtype), aa)
+        mbarrier.wait(x_full.index(b), (i // 2) & 1)
+        b_q = gl.convert_layout(b_q, aa)
+        b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        if HAS_GATE:
+            b_o = b_o * gl.exp2(G_t)[:, None]
+        b_o = warpgroup_mma(b_a, xs.index(b).permute((1, 0)), b_o, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        mbarrier.arrive(x_empty.index(b), count=1)
+        b_o = (b_o * scale).to(ks.dtype)
+        t = i * C
+        if t + C <= length:
+            store_wait(0)
+            os.store(b_o)
+            fence_async_shared()
+            gl.thread_barrier()
+            copy_out(o_desc, [row + t, v_col], os)
+        else:
+            p_o = o_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
+            gl.store(p_o, b_o, mask=(o_t < length - t)[:, None])
+    store_wait(0)
+
+
+@gluon.jit
+def keep_part(
+    states_desc, w_desc, w_ptr, ss, xs, x_full, x_empty, row, chunk, HV, o_row, v_col, i_v, length,
+    n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """S before each chunk, and w."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
+    for i in range(n):
+        b = i % 2
+        t = i * C
+        mbarrier.wait(x_full.index(b), (i // 2) & 1)
+        copy_out(states_desc, [(chunk + i * HV) * V + i_v, 0], ss.index(b))
+        if t + C <= length:
+            copy_out(w_desc, [row + t, v_col], xs.index(b))
+        else:
+            p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
+            gl.store(p_w, xs.index(b).load(layout), mask=(o_t < length - t)[:, None])
+        store_wait(0)
+        mbarrier.arrive(x_empty.index(b), count=1)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
+def delta_walk_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
+    o_ptr,
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    s_in_ptr,  # [slots, HV, K, V]
+    s_out_ptr,  # [slots, HV, K, V]
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    segment,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    KEEP: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (V / BV * HV * slots,), 4 warps: one program walks BV columns of V of one head.
+
+    Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [ST, C, BV], v_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
+    full = ring(1, ST)
+    w_full = ring(1, 2)
+    w_empty = ring(1, 2)
+    x_full = ring(1, 2)
+    x_empty = ring(1, 2)
+    NV: gl.constexpr = V // BV
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    pid = gl.program_id(0)
+    i_v = (pid % NV) * BV
+    i_h = (pid // NV) % HV
+    slot = pid // NV // HV
+    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
+    k_col = i_h // (HV // H) * K
+    v_col = i_h * V + i_v
+    r_col = i_h * C
+    chunk = first * HV + i_h
+    stride = HV * (ROWS * C)
+    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
+    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    if KEEP:
+        xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
+        empty = ring(1, ST)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    ks, vs, rs, ws, ss, xs, full, empty, w_full, w_empty, x_full, x_empty, p_rows,
+                    stride, s_in_ptr, s_out_ptr, o_s, n,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
+                    HAS_S_OUT, KEEP)),
+                (keep_part, (
+                    states_desc, o_desc, o_ptr, ss, xs, x_full, x_empty, row, chunk, HV, HV * V,
+                    v_col, i_v, length, n, V, BV, C)),
+                (prepare_part, (
+                    ks, vs, rs, ws, full, w_full, w_empty, p_rows, stride, length, n,
+                    K, BV, C, ST, HAS_GATE)),
+                (load_part, (
+                    k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, full, empty, full, empty,
+                    row, n, k_col, v_col, r_col, C, ST, False)),
+            ],
+            [4, 4, 1],
+            [80, 152, 24],
+        )  # fmt: skip
+    else:
+        qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
+        xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
+        os = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
+        empty = ring(2, ST)
+        q_full = ring(1, 2)
+        q_empty = ring(1, 2)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    ks, vs, rs, ws, ss, xs, full, empty, w_full, w_empty, x_full, x_empty, p_rows,
+                    stride, s_in_ptr, s_out_ptr, o_s, n,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
+                    HAS_S_OUT, KEEP)),
+                (read_part, (
+                    o_desc, o_ptr, ks, qs, ss, xs, os, full, empty, q_full, q_empty, x_full,
+                    x_empty, p_rows, stride, row, HV * V, v_col, length, n, scale,
+                    K, BV, C, ST, HAS_GATE)),
+                (prepare_part, (
+                    ks, vs, rs, ws, full, w_full, w_empty, p_rows, stride, length, n,
+                    K, BV, C, ST, HAS_GATE)),
+                (load_part, (
+                    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, full, empty, q_full, q_empty,
+                    row, n, k_col, v_col, r_col, C, ST, True)),
+            ],
+            [4, 4, 1],
+            [144, 128, 24],
+        )  # fmt: skip

@@ -1,0 +1,286 @@
+"""Delta rule, no decay or one a token, on sm_90: the walk over chunks, backward.
+
+With dS' [K, V] the gradient of the state after a chunk, R from the portable delta_solve.py and
+A = scale tril(q k^T decay), what the portable walk computes is written with one product fewer on
+the chain from chunk to chunk, since Z and W do not depend on dS':
+
+    Z = A beta R          W = R^T diag(beta exp(G_C - G)) k          dv = Z^T do + W dS'
+    dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
+
+V as the rows, as in delta_walk.py; so are the parts of a program:
+
+    walk     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
+    keep     writes dS' and dv               load     k, q, do and R by TMA
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.linear.hopper.parts import clear, place, ring
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, d_desc, r_desc, qs, ks, ds, rs, full, empty, row, n, k_col, v_col, r_col,
+    C: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        q_desc.block_type.nbytes
+        + k_desc.block_type.nbytes
+        + d_desc.block_type.nbytes
+        + r_desc.block_type.nbytes
+    )
+    for i in range(n):
+        s = i % ST
+        t = row + (n - 1 - i) * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
+        copy_in(d_desc, [t, v_col], full.index(s), ds.index(s))
+
+
+@gluon.jit
+def prepare_part(
+    qs, ks, ds, rs, ws, zs, full, p_full, p_empty, p_rows, stride, length, n, scale,
+    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """Z and W into shared memory."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    o_r = gl.arange(0, C, gl.SliceLayout(0, ra))
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    zero_w = gl.zeros([C, K], gl.float32, wl)
+    seen = o_i[:, None] >= o_j[None, :]
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        left = length - (n - 1 - i) * C
+        p = p_rows + (n - 1 - i) * stride
+        b_beta = gl.load(p + o_j)
+        b_share = gl.load(p + o_r)
+        if HAS_GATE:
+            G_i = gl.load(p + C + o_i)
+            G_j = gl.load(p + C + o_j)
+            b_share *= gl.exp2(gl.load(p + (2 * C - 1)) - gl.load(p + C + o_r))
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if left < C:
+            clear(qs.index(s), left, C, K)
+            clear(ks.index(s), left, C, K)
+            clear(ds.index(s), left, C, BV)
+            clear(rs.index(s), left, C, C)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_a = warpgroup_mma(
+            qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+        )
+        b_r = rs.index(s).permute((1, 0)).load(ra)
+        b_r = (b_r.to(gl.float32) * b_share[None, :]).to(ks.dtype)
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_w = warpgroup_mma(b_r, ks.index(s), zero_w, use_acc=False, is_async=True)
+        if HAS_GATE:
+            between = G_i[:, None] - G_j[None, :]
+            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+        b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(ks.dtype)
+        b_z = warpgroup_mma(
+            gl.convert_layout(b_a, aa), rs.index(s), zero_a, use_acc=False, is_async=True
+        )
+        mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)
+        b_w = warpgroup_mma_wait(1, deps=(b_w,))
+        ws.index(w).store(b_w.to(ks.dtype))
+        b_z = warpgroup_mma_wait(0, deps=(b_z,))
+        zs.index(w).store(b_z.to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(p_full.index(w), count=1)
+
+
+@gluon.jit
+def walk_part(
+    qs, ks, ds, ws, zs, ss, ys, full, empty, p_full, p_empty, s_full, s_empty, y_full, y_empty,
+    p_rows, stride, s_in_ptr, s_out_ptr, o_s, n, scale,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+):  # fmt: skip
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
+    ya: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
+    o_d = gl.arange(0, C, gl.SliceLayout(0, ya))
+    o_s = o_s + o_k[None, :] * V + o_v[:, None]
+    if HAS_S_IN:
+        b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
+    else:
+        b_s = gl.zeros([BV, K], gl.float32, sl)
+    zero = gl.zeros([BV, C], gl.float32, yl)
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        p = p_rows + (n - 1 - i) * stride
+        if HAS_GATE:
+            b_G = gl.load(p + C + o_c)
+            d_G = gl.load(p + C + o_d)
+            G_C = gl.load(p + (2 * C - 1))
+        # prepare has seen the stage full, and may have cleared its tail
+        mbarrier.wait(p_full.index(w), (i // 2) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        b_y = warpgroup_mma(
+            ds.index(s).permute((1, 0)), zs.index(w), zero, use_acc=False, is_async=True
+        )
+        b_sb = b_s.to(ks.dtype)
+        b_y = warpgroup_mma(
+            gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_y, is_async=True
+        )
+        mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
+        ss.index(0).store(b_sb)
+        fence_async_shared()
+        mbarrier.arrive(s_full.index(0), count=1)
+        b_d = ds.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
+        if HAS_GATE:
+            b_d *= gl.exp2(d_G)[None, :]
+            b_s *= gl.exp2(G_C)
+        b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s), b_s, is_async=True)
+        b_y = warpgroup_mma_wait(1, deps=(b_y,))
+        b_left = -b_y
+        if HAS_GATE:
+            b_left *= gl.exp2(b_G)[None, :]
+        b_left = gl.convert_layout(b_left.to(ks.dtype), ya)
+        b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
+        mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
+        ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(y_full.index(0), count=1)
+        mbarrier.arrive(p_empty.index(w), count=1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    if HAS_S_OUT:
+        gl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def keep_part(
+    states_desc, y_desc, y_ptr, ss, ys, s_full, s_empty, y_full, y_empty, row, chunk, HV, y_row,
+    v_col, i_v, length, n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """dS' after each chunk, and dv."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
+    for i in range(n):
+        c = n - 1 - i
+        t = c * C
+        mbarrier.wait(s_full.index(0), i & 1)
+        copy_out(states_desc, [(chunk + c * HV) * V + i_v, 0], ss.index(0))
+        store_wait(0)
+        mbarrier.arrive(s_empty.index(0), count=1)
+        mbarrier.wait(y_full.index(0), i & 1)
+        if t + C <= length:
+            copy_out(y_desc, [row + t, v_col], ys.index(0))
+        else:
+            p_y = y_ptr + (row + t + o_t).to(gl.int64)[:, None] * y_row + (v_col + o_v)[None, :]
+            gl.store(p_y, ys.index(0).load(layout), mask=(o_t < length - t)[:, None])
+        store_wait(0)
+        mbarrier.arrive(y_empty.index(0), count=1)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
+def delta_walk_back_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    do_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    dv_desc,  # [tokens, HV * V] by [C, BV]
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: dS' after each chunk
+    dv_ptr,
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot
+    s_out_ptr,  # [slots, HV, K, V]: of that before it
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    segment,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (V / BV * HV * slots,), 4 warps: as delta_walk_sm90_kernel, from the last chunk."""
+    dtype: gl.constexpr = k_desc.dtype
+    qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [ST, C, BV], do_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
+    zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
+    full = ring(1, ST)
+    empty = ring(1, ST)
+    p_full = ring(1, 2)
+    p_empty = ring(1, 2)
+    s_full = ring(1, 1)
+    s_empty = ring(1, 1)
+    y_full = ring(1, 1)
+    y_empty = ring(1, 1)
+    NV: gl.constexpr = V // BV
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    pid = gl.program_id(0)
+    i_v = (pid % NV) * BV
+    i_h = (pid // NV) % HV
+    slot = pid // NV // HV
+    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
+    k_col = i_h // (HV // H) * K
+    v_col = i_h * V + i_v
+    r_col = i_h * C
+    chunk = first * HV + i_h
+    stride = HV * (ROWS * C)
+    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
+    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                qs, ks, ds, ws, zs, ss, ys, full, empty, p_full, p_empty, s_full, s_empty,
+                y_full, y_empty, p_rows, stride, s_in_ptr, s_out_ptr, o_s, n, scale,
+                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+            (keep_part, (
+                states_desc, dv_desc, dv_ptr, ss, ys, s_full, s_empty, y_full, y_empty, row,
+                chunk, HV, HV * V, v_col, i_v, length, n, V, BV, C)),
+            (prepare_part, (
+                qs, ks, ds, rs, ws, zs, full, p_full, p_empty, p_rows, stride, length, n, scale,
+                K, BV, C, ST, HAS_GATE)),
+            (load_part, (
+                q_desc, k_desc, do_desc, r_desc, qs, ks, ds, rs, full, empty, row, n, k_col,
+                v_col, r_col, C, ST)),
+        ],
+        [4, 4, 1],
+        [80, 168, 24],
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The delta rule's walks in Gluon on sm_90: the oracle's numbers, twice the same bits.
+
+bench/delta_hopper.py --check has more cases, each in a child that may hang or die.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.linear.hopper import plan
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
+
+SIZES = {  # B, T, H, HV, K, V, lengths of packed sequences
+    "whole": (1, 128, 1, 2, 128, 128, None),
+    "odd": (2, 70, 1, 3, 128, 64, None),
+    "packed": (1, 270, 2, 4, 64, 128, (5, 0, 200, 1, 64)),
+}
+LIMIT = 0.006
+
+
+def inputs(size: tuple, gated: bool) -> Terms:
+    B, T, H, HV, K, V, lengths = size
+    N = B if lengths is None else len(lengths)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.rand(B, T, HV, device="cuda")
+    cu = None
+    if lengths is not None:
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    return Terms(
+        torch.randn(B, T, H, K, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
+        g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
+        beta=2 * torch.rand(B, T, HV, device="cuda"),
+        initial_state=torch.randn(N, HV, K, V, device="cuda"),
+        cu_seqlens=cu,
+    )
+
+
+def run(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.hopper import delta_launch
+    from slipstream.kernels.linear.triton import delta_launch as portable
+
+    solved = portable._solve(terms)
+    o, dv = torch.empty_like(do), torch.empty_like(do)
+    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    (HV, V), K = do.shape[2:], terms.q.shape[-1]
+    dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
+    delta_launch.walk(terms, *solved, 0.1, o, s_in=terms.initial_state, s_out=final)
+    delta_launch.walk_back(terms, do, *solved, 0.1, dv, dstates, s_in=dfinal, s_out=dinitial)
+    return {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
+    torch.manual_seed(0)
+    terms = inputs(size, gated)
+    assert plan.refuses(terms) is None
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    got, again = (run(terms, do, dfinal) for _ in range(2))
+    wide = {
+        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
+        for name, x in terms._asdict().items()
+        if x is not None
+    }
+    o, final = linear_reference(Terms(**wide), 0.1)
+    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
+    dv, dinitial = torch.autograd.grad(loss, [wide["v"], wide["initial_state"]])
+    want = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
+    for name, x in got.items():
+        assert torch.equal(x, again[name]), name
+        error = (x.cpu() - want[name]).norm() / want[name].norm()
+        assert error <= LIMIT, (name, error)

@@ -1,0 +1,247 @@
+"""The delta rule's Gluon kernels as numpy, a thread for each part, against the oracle.
+
+Sums, masks, rings, phases and segments are those of the kernels; layouts and rounding are not there
+(tests/kernels/softmax/hopper_by_threads.py says what is).
+"""
+
+import functools
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+from tests.kernels.softmax import gluon_by_threads as threads
+
+C, BV = 64, 16
+CASES: dict[
+    str, Any
+] = {  # T, H, HV, K, V, batch or lengths of packed sequences, gated, initial state
+    "plain": (128, 1, 1, 16, 16, 1, False, False),
+    "odd": (150, 1, 2, 16, 32, 2, True, True),
+    "packed": (290, 2, 4, 16, 16, (5, 0, 200, 1, 64), True, True),
+}
+
+
+class Descriptor(threads.Descriptor):
+    def __init__(self, x: Tensor, width: int, rows: int, columns: int) -> None:
+        super().__init__(x.view(-1, width).numpy(), (rows, columns))
+        self.block_type = SimpleNamespace(nbytes=rows * columns)
+
+
+class Pointer(threads.Pointer):
+    dtype = SimpleNamespace(element_ty="16-bit")
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.view(-1).numpy())
+
+
+def _expect(barrier: Any, count: int) -> None:
+    assert not getattr(barrier, "missing", 0)
+    barrier.missing = count
+
+
+def _copy_in(desc: Descriptor, at: list, barrier: Any, buffer: threads.Buffer) -> None:
+    quiet = SimpleNamespace(arrive=lambda: None)
+    threads._copy_in(desc, at, quiet, buffer)  # pyright: ignore[reportArgumentType]
+    barrier.missing -= buffer.data.size
+    if not barrier.missing:
+        barrier.arrive()
+
+
+def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:
+    row, column = (int(x) for x in at)
+    assert buffer.shape == desc.block and np.isfinite(buffer.data).all()
+    part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
+    part[...] = buffer.data[: part.shape[0], : part.shape[1]]
+
+
+class Buffer(threads.Buffer):
+    def index(self, i: Any) -> Any:
+        found = super().index(i)
+        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
+
+    def permute(self, order: tuple[int, ...]) -> "Buffer":
+        return Buffer(self.data.transpose(order))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
+        return Buffer(self.data.reshape(shape))
+
+
+@contextmanager
+def emulated() -> Any:
+    """What these kernels want and those of attention don't."""
+    language, barriers = threads._language(), threads._mbarrier()
+    barriers.expect = _expect
+    made = SimpleNamespace(get_default_for=threads._nothing)
+    vars(language).update(
+        bfloat16="16-bit",
+        thread_barrier=threads._nothing,
+        zeros_like=lambda x: threads.tensor(np.zeros_like(x)),
+        reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
+        permute=lambda x, order: threads.tensor(np.transpose(x, order)),
+        allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
+        NVMMASharedLayout=made,
+        SwizzledSharedLayout=threads._nothing,
+    )
+    parts = ("delta_solve", "delta_walk", "delta_walk_back", "parts")
+    anew = tuple(f"slipstream.kernels.linear.hopper.{name}" for name in parts)
+    with (
+        mock.patch.object(threads, "_language", return_value=language),
+        mock.patch.object(threads, "_mbarrier", return_value=barriers),
+        mock.patch.object(threads, "_ANEW", anew),
+        threads.emulated(),
+    ):
+        import sys
+
+        gluon: Any = sys.modules["slipstream.kernels.gluon"]
+        gluon.copy_in, gluon.copy_out = _copy_in, _copy_out
+        gluon.store_wait = threads._nothing
+        yield
+
+
+@functools.cache
+def kernels() -> SimpleNamespace:
+    with emulated():
+        from slipstream.kernels.linear.hopper import delta_solve, delta_walk, delta_walk_back
+
+        module: Any = delta_solve
+        module.halves = lambda b: (b, 0.0 * b)
+        return SimpleNamespace(
+            solve=delta_solve.delta_solve_sm90_kernel,
+            walk=delta_walk.delta_walk_sm90_kernel,
+            back=delta_walk_back.delta_walk_back_sm90_kernel,
+        )
+
+
+def inputs(case: tuple) -> Terms:
+    """Past the last sequence of packed ones is NaN."""
+    T, H, HV, K, V, batch, gated, state = case
+    lengths: Any = batch if isinstance(batch, tuple) else None
+    B: Any = 1 if lengths else batch
+    N = len(lengths) if lengths else B
+    torch.manual_seed(0)
+    make: dict[str, Any] = {"dtype": torch.float64}
+    x = torch.rand(B, T, HV, **make)
+    terms = Terms(
+        torch.randn(B, T, H, K, **make),
+        torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
+        g=torch.where(x < 0.05, -torch.inf, -x) if gated else None,
+        beta=2 * torch.rand(B, T, HV, **make),
+        initial_state=torch.randn(N, HV, K, V, **make) if state else None,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
+    )
+    if lengths:
+        for y in (terms.q, terms.k, terms.v, terms.g, terms.beta):
+            assert y is not None
+            y[:, sum(lengths) :] = torch.nan
+    return terms
+
+
+class Run:
+    def __init__(self, terms: Terms, segment: int | None = None) -> None:
+        self.terms, self.segment = terms, segment
+        self.B, self.T, self.HV, self.V = terms.v.shape
+        self.H, self.K = terms.q.shape[2:]
+        self.packed = terms.cu_seqlens is not None
+        self.slots = self.count(segment) if segment else terms.sequences
+        self.chunks = self.count(C)
+        self.r = self.empty(self.B, self.T, self.HV, C)
+        self.rows = self.empty(self.chunks, self.HV, 1 + (terms.g is not None), C)
+        cu = None if terms.cu_seqlens is None else Pointer(terms.cu_seqlens)
+        self.sizes = (cu, 0.3, self.T, terms.sequences, self.HV, self.H, segment or self.T)
+        flags = {"K": self.K, "C": C, "HAS_GATE": terms.g is not None, "PACKED": self.packed}
+        self.flags = {**flags, "V": self.V, "BV": BV, "ST": 2, "SPLIT": segment is not None}
+        g = None if terms.g is None else Pointer(terms.g)
+        beta = terms.beta
+        assert beta is not None
+        given = [Pointer(terms.k), g, *map(Pointer, (beta, self.r, self.rows))]
+        args = (*given, cu, self.T, terms.sequences, self.HV, self.H)
+        threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
+        threads.launch(kernels().solve, self.chunks * self.HV, args, **flags)
+
+    def count(self, tokens: int) -> int:
+        if self.packed:
+            return self.T // tokens + self.terms.sequences
+        return self.B * -(-self.T // tokens)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=torch.float64)
+
+    def call(self, kernel: Any, tensors: list, s_in: Any, s_out: Any, **flags: Any) -> None:
+        widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C, "s": self.K}
+        blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C), "s": (BV, self.K)}
+        made = [x and Descriptor(x[0], widths[x[1]], *blocks[x[1]]) for x in tensors]
+        out = tensors[4][0]
+        states = [None if x is None else Pointer(x) for x in (s_in, s_out)]
+        ends = {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
+        args = (*made, Pointer(out), Pointer(self.rows), *states, *self.sizes)
+        programs = self.V // BV * self.HV * self.slots
+        threads.launch(kernel, programs, args, **self.flags, **ends, **flags)
+
+    def walk(self, s_in: Any, s_out: Any, keep: bool) -> tuple[Tensor, Tensor]:
+        t = self.terms
+        out = self.empty(*t.v.shape)
+        states = self.empty(self.chunks, self.HV, self.V, self.K)
+        tensors = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v"), (states, "s")]
+        self.call(kernels().walk, tensors, s_in, s_out, KEEP=keep)
+        return out, states
+
+    def back(self, do: Tensor, s_in: Any, s_out: Any) -> tuple[Tensor, Tensor]:
+        t = self.terms
+        dv = self.empty(*t.v.shape)
+        states = self.empty(self.chunks, self.HV, self.V, self.K)
+        tensors = [(t.q, "q"), (t.k, "q"), (do, "v"), (self.r, "r"), (dv, "v"), (states, "s")]
+        self.call(kernels().back, tensors, s_in, s_out)
+        return dv, states
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want.detach(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_delta_kernels_match_reference(case: tuple) -> None:
+    terms = inputs(case)
+    end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    run = Run(terms)
+    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    o, _ = run.walk(terms.initial_state, final, keep=False)
+    dv, _ = run.back(do, dfinal, dinitial)
+    w, states = run.walk(terms.initial_state, None, keep=True)
+    live: dict[str, Any] = {
+        name: x[:, :end].clone().requires_grad_() if name in ("q", "k", "v", "g", "beta") else x
+        for name, x in terms._asdict().items()
+        if x is not None
+    }
+    start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
+    live["initial_state"] = start.clone().requires_grad_()
+    want_o, want_final = linear_reference(Terms(**live), 0.3)
+    loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
+    want_dv, want_dinitial = torch.autograd.grad(loss, [live["v"], live["initial_state"]])
+    near(o[:, :end], want_o)
+    near(final, want_final)
+    near(dv[:, :end], want_dv)
+    near(dinitial, want_dinitial)
+    assert not w[:, :end].isnan().any()
+    assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
+    near(states[0].mT, start[0])  # the first sequence's first chunk
+
+
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
+def test_segments_equal_whole(case: tuple) -> None:
+    terms = inputs(case)
+    whole, run = Run(terms), Run(terms, segment=C)
+    o, _ = whole.walk(terms.initial_state, None, keep=False)
+    _, states = whole.walk(terms.initial_state, None, keep=True)
+    met = states.mT.nan_to_num().contiguous()  # a segment is a chunk here, so are its slots
+    split, _ = run.walk(met, None, keep=False)
+    torch.testing.assert_close(split, o, equal_nan=True)

@@ -1,0 +1,105 @@
+"""The linear family's Gluon kernels compiled for sm_90, which need not be there.
+
+The launches say which kernels a call takes (core/trace.py). Gluon can't be interpreted, so what
+they compute is checked on a GPU alone (tests/gpu/test_delta_hopper.py).
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.core.aot import Compiled, Job
+from slipstream.core.arch import ARCHS
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.hopper import plan
+from slipstream.kernels.linear.terms import Terms
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+# 16-bit dtype, K, V, gate, initial state, packed
+CASES = {
+    "plain": (torch.bfloat16, 128, 128, False, False, False),
+    "gated": (torch.bfloat16, 128, 128, True, True, True),
+    "narrow": (torch.float16, 64, 64, True, False, False),
+}
+SPLIT = CASES["gated"]
+
+
+def terms(case: tuple, device: torch.device | str) -> Terms:
+    dtype, K, V, gate, state, packed = case
+    B, T, H, HV = 1 if packed else 2, 192, 1, 2
+    make = {"device": device, "dtype": dtype}
+    N = 2 if packed else B
+    return Terms(
+        torch.ones(B, T, H, K, **make),
+        torch.ones(B, T, H, K, **make),
+        torch.ones(B, T, HV, V, **make),
+        g=torch.zeros(B, T, HV, device=device) if gate else None,
+        beta=torch.ones(B, T, HV, device=device),
+        initial_state=torch.ones(N, HV, K, V, device=device) if state else None,
+        cu_seqlens=torch.ones(N + 1, dtype=torch.int32, device=device) if packed else None,
+    )
+
+
+def jobs(case: tuple, make: str) -> list[Job]:
+    from slipstream.core.trace import trace
+    from slipstream.kernels.linear.hopper import delta_launch
+
+    def call(device: torch.device) -> None:
+        given = terms(case, device)
+        assert plan.refuses(given) is None
+        like = given.v
+        (B, T, HV, V), K = like.shape, given.q.shape[-1]
+        gates, chunks = 1 + (given.g is not None), 8
+        r = like.new_empty(B, T, HV, plan.CHUNK)
+        rows = r.new_empty(chunks, HV, gates, plan.CHUNK, dtype=torch.float32)
+        out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
+        end = rows.new_empty(given.state_shape)
+        ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
+        if make == "solve":
+            delta_launch.solve(given, r, rows)
+        elif make == "o":
+            delta_launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
+        elif make == "states":
+            delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
+        else:
+            delta_launch.walk_back(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
+
+    return trace(call, "sm_90", backward=False)
+
+
+def check(job: Job) -> Compiled:
+    got = job.compile()
+    assert got.shared <= ARCHS["sm_90"].shared
+    # a scalar or two that a part wants later; never in a loop
+    assert got.stack <= 16, f"{job.name}: {got.stack} bytes spilled"
+    assert got.instructions["wgmma"] > 0
+    assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+    return got
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("make", ["solve", "o", "states", "back"])
+def test_delta_kernel_compiles(make: str, case: tuple) -> None:
+    (job,) = jobs(case, make)
+    got = check(job)
+    assert make == "solve" or got.instructions["tma"] >= 5
+    # no part of a program waits at the barrier of all of them while it works
+    partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)
+    assert make == "solve" or {threads for _, threads in partitions} == {"128"}
+
+
+def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = terms(CASES["gated"], "cpu")
+    assert "sm_90" in str(plan.refuses(given))
+    monkeypatch.setattr(plan, "_is_here", lambda device: True)
+    assert plan.refuses(given) is None
+    wide = F.pad(given.q, (0, 8))
+    assert "multiple of 64" in str(plan.refuses(given._replace(q=wide, k=wide)))
+    assert "float16" in str(plan.refuses(given._replace(q=given.q.float())))
+    assert "one gate" in str(plan.refuses(given._replace(p=given.k)))
+    assert "delta rule" in str(plan.refuses(given._replace(beta=None)))
