@@ -3,11 +3,14 @@
 python bench/delta_gpu.py            # everything
 python bench/delta_gpu.py --check    # only the comparison with the float64 reference
 python bench/delta_gpu.py --times    # only the times, and those of each kernel
-python bench/delta_gpu.py --sweep    # tiles of each kernel at the timed shapes
+python bench/delta_gpu.py --peer     # the times, and fla-core's
+python bench/delta_gpu.py --part 2/8 # the third of eight parts of the check
+
+What the tiles' table holds is found by bench/tune.py.
 """
 
 import argparse
-import dataclasses
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +20,20 @@ import torch.nn.functional as F
 from record import record
 from torch import Tensor
 
+from slipstream import ops
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as launch
-from slipstream.kernels.linear.triton import delta_tiles
+from slipstream.kernels.linear.triton import delta_plan as plan
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 # B, T, H, HV, K, V, lengths, gate
 SHAPES = {
     "delta_rule A": (1, 8192, 96, 96, 128, 128, None, "none"),
     "gated_delta_rule Q1": (1, 8192, 16, 64, 128, 128, None, "weak"),
+    "gated_delta_rule Q2": (1, 32768, 2, 8, 128, 128, None, "weak"),
+    "gated_delta_rule H4": (1, 32768, 4, 4, 128, 128, None, "weak"),
+    "comba A": (1, 8192, 96, 96, 128, 128, None, "weak"),
 }
 # of outputs, of gradients, of those of g and beta
 LIMITS = {torch.float32: (1e-4, 1e-4, 1e-4), torch.bfloat16: (0.005, 0.008, 0.02)}
@@ -42,6 +49,11 @@ ODD = [
     (1, 385, 2, 4, 128, 64, (5, 0, 200, 1, 64, 115)),
     (1, 1500, 1, 1, 64, 128, None),
     (1, 90, 128, 128, 64, 64, None),
+    # the tiles of many programs
+    (1, 100, 140, 140, 128, 128, None),
+    # split
+    (1, 4500, 1, 2, 128, 128, None),
+    (1, 4600, 1, 1, 64, 64, (5, 0, 4400, 195)),
 ]
 GATES = ("none", "weak", "mixed", "reset")
 
@@ -124,7 +136,12 @@ def check(part: int, parts: int) -> bool:
         for i, size in enumerate(ODD):
             if dtype == torch.float16 and i % 2:
                 continue
-            found = compare(size, dtype, gate, has_p=i % 3 == 0, state=i % 2 == 0)
+            try:
+                found = compare(size, dtype, gate, has_p=i % 3 == 0, state=i % 2 == 0)
+            except Exception as e:
+                print(f"{dtype} {gate} {size}: {type(e).__name__}: {str(e)[:150]}", flush=True)
+                fine = False
+                continue
             for name, e in found.items():
                 if not e <= worst.get(name, (-1.0, ()))[0]:
                     worst[name] = (e, size)
@@ -164,26 +181,32 @@ def first(fn: Callable[[], Any]) -> float:
 def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
     """Each kernel alone, on what the others left."""
     terms = launch._prepare(terms)
-    do, r = torch.randn_like(terms.v), launch._solve(terms)
-    o, x, y = (torch.empty_like(do) for _ in range(3))
+    do, solved, split = torch.randn_like(terms.v), launch._solve(terms), plan.split_of(terms)
+    o, w, dv = (torch.empty_like(do) for _ in range(3))
     final = do.new_empty(terms.state_shape, dtype=torch.float32)
-    S, dS = launch._states(terms), launch._states(terms)
-
-    def tile() -> delta_tiles.DeltaTile:
-        return launch._tile_of(terms)[0]
-
-    return {
-        "solve": lambda: launch._solve(terms),
-        "walk": lambda: launch._walk(terms, tile().walk, r, scale, o=o, final=final),
-        "keep": lambda: launch._walk(terms, tile().keep, r, scale, x=x, states=S),
-        "back": lambda: launch._walk_back(terms, do, r, y, dS, None, None, scale),
-        "grads": lambda: launch._grads(terms, do, r.rows, x, y, S, dS, scale),
+    S, dS = plan.states_like(terms), plan.states_like(terms)
+    met: Tensor | None = None
+    found: dict[str, Callable[[], Any]] = {"solve": lambda: launch._solve(terms)}
+    options: dict[str, Any] = {"split": split, "s_out": final if split is None else None}
+    if split is not None:
+        E, M = launch._ends(terms, solved, split)
+        met = torch.zeros_like(E)
+        found["ends"] = lambda: launch._ends(terms, solved, split)
+        found["join"] = lambda: launch._join(terms, split, E, M, None, final)
+        found["back ends"] = lambda: launch._walk_back(
+            terms, do, solved, scale, s_out=E, split=split
+        )
+    return found | {
+        "walk": lambda: launch._walk(terms, solved, scale, o, s_in=met, **options),
+        "keep": lambda: launch._walk(terms, solved, scale, w, states=S, s_in=met, split=split),
+        "back": lambda: launch._walk_back(terms, do, solved, scale, dv, dS, met, split=split),
+        "grads": lambda: launch._grads(terms, do, solved.rows, w, dv, S, dS, scale),
     }
 
 
-def times(label: str) -> None:
+def times(label: str) -> dict[str, object]:
     size, gate = SHAPES[label][:-1], str(SHAPES[label][-1])
-    terms = inputs(size, gate, torch.bfloat16, has_p=False, state=False)
+    terms = inputs(size, gate, torch.bfloat16, has_p="comba" in label, state=False)
     do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
 
     def fwd() -> Any:
@@ -205,8 +228,74 @@ def times(label: str) -> None:
         f"peak {peak:.2f} GiB",
         flush=True,
     )
-    each = [f"{name} {bench(fn):.3f}" for name, fn in stages(terms, scale).items()]
-    print("   ", ", ".join(each), "ms", flush=True)
+    each = {name: round(bench(fn), 4) for name, fn in stages(terms, scale).items()}
+    print("   ", ", ".join(f"{name} {ms:.3f}" for name, ms in each.items()), "ms", flush=True)
+    return {
+        "shape": label,
+        "forward_ms": round(f, 4),
+        "both_ms": round(fb, 4),
+        "first_s": round(sum(cold), 2),
+        "peak_GiB": round(peak, 2),
+        **{f"{name.replace(' ', '_')}_ms": ms for name, ms in each.items()},
+    }
+
+
+def delta_product() -> dict[str, object]:
+    """Two Householder steps a token: twice the keys of shape C with a quarter of the tokens."""
+    B, T, H, D = 1, 8192, 32, 128
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = (F.normalize(torch.randn(B, n * T, H, D, **make), dim=-1) for n in (1, 2))
+    v = torch.randn(B, 2 * T, H, D, **make)
+    g, beta = -0.1 * torch.rand(B, T, H, device="cuda"), torch.rand(B, 2 * T, H, device="cuda")
+    given = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    do = torch.randn(B, T, H, D, **make)
+
+    def both() -> Any:
+        o, _ = ops.chunk_gated_delta_product(q, k, v, g, beta, 2, impl="triton")
+        return torch.autograd.grad(o, given, do)
+
+    def fwd() -> Any:
+        with torch.no_grad():
+            return ops.chunk_gated_delta_product(q, k, v, g, beta, 2, impl="triton")
+
+    cold, ms, ms_both = first(both), bench(fwd), bench(both)
+    name = f"gated_delta_product B{B} T{T} x 2 H{H} D{D}"
+    print(f"{name}: fwd {ms:.3f} ms, fwd+bwd {ms_both:.3f}; first {cold:.2f} s", flush=True)
+    row = {"shape": name, "forward_ms": round(ms, 4), "both_ms": round(ms_both, 4)}
+    return {**row, "first_s": round(cold, 2)}
+
+
+def peer(label: str) -> dict[str, object]:
+    """fla-core's operator at the same inputs."""
+    name = label.split()[0]
+    fn = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
+    size, gate = SHAPES[label][:-1], str(SHAPES[label][-1])
+    terms = inputs(size, gate, torch.bfloat16, has_p=name == "comba", state=False)
+    assert terms.beta is not None
+    given = {"q": terms.q, "k": terms.k, "v": terms.v, "beta": terms.beta.bfloat16()}
+    given |= {n: x for n, x in (("g", terms.g), ("p", terms.p)) if x is not None}
+    leaves = [x.requires_grad_() for x in given.values()]
+    do = torch.randn_like(terms.v)
+
+    def both() -> Any:
+        return torch.autograd.grad(fn(**given)[0], leaves, do)
+
+    def fwd() -> Any:
+        with torch.no_grad():
+            return fn(**given)
+
+    cold, ms, ms_both = first(both), bench(fwd), bench(both)
+    print(f"fla {label}: fwd {ms:.3f} ms, fwd+bwd {ms_both:.3f}; first {cold:.1f} s", flush=True)
+    row = {"shape": f"fla {label}", "forward_ms": round(ms, 4), "both_ms": round(ms_both, 4)}
+    return {**row, "first_s": round(cold, 1)}
+
+
+def attempt(fn: Callable[..., dict[str, object]], *given: str) -> list[dict[str, object]]:
+    try:
+        return [fn(*given)]
+    except Exception as e:
+        print(f"{fn.__name__} {given}: {type(e).__name__}: {str(e)[:150]}", flush=True)
+        return []
 
 
 def host_time() -> None:
@@ -225,59 +314,23 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-_WALKS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]
-SWEEP = {
-    "solve": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 8, 1)],
-    "walk": _WALKS[1:3],
-    "keep": _WALKS,
-    "back": _WALKS,
-    "grads": [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 1), (64, 8, 2), (128, 8, 1), (128, 8, 2)],
-}
-
-
-def sweep(label: str) -> list[dict[str, object]]:
-    """One kernel's tile (B, warps, stages) at a time in place of the table's."""
-    size, gate = SHAPES[label][:-1], str(SHAPES[label][-1])
-    terms = inputs(size, gate, torch.bfloat16, has_p=False, state=False)
-    key = ("sm_90", 2, 128)
-    kept = delta_tiles.TILES[key]
-    fns = stages(terms, terms.q.shape[-1] ** -0.5)
-    found = []
-    for name, rows in SWEEP.items():
-        line = []
-        for row in rows:
-            part = {name: delta_tiles.Part(*row)}
-            delta_tiles.TILES[key] = dataclasses.replace(kept, **part)
-            launch._tile.cache_clear()
-            try:
-                ms = bench(fns[name])
-                line.append(f"{row} {ms:.3f}")
-                tile = dict(zip(("B", "warps", "stages"), row))
-                found.append({"shape": label, "kernel": name, **tile, "ms": round(ms, 4)})
-            except Exception as e:  # too much shared memory is a row too
-                line.append(f"{row} {type(e).__name__}")
-        print(f"{label} {name}:", ", ".join(line), flush=True)
-    delta_tiles.TILES[key] = kept
-    launch._tile.cache_clear()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "sweep"):
+    for name in ("check", "times", "peer"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1", help="of the check's cases, such as 2/8")
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    if options.sweep:
-        print(record("delta_gpu_sweep", [row for label in SHAPES for row in sweep(label)]))
-        return
-    fine = options.times or check(*map(int, options.part.split("/")))
+    timed_alone = options.times or options.peer
+    fine = timed_alone or check(*map(int, options.part.split("/")))
     if not options.check:
         host_time()
-        for label in SHAPES:
-            times(label)
+        rows = [row for label in SHAPES for row in attempt(times, label)]
+        rows += attempt(delta_product)
+        if options.peer:
+            rows += [row for label in SHAPES for row in attempt(peer, label)]
+        print("recorded in", record("delta_gpu_times", rows))
     raise SystemExit(0 if fine else "results differ from the reference")
 
 

@@ -24,10 +24,13 @@ SIZES = {
     "odd": (1, 71, 1, 1, 30, 20, None),
     "grouped": (2, 35, 2, 4, 16, 24, None),
     "packed": (1, 122, 1, 2, 20, 17, (5, 0, 33, 64, 1, 19, 0)),
+    "long": (2, 167, 1, 2, 20, 24, None),
+    "long packed": (1, 260, 1, 1, 17, 12, (5, 0, 130, 64, 61)),
 }
+SHORT = [size for size in SIZES if "long" not in size]
 # size, gate, p, dtype, states
 CASES = [
-    *((size, gate, False, "float32", True) for size in SIZES for gate in ("none", "mixed")),
+    *((size, gate, False, "float32", True) for size in SHORT for gate in ("none", "mixed")),
     *(("odd", gate, True, "float32", False) for gate in GATES if gate != "mixed"),
     ("packed", "weak", True, "float32", True),
     ("grouped", "weak", True, "float16", True),
@@ -87,17 +90,40 @@ def check_nothing_but_final() -> None:
 
 def check_descriptors() -> None:
     """Rows of a multiple of 16 bytes by tensor descriptors, as on sm_90."""
-    from slipstream.kernels.linear.triton import delta_launch
+    from slipstream.kernels.linear.triton import delta_plan
 
-    choose = delta_launch._tile
+    choose = delta_plan._tile
 
     def with_descriptors(*args):
         tile, BK = choose(*args)
         return dataclasses.replace(tile, tma=True), BK
 
-    delta_launch._tile = with_descriptors
+    delta_plan._tile = with_descriptors
     check("grouped", "weak", True, torch.float32, True)
-    delta_launch._tile = choose
+    delta_plan._tile = choose
+
+
+def check_segments() -> None:
+    """Cut into segments of two chunks."""
+    from slipstream.kernels.linear.triton import delta_plan
+
+    kept = delta_plan.segment_tokens
+    delta_plan.segment_tokens = lambda programs, T, C: 2 * C
+    check("long", "none", False, torch.float32, True)
+    check("long", "mixed", True, torch.float32, False)
+    check("long packed", "weak", False, torch.float32, True)
+    delta_plan.segment_tokens = kept
+
+
+def check_fine() -> None:
+    """Products of pairs, of float16 here, for the interpreter gets bfloat16 wrong."""
+    from slipstream.kernels.linear.triton import delta_launch
+
+    kept = delta_launch.fine
+    delta_launch.fine = lambda terms: terms.q.dtype == torch.float16
+    check("odd", "none", False, torch.float16, True)
+    check("grouped", "weak", True, torch.float16, True)
+    delta_launch.fine = kept
 
 
 def check_inverse() -> None:
@@ -134,3 +160,5 @@ if __name__ == "__main__":
         print(size, gate, has_p, dtype, "ok", flush=True)
     check_nothing_but_final()
     check_descriptors()
+    check_segments()
+    check_fine()

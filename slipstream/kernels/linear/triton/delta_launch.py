@@ -1,25 +1,38 @@
 """Launches of the delta rule's kernels: no synchronisation, nothing that depends on device values.
 
 Forward: R (delta_solve.py), then the walk. Backward computes R again and walks twice, writing for
-each chunk and head S, dS', x and y, then takes all gradients from those at once. At C = 64 and
-K = V = 128 in 16 bits S is 32 KB, a chunk of x 16 KB: without S the gradients' kernel, which is
+each chunk and head S, dS', w and dv, then takes all other gradients from those at once. At C = 64
+and K = V = 128 in 16 bits S is 32 KB, a chunk of w 16 KB: without S the gradients' kernel, which is
 parallel over chunks, would have to walk. Memory beyond results, in tensors of the size of v: R is
-C / V of one, x and y one each, the states K / C each; with grouped heads the gradients of q, k, p
-for each value head.
+C / V of one, w one, the states K / C each; with grouped heads the gradients of q, k, p for each
+value head; for a sequence that is split, two states a segment.
 """
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_grads import delta_grads_kernel
+from slipstream.kernels.linear.triton.delta_plan import (
+    chunk_slots,
+    crowded,
+    fine,
+    options,
+    slots_of,
+    split_of,
+    square,
+    states_like,
+    tile_of,
+    tiles_of,
+)
 from slipstream.kernels.linear.triton.delta_solve import BASE, delta_solve_kernel
-from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose
+from slipstream.kernels.linear.triton.delta_split import delta_scan_kernel
 from slipstream.kernels.linear.triton.delta_walk import delta_walk_back_kernel, delta_walk_kernel
-from slipstream.kernels.linear.triton.launch import _contiguous, _descriptors, _family, _on
+from slipstream.kernels.linear.triton.launch import Split, _contiguous, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
 
@@ -30,29 +43,40 @@ class Solved(NamedTuple):
     rows: Tensor
 
 
-@cache
-def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
+class Own(NamedTuple):
+    """What launches the inverse and the walk for o instead of _solve's kernel and _walk."""
+
+    solve: Callable[[Terms, Tensor, Tensor], None]
+    walk: Callable[..., None]
 
 
-def _tile_of(terms: Terms) -> tuple[DeltaTile, int]:
-    K, V = terms.q.shape[-1], terms.v.shape[-1]
-    return _tile(terms.q.device, K, V, terms.q.element_size())
+def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
-
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
+    Args:
+        own: another implementation's.
+    """
     terms = _prepare(terms)
     o = terms.v.new_empty(terms.v.shape)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-    tile, _ = _tile_of(terms)
     with _on(o.device):
-        _walk(terms, tile.walk, _solve(terms), scale, o=o, final=final)
+        solved, split = _solve(terms, own), split_of(terms)
+        walk = _walk if own is None else own.walk
+        if split is None:
+            walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
+            return o, final
+        met, M = _ends(terms, solved, split)
+        _join(terms, split, met, M, terms.initial_state, final)
+        walk(terms, solved, scale, o, s_in=met, split=split)
     return o, final
 
 
 def backward(
-    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    own: Own | None = None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
     given = terms
@@ -63,13 +87,21 @@ def backward(
     if terms.initial_state is not None:
         dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
-        tile, _ = _tile_of(terms)
-        solved = _solve(terms)
-        x, y = (torch.empty_like(do) for _ in range(2))
-        states, dstates = _states(terms), _states(terms)
-        _walk(terms, tile.keep, solved, scale, x=x, states=states)
-        _walk_back(terms, do, solved, y, dstates, dfinal, dstate, scale)
-        grads = _grads(terms, do, solved.rows, x, y, states, dstates, scale)
+        solved, split = _solve(terms, own), split_of(terms)
+        met, met_back, after = terms.initial_state, dfinal, dstate
+        if split is not None:
+            met, M = _ends(terms, solved, split)
+            _join(terms, split, met, M, terms.initial_state, None)
+            met_back = torch.empty_like(met)
+            _walk_back(terms, do, solved, scale, s_out=met_back, split=split)
+            _join(terms, split, met_back, M, dfinal, dstate, reverse=True)
+            del M
+            after = None
+        w, dv = (torch.empty_like(do) for _ in range(2))
+        states, dstates = states_like(terms), states_like(terms)
+        _walk(terms, solved, scale, w, states=states, s_in=met, split=split)
+        _walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
+        grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale)
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
@@ -89,54 +121,20 @@ def _prepare(terms: Terms) -> Terms:
     )
 
 
-def _slots(terms: Terms, C: int) -> int:
-    """Chunks, at most (delta_solve.find_chunk)."""
-    B, T = terms.q.shape[:2]
-    return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
-
-
-def _states(terms: Terms) -> Tensor:
-    K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
-    return terms.v.new_empty(_slots(terms, _tile_of(terms)[0].C), HV, V, K)
-
-
-def _options(terms: Terms, part: Part) -> dict[str, Any]:
-    return {
-        "HAS_GATE": terms.g is not None,
-        "PACKED": terms.cu_seqlens is not None,
-        "EXACT": terms.q.dtype == torch.float32,
-        "PRECISION": "ieee" if INTERPRETED else "tf32x3",
-        "num_warps": part.warps,
-        "num_stages": part.stages,
-    }
-
-
-def _tiles(terms: Terms, tensors: list[Tensor | None], widths: list[int]) -> tuple[list[Any], bool]:
-    """The tensors [B, T, heads, ...] as the kernels take them, and whether by descriptors."""
-    tile, _ = _tile_of(terms)
-    if tile.tma and terms.cu_seqlens is None:
-        made = _descriptors(tensors, widths, tile.C)
-        if made is not None:
-            return made, True
-    return tensors, False
-
-
-def _square(states: Tensor, BV: int, BK: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(states, list(states.shape), list(states.stride()), [1, 1, BV, BK])
-
-
-def _solve(terms: Terms) -> Solved:
+def _solve(terms: Terms, own: Own | None = None) -> Solved:
     B, T, HV, _ = terms.v.shape
     H, K = terms.q.shape[2:]
-    tile, _ = _tile_of(terms)
+    tile, _ = tile_of(terms)
     exact = terms.q.dtype == torch.float32
-    slots, gates = _slots(terms, tile.C), 0 if terms.g is None else 1 + exact
-    r = terms.v.new_empty(B, T, HV, tile.C)
+    slots, gates = chunk_slots(terms, tile.C), 0 if terms.g is None else 1 + exact
+    wide = torch.float32 if fine(terms) else terms.v.dtype
+    r = terms.v.new_empty(B, T, HV, tile.C, dtype=wide)
     rows = r.new_empty(slots, HV, 1 + gates, tile.C, dtype=torch.float32)
+    if own is not None:
+        own.solve(terms, r, rows)
+        return Solved(r, rows)
     # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
-    inner = "tf32x3" if exact else "halves" if tile.tma else "tf32"
+    inner = precision() if exact else "halves" if tile.tma else "tf32"
     launch: Any = delta_solve_kernel[(slots * HV,)]
     launch(
         terms.k,
@@ -156,31 +154,89 @@ def _solve(terms: Terms) -> Solved:
         LEVELS=(tile.C // BASE.value).bit_length() - 1,
         HAS_P=terms.p is not None,
         INNER="ieee" if INTERPRETED else inner,
-        **_options(terms, tile.solve),
+        **options(terms, tile.solve),
     )
     return Solved(r, rows)
 
 
+def _ends(terms: Terms, solved: Solved, split: Split) -> tuple[Tensor, Tensor]:
+    """What segments add to the state [slots, HV, K, V], and their factors [slots, HV, K, K]."""
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
+    E = solved.rows.new_empty(split.slots, HV, K, V)
+    M = solved.rows.new_empty(split.slots, HV, K, K)
+    _walk(terms, solved, 1.0, None, s_out=E, m=M, split=split)
+    return E, M
+
+
+def _join(
+    terms: Terms,
+    split: Split,
+    states: Tensor,
+    M: Tensor,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    reverse: bool = False,
+) -> None:
+    """states: what each segment adds, becomes what it meets."""
+    T, HV, V = terms.v.shape[1:]
+    K = terms.q.shape[-1]
+    tile, BK = tile_of(terms)
+    BV = tile.walk.B
+    inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
+    launch: Any = delta_scan_kernel[(-(-V // BV) * HV * terms.sequences,)]
+    launch(
+        states,
+        M,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        T,
+        HV,
+        split.tokens,
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        REVERSE=reverse,
+        HAS_S_IN=s_in is not None,
+        HAS_S_OUT=s_out is not None,
+        PACKED=terms.cu_seqlens is not None,
+        INNER="ieee" if INTERPRETED else inner,
+        num_warps=8,
+        num_stages=1,
+    )
+
+
 def _walk(
     terms: Terms,
-    part: Part,
     solved: Solved,
     scale: float,
-    o: Tensor | None = None,
-    final: Tensor | None = None,
-    x: Tensor | None = None,
+    out: Tensor | None,
+    *,
     states: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    m: Tensor | None = None,
+    split: Split | None = None,
 ) -> None:
+    """out: o, or w where states are wanted."""
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
-    tile, BK = _tile_of(terms)
-    q = terms.q if states is None else None
-    (q, k, p, v, r, o, x), tma = _tiles(
+    tile, BK = tile_of(terms)
+    slots = slots_of(terms, split)
+    make = "ends" if m is not None else "o" if states is None else "states"
+    many = crowded(terms, slots)
+    if make == "o":
+        part = tile.crowded_walk if many else tile.walk
+    else:
+        part = tile.crowded_keep if many and terms.g is not None else tile.keep
+    (q, k, p, v, r, out), tma = tiles_of(
         terms,
-        [q, terms.k, terms.p, terms.v, solved.r, o, x],
-        [BK, BK, BK, part.B, tile.C, part.B, part.B],
+        [terms.q if make == "o" else None, terms.k, terms.p, terms.v, solved.r, out],
+        [BK, BK, BK, part.B, tile.C, part.B],
     )
-    launch: Any = delta_walk_kernel[(-(-V // part.B) * HV * terms.sequences,)]
+    tiles = -(-V // part.B) + (-(-K // part.B) if make == "ends" else 0)
+    launch: Any = delta_walk_kernel[(tiles * HV * slots,)]
     launch(
         q,
         k,
@@ -188,27 +244,32 @@ def _walk(
         v,
         solved.rows,
         r,
-        o,
-        x,
-        _square(states, part.B, BK) if tma and states is not None else states,
-        terms.initial_state,
-        final,
+        out,
+        square(states, part.B, BK) if tma and states is not None else states,
+        s_in,
+        s_out,
+        m,
         terms.cu_seqlens,
         scale,
         T,
+        terms.sequences,
         HV,
         H,
+        T if split is None else split.tokens,
         K=K,
         V=V,
         BK=BK,
         BV=part.B,
         C=tile.C,
-        KEEP=states is not None,
+        MAKE=make,
         HAS_P=terms.p is not None,
-        HAS_S_IN=terms.initial_state is not None,
+        HAS_S_IN=s_in is not None,
+        HAS_S_OUT=s_out is not None,
+        SPLIT=split is not None,
         GROUPED=H != HV,
         TMA=tma,
-        **_options(terms, part),
+        FINE=fine(terms),
+        **options(terms, part),
     )
 
 
@@ -216,22 +277,25 @@ def _walk_back(
     terms: Terms,
     do: Tensor,
     solved: Solved,
-    y: Tensor,
-    dstates: Tensor,
-    dfinal: Tensor | None,
-    dstate: Tensor | None,
     scale: float,
+    dv: Tensor | None = None,
+    dstates: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    split: Split | None = None,
 ) -> None:
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
-    tile, BK = _tile_of(terms)
-    BV = tile.back.B
-    (q, k, p, do, r, y), tma = _tiles(
+    tile, BK = tile_of(terms)
+    slots = slots_of(terms, split)
+    part = tile.crowded_back if crowded(terms, slots) else tile.back
+    BV = part.B
+    (q, k, p, do, r, dv), tma = tiles_of(
         terms,
-        [terms.q, terms.k, terms.p, do, solved.r, y],
+        [terms.q, terms.k, terms.p, do, solved.r, dv],
         [BK, BK, BK, BV, tile.C, BV],
     )
-    launch: Any = delta_walk_back_kernel[(-(-V // BV) * HV * terms.sequences,)]
+    launch: Any = delta_walk_back_kernel[(-(-V // BV) * HV * slots,)]
     launch(
         q,
         k,
@@ -239,26 +303,31 @@ def _walk_back(
         do,
         solved.rows,
         r,
-        y,
-        _square(dstates, BV, BK) if tma else dstates,
-        dfinal,
-        dstate,
+        dv,
+        square(dstates, BV, BK) if tma and dstates is not None else dstates,
+        s_in,
+        s_out,
         terms.cu_seqlens,
         scale,
         T,
+        terms.sequences,
         HV,
         H,
+        T if split is None else split.tokens,
         K=K,
         V=V,
         BK=BK,
         BV=BV,
         C=tile.C,
+        MAKE="ends" if dstates is None else "states",
         HAS_P=terms.p is not None,
-        HAS_S_IN=dfinal is not None,
-        HAS_S_OUT=dstate is not None,
+        HAS_S_IN=s_in is not None,
+        HAS_S_OUT=s_out is not None,
+        SPLIT=split is not None,
         GROUPED=H != HV,
         TMA=tma,
-        **_options(terms, tile.back),
+        FINE=fine(terms),
+        **options(terms, part),
     )
 
 
@@ -266,8 +335,8 @@ def _grads(
     terms: Terms,
     do: Tensor,
     rows: Tensor,
-    x: Tensor,
-    y: Tensor,
+    w: Tensor,
+    dv: Tensor,
     states: Tensor,
     dstates: Tensor,
     scale: float,
@@ -275,7 +344,7 @@ def _grads(
     """Gradients of q, k, v, beta, and p and g if given; those of beta and g in float32."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
-    tile, _ = _tile_of(terms)
+    tile, _ = tile_of(terms)
     BK = tile.grads.B
     BV = min(64, BK)
     wide = {name: do.new_empty(B, T, HV, K) for name in "qkp" if getattr(terms, name) is not None}
@@ -284,27 +353,21 @@ def _grads(
         for name in ("beta", "g")
         if getattr(terms, name) is not None
     }
-    dv = torch.empty_like(do)
-    made, tma = _tiles(
+    made, tma = tiles_of(
         terms,
-        [do, x, y, wide["q"], wide["k"], wide.get("p")],
+        [do, w, dv, wide["q"], wide["k"], wide.get("p")],
         [BV, BV, BV, BK, BK, BK],
     )
-    given = [_square(s, BV, BK) if tma else s for s in (states, dstates)]
+    given = [square(s, BV, BK) if tma else s for s in (states, dstates)]
     launch: Any = delta_grads_kernel[(HV * states.shape[0],)]
     launch(
         terms.q,
         terms.k,
         terms.p,
-        terms.v,
         *made[:3],
         *given,
         *made[3:],
         rows,
-        y,
-        states,
-        dstates,
-        dv,
         sums["beta"],
         sums.get("g"),
         terms.cu_seqlens,
@@ -321,7 +384,7 @@ def _grads(
         HAS_P=terms.p is not None,
         GROUPED=H != HV,
         TMA=tma,
-        **_options(terms, tile.grads),
+        **options(terms, tile.grads),
     )
     if HV != H:
         wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}

@@ -1,8 +1,8 @@
 """Delta rule, no decay or one a token: the inverse of every chunk's triangle, all at once.
 
-    L[i, j] = [i = j] + [i > j] beta_i (p_i . k_j) exp(G_i - G_j)        R = L^-1        [C, C]
+    L[i, j] = [i = j] + [i > j] (p_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
 
-R and not R diag(beta) is kept: backward needs R^T dx where beta is 0 too.
+so that R w is what each token has yet to write, before beta: backward needs it where beta is 0 too.
 
 Blocks of BASE rows on the diagonal are inverted by substitution, then joined: with X the inverse
 of the blocks of `side` rows and M what L has in the squares below them, X - X M X is that of the
@@ -172,7 +172,7 @@ def delta_solve_kernel(
             b_p = b_k
         b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
     b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
-    b_a *= b_beta[:, None]
+    b_a *= b_beta[None, :]
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     p_rows = rows_ptr + pid.to(tl.int64) * (ROWS * C) + o_c
     tl.store(p_rows, b_beta)

@@ -5,8 +5,11 @@ power of two; the gradients' kernel BK channels of K, and takes V by BV at a tim
 """
 
 from dataclasses import dataclass
+from math import isqrt
 
-from slipstream.kernels.linear.triton.tiles import NARROWEST, ROWS, power_of_two
+from slipstream.kernels.linear.triton.tiles import FILL, NARROWEST, ROWS, power_of_two
+
+WALKS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,18 @@ class DeltaTile:
     keep: Part  # the forward walk that keeps the states
     back: Part
     grads: Part
+    # the walks where programs are more than multiprocessors, so that two should fit one; without
+    # gates `keep` does anyway
+    crowded_walk: Part
+    crowded_keep: Part
+    crowded_back: Part
     tma: bool = False  # rows by tensor descriptors, where they are aligned
 
 
 def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> DeltaTile:
-    return DeltaTile(C, Part(*solve), Part(*walk), Part(*walk), Part(*back), Part(*grads))
+    forward, reverse = Part(*walk), Part(*back)
+    rest = Part(*grads), forward, forward, reverse
+    return DeltaTile(C, Part(*solve), forward, forward, reverse, *rest)
 
 
 # (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
@@ -52,6 +62,9 @@ TILES = {
         keep=Part(64, 4, 3),
         back=Part(64, 4, 3),
         grads=Part(64, 4, 2),
+        crowded_walk=Part(64, 4, 2),
+        crowded_keep=Part(64, 4, 2),
+        crowded_back=Part(64, 4, 2),
     ),
     ("sm_90", 2, 256): _tile(64, (64, 4, 2), (64, 8, 1), (64, 8, 1), (64, 4, 2)),
     ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 8, 1), (64, 8, 1), (64, 8, 1)),
@@ -75,9 +88,26 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     if narrowest > tile.C:
         narrowest = 16
     most_v = max(narrowest, power_of_two(V))
-    walk, keep, back = (
-        Part(min(x.B, most_v), x.warps, x.stages) for x in (tile.walk, tile.keep, tile.back)
-    )
-    solve, grads = (Part(min(x.B, BK), x.warps, x.stages) for x in (tile.solve, tile.grads))
+    cut = {name: _cut(getattr(tile, name), most_v) for name in WALKS}
+    cut |= {name: _cut(getattr(tile, name), BK) for name in ("solve", "grads")}
     tma = base[0] == "sm_90" and tile.C >= 64
-    return DeltaTile(tile.C, solve, walk, keep, back, grads, tma), BK
+    return DeltaTile(tile.C, **cut, tma=tma), BK
+
+
+def _cut(part: Part, most: int) -> Part:
+    """A tile of 64 rows has work for 4 warps of sm_90's tensor cores."""
+    warps = part.warps if most >= part.B else max(4, part.warps * most // part.B)
+    return Part(min(part.B, most), min(part.warps, warps), part.stages)
+
+
+def segment_tokens(programs: int, T: int, C: int) -> int | None:
+    """Tokens of the segments that sequences are cut into, or None for no cut.
+
+    programs: those of the walk of all sequences. Cut in n the walks take 2.7 / n of the time, for
+    the first of them has twice the rows; joining the segments takes a chunk's time for each.
+    """
+    chunks = T // C
+    wanted = min(FILL // programs, isqrt(2 * chunks))
+    if wanted < 5 or chunks < 64:
+        return None
+    return -(-chunks // wanted) * C

@@ -1,0 +1,92 @@
+"""What the delta rule's kernels are given by shapes, dtypes and device alone: tiles, segments."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import precision
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose, segment_tokens
+from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.tiles import FILL
+
+# Widths of K up to which products of the walks take pairs of bf16 (docs/log.md).
+FINE_WIDTH = 32
+
+
+@cache
+def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
+    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
+
+
+def tile_of(terms: Terms) -> tuple[DeltaTile, int]:
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    return _tile(terms.q.device, K, V, terms.q.element_size())
+
+
+def chunk_slots(terms: Terms, C: int) -> int:
+    """Chunks, at most (delta_solve.find_chunk)."""
+    B, T = terms.q.shape[:2]
+    return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
+
+
+def states_like(terms: Terms) -> Tensor:
+    K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
+    return terms.v.new_empty(chunk_slots(terms, tile_of(terms)[0].C), HV, V, K)
+
+
+def split_of(terms: Terms) -> Split | None:
+    """Decided by shapes alone. Joining segments takes a square of K in shared memory."""
+    B, T, HV, V = terms.v.shape
+    tile, BK = tile_of(terms)
+    programs = -(-V // tile.walk.B) * HV * terms.sequences
+    tokens = segment_tokens(programs, T, tile.C) if BK <= 128 else None
+    if tokens is None:
+        return None
+    packed = terms.cu_seqlens is not None
+    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+
+
+def slots_of(terms: Terms, split: Split | None) -> int:
+    return terms.sequences if split is None else split.slots
+
+
+def crowded(terms: Terms, slots: int) -> bool:
+    """Whether walks with 64 rows a program are more than multiprocessors."""
+    return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * slots > FILL // 2
+
+
+def fine(terms: Terms) -> bool:
+    return terms.q.dtype == torch.bfloat16 and terms.q.shape[-1] <= FINE_WIDTH
+
+
+def options(terms: Terms, part: Part) -> dict[str, Any]:
+    return {
+        "HAS_GATE": terms.g is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        "EXACT": terms.q.dtype == torch.float32,
+        "PRECISION": precision(),
+        "num_warps": part.warps,
+        "num_stages": part.stages,
+    }
+
+
+def tiles_of(
+    terms: Terms, tensors: list[Tensor | None], widths: list[int]
+) -> tuple[list[Any], bool]:
+    """The tensors [B, T, heads, ...] as the kernels take them, and whether by descriptors."""
+    tile, _ = tile_of(terms)
+    if tile.tma and terms.cu_seqlens is None:
+        made = _descriptors(tensors, widths, tile.C)
+        if made is not None:
+            return made, True
+    return tensors, False
+
+
+def square(states: Tensor, BV: int, BK: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(states, list(states.shape), list(states.stride()), [1, 1, BV, BK])
