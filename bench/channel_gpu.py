@@ -3,24 +3,25 @@
 python bench/channel_gpu.py            # the comparison with the float64 reference, then the times
 python bench/channel_gpu.py --check    # only the comparison
 python bench/channel_gpu.py --times    # only the times, and those of each kernel
-python bench/channel_gpu.py --peer     # the times, and those of fla's chunk_gla (PYTHONPATH)
-python bench/channel_gpu.py --sweep    # tiles of each kernel
+python bench/channel_gpu.py --peer     # the times, and those of fla's chunk_gla
+python bench/channel_gpu.py --sweep    # tiles of each kernel, against the results of the table's
 """
 
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from launches import per_kernel
 from record import record
 from torch import Tensor
 
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import channel_launch as launch
-from slipstream.kernels.linear.triton import channel_tiles
+from slipstream.kernels.linear.triton import channel_tiles, channel_walks, tiles
 from slipstream.ops import chunk_gla, chunk_gsa, chunk_rwkv6
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
@@ -33,9 +34,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ODD = [
     ("g", BF16, BF16, (1, 300, 3, 3, 128, 128), None),
     ("u", BF16, FP32, (1, 185, 2, 4, 64, 128), (5, 0, 100, 1, 64, 15)),
-    ("gv", FP32, FP32, (1, 150, 2, 2, 64, 64), None),
     ("g", FP32, FP32, (2, 70, 1, 1, 128, 128), None),
-    ("gv", BF16, BF16, (1, 130, 2, 4, 100, 40), None),
+    ("gv", FP32, FP32, (1, 150, 2, 2, 64, 64), None),
+    ("g", BF16, BF16, (1, 2100, 1, 1, 128, 64), None),
+    ("gv", BF16, BF16, (1, 1900, 1, 1, 100, 40), (5, 0, 1700, 1, 194)),
     ("g", BF16, FP32, (1, 200, 1, 1, 256, 192), None),
     ("g", FP16, FP32, (1, 130, 1, 1, 30, 60), None),
     ("u", FP32, FP32, (1, 90, 2, 2, 17, 130), None),
@@ -211,37 +213,17 @@ def show(label: str, who: str, row: dict[str, float]) -> dict[str, object]:
     return {"shape": label, "who": who, **{n: f"{x:.4g}" for n, x in row.items()}}
 
 
-def stages(label: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each kernel alone, over all groups of heads."""
-    _, x = arguments(label)
+def kernels(label: str, x: dict[str, Tensor]) -> None:
+    """Of forward and backward, each launch."""
     terms = Terms(**{n: t.detach() for n, t in x.items()})
     do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
-    y, dk, dg = (torch.empty_like(do) for _ in range(3))
-    du = None
-
-    def every(walks: int, run: Callable[[Any, Any], Any]) -> Callable[[], Any]:
-        work = launch._work(launch._prepare(terms), do, scale)
-        work = work if walks == 2 else work._replace(do=None)
-        groups = list(launch._groups(work, [y, dk, dg, do] if walks == 2 else [y], walks))
-        tile = work.tile
-
-        def all_of() -> None:
-            now = work._replace(tile=launch._tile(do.device, *terms.state_shape[2:], 2))
-            assert now.tile.C == tile.C
-            for heads in groups:
-                run(now, heads)
-
-        return all_of
-
-    if terms.u is not None:
-        slots = launch._work(launch._prepare(terms), do, scale).slots
-        du = do.new_empty(slots, *terms.u.shape, dtype=torch.float32)
-    out = {"q": y, "k": dk, "g": dg, "u": du}
-    yield "states", every(1, lambda w, h: launch._states(w, h, {}))
-    yield "read", every(1, lambda w, h: launch._read(w, h, y, back=False))
-    yield "both", every(2, lambda w, h: launch._states(w, h, {}))
-    yield "grads", every(2, lambda w, h: launch._grads(w, h, out))
-    yield "back", every(2, lambda w, h: launch._read(w, h, y, back=True))
+    for name, fn in (
+        ("forward", lambda: launch.forward(terms, scale)),
+        ("backward", lambda: launch.backward(terms, do, None, scale)),
+    ):
+        each = per_kernel(fn, launch, channel_walks)
+        text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
+        print("   ", name, f"{sum(each.values()):.3f} ms:", text, flush=True)
 
 
 def times(peer: bool) -> None:
@@ -250,19 +232,22 @@ def times(peer: bool) -> None:
         try:
             form, x = arguments(label)
             rows.append(show(label, "slipstream", measure(lambda x, f=form: operator(f, x), x)))
-            if peer and label in ("gla A", "gla C"):
-                from fla.ops.gla import chunk_gla as peer_gla
-
-                rows.append(show(label, "fla", measure(lambda x: peer_gla(**x)[0], x)))
-            if form != "gsa":
-                each = [f"{name} {bench(fn):.3f}" for name, fn in stages(label)]
-                print("   ", ", ".join(each), "ms", flush=True)
+            if form != "gsa" and "fp32" not in label:
+                kernels(label, x)
         except Exception as e:
             print(label, f"RAISED {type(e).__name__}: {str(e)[:200]}".replace("\n", " "))
         x = None
         torch.cuda.empty_cache()
+    if peer:  # it tunes for minutes
+        try:
+            from fla.ops.gla import chunk_gla as peer_gla  # pyright: ignore[reportMissingImports]
+
+            _, x = arguments("gla A")
+            rows.append(show("gla A", "fla", measure(lambda x: peer_gla(**x)[0], x)))
+        except Exception as e:
+            print("fla", f"RAISED {type(e).__name__}: {str(e)[:200]}".replace("\n", " "))
     if rows:
-        record("channel_gpu", rows)
+        record("channel_gpu_times", rows)
 
 
 def host_time() -> None:
@@ -281,39 +266,52 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-_WALKS = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3)]
-SWEEP = {  # BK, BV, warps, stages
-    "states": _WALKS,
-    "both": _WALKS,
-    "read": [(64, 128, 4, 1), (64, 64, 4, 1), (64, 128, 4, 2), (128, 128, 8, 1)],
-    "grads": [(64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 4, 1), (64, 64, 8, 1)],
-}
+WALK = ("sm_90", 2, 128)
+SWEEP = [  # what takes the place of a row of the tables
+    ("prepare", channel_tiles.Part(64, 4, 2)),
+    ("prepare", channel_tiles.Part(64, 8, 1)),
+    ("grads", channel_tiles.Part(64, 8, 1)),
+    ("walk", tiles.Tile(64, 64, 4, 3, tma=True)),
+    ("walk", tiles.Tile(64, 64, 8, 2, tma=True)),
+    ("walk", tiles.Tile(64, 128, 8, 2, tma=True)),
+    ("walk", tiles.Tile(64, 64, 4, 2)),
+]
 
 
 def sweep(label: str) -> None:
-    """One kernel's tile at a time in place of the table's; right only if --check says so."""
+    """One kernel's tile at a time in place of the table's, against the table's results."""
     key = ("sm_90", 2)
-    kept = channel_tiles.TILES[key]
-    fns = dict(stages(label))
+    kept, walk = channel_tiles.TILES[key], channel_tiles.WALKS[WALK]
+    _, x = arguments(label)
+    terms = Terms(**{n: t.detach() for n, t in x.items()})
+    do = torch.randn_like(terms.v)
+
+    def run() -> dict[str, Tensor]:
+        return {"o": launch.forward(terms, 0.1)[0], **launch.backward(terms, do, None, 0.1)}
+
+    want = run()
     rows: list[dict[str, object]] = []
-    for name, parts in SWEEP.items():
-        line = []
-        for part in parts:
-            field = {"both": "states"}.get(name, name)
-            channel_tiles.TILES[key] = dataclasses.replace(
-                kept, **{field: channel_tiles.Part(*part)}
-            )
-            launch._tile.cache_clear()
-            try:
-                ms = f"{bench(fns[name]):.3f}"
-            except Exception as e:  # too much shared memory is a row too
-                ms = type(e).__name__
-            line.append(f"{part} {ms}")
-            rows.append({"shape": label, "kernel": name, "tile": str(part), "ms": ms})
-        print(f"{label} {name}:", ", ".join(line), flush=True)
-    channel_tiles.TILES[key] = kept
+    for name, part in [("table's", None), *SWEEP]:
+        if name == "walk":
+            channel_tiles.WALKS[WALK] = part
+        elif part is not None:
+            channel_tiles.TILES[key] = dataclasses.replace(kept, **{name: part})
+        launch._tile.cache_clear()
+        channel_walks._walk_tile.cache_clear()
+        try:
+            got = run()
+            off = max(error(got[n], want[n]) for n in want)
+            fwd = bench(lambda: launch.forward(terms, 0.1))
+            back = bench(lambda: launch.backward(terms, do, None, 0.1))
+            text = f"forward {fwd:.3f}, backward {back:.3f} ms, off by {off:.1e}"
+        except Exception as e:  # too much shared memory is a row too
+            text = type(e).__name__
+        print(label, name, part, text, flush=True)
+        rows.append({"shape": label, "kernel": name, "tile": str(part), "result": text})
+        channel_tiles.TILES[key], channel_tiles.WALKS[WALK] = kept, walk
     launch._tile.cache_clear()
-    record("channel_gpu_sweep", rows)
+    channel_walks._walk_tile.cache_clear()
+    record("channel_gpu_tiles", rows)
 
 
 def main() -> None:
@@ -324,13 +322,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    if options.sweep:
-        sweep("gla A")
-        return
-    fine = options.times or options.peer or check(options.seconds)
-    if not options.check:
+    everything = not (options.check or options.times or options.peer or options.sweep)
+    fine = True
+    if options.check or everything:
+        fine = check(options.seconds)
+    if options.times or options.peer or everything:
         host_time()
         times(options.peer)
+    if options.sweep:
+        sweep("gla A")
     raise SystemExit(0 if fine else "results differ from the reference")
 
 

@@ -1,8 +1,10 @@
 """The additive linear family on a GPU: right at odd sizes, then how fast, beside fla-core if there.
 
-python bench/linear_gpu.py            # everything, under five minutes
-python bench/linear_gpu.py --check    # only the comparison with the float64 reference
-python bench/linear_gpu.py --sweep    # tiles of the walk at the timed shapes
+python bench/linear_gpu.py            # the comparison with the float64 reference, then the times
+python bench/linear_gpu.py --check    # only the comparison
+python bench/linear_gpu.py --times    # only the times, memory, and each kernel
+python bench/linear_gpu.py --peer     # the times, and fla's, which tunes for minutes
+python bench/linear_gpu.py --sweep    # tiles of the walk, against the results of the table's
 """
 
 import argparse
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from launches import per_kernel
+from record import record
 from torch import Tensor
 
 from slipstream.kernels.linear.reference import linear_reference
@@ -151,7 +155,7 @@ def first(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def times(shape: tuple, gate: str) -> None:
+def times(label: str, shape: tuple, gate: str) -> dict[str, object]:
     B, T, H, K, V = shape
     terms = inputs(B, T, H, H, K, V, None, torch.bfloat16, gate, state=False)
     do, scale = torch.randn_like(terms.v), K**-0.5
@@ -164,17 +168,28 @@ def times(shape: tuple, gate: str) -> None:
         fwd()
         launch.backward(terms, do, None, scale, gate_gradient=wants_dg)
 
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     cold = first(fwd), first(both)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    inputs_bytes = sum(x.nbytes for x in (*terms, do) if isinstance(x, Tensor))
+    held = 2 * inputs_bytes  # a result or gradient for each
+    extra = (torch.cuda.max_memory_allocated() - before + inputs_bytes) / held - 1
     f, fb = bench(fwd), bench(both)
     ff, fbf = floor(shape, gate, False), floor(shape, gate, True)
     print(
-        f"ours {gate:10} fwd {f:.3f} ms x{f / ff:.2f} of floor, fwd+bwd {fb:.3f} ms "
-        f"x{fb / fbf:.2f}; first {cold[0]:.2f} + {cold[1]:.2f} s; peak {peak:.2f} GiB",
+        f"{label} {gate:10} fwd {f:.3f} ms x{f / ff:.2f} of floor, fwd+bwd {fb:.3f} ms "
+        f"x{fb / fbf:.2f}; first {cold[0]:.2f} + {cold[1]:.2f} s; memory beyond inputs, results, "
+        f"gradients {extra:+.0%}",
         flush=True,
     )
+    each = per_kernel(both, launch)
+    text = ", ".join(f"{n.replace('linear_', '')} {ms:.3f}" for n, ms in each.items())
+    print("   ", text, flush=True)
+    names = ("fwd_ms", "both_ms", "first_fwd_s", "first_both_s", "extra_memory")
+    numbers = (f, fb, *cold, extra)
+    row = {n: f"{x:.4g}" for n, x in zip(names, numbers, strict=True)}
+    return {"shape": label, "who": f"slipstream {gate}", **row}
 
 
 PEERS = {
@@ -233,44 +248,73 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-SWEEP = [(64, 64, 4, 3, True), (64, 64, 4, 2, True), (64, 128, 8, 3, True), (64, 64, 4, 3, False)]
+SWEEP = [
+    (64, 64, 4, 3, True),
+    (64, 64, 4, 2, True),
+    (64, 64, 8, 2, True),
+    (64, 128, 8, 2, True),
+    (64, 128, 8, 3, True),
+]
 
 
-def sweep(shape: tuple, gate: str, row: tuple) -> None:
-    """Forward and backward with one tile in place of the table's."""
-    B, T, H, K, V = shape
+def sweep(label: str, gate: str) -> None:
+    """Forward and backward with one tile in place of the table's, against the table's results."""
+    B, T, H, K, V = SHAPES[label]
     terms = inputs(B, T, H, H, K, V, None, torch.bfloat16, gate, state=False)
     do = torch.randn_like(terms.v)
-    tiles.GATED.clear()
-    tiles.TILES["sm_90", 2, 128] = tiles.Tile(*row)
+    row = ("sm_90", 2, 128)
+    kept = tiles.TILES[row]
+
+    def run() -> dict[str, Tensor]:
+        return {"o": launch.forward(terms, 0.1)[0], **launch.backward(terms, do, None, 0.1)}
+
+    want = run()
+    rows: list[dict[str, object]] = []
+    for tile in SWEEP:
+        tiles.TILES[row] = tiles.Tile(*tile)
+        launch._tile.cache_clear()
+        try:
+            off = max(error(x, want[n]) for n, x in run().items())
+            f = bench(lambda: launch.forward(terms, 0.1))
+            b = bench(lambda: launch.backward(terms, do, None, 0.1))
+            b0 = bench(lambda: launch.backward(terms, do, None, 0.1, gate_gradient=False))
+            text = f"fwd {f:.3f}, bwd {b:.3f}, without dg {b0:.3f} ms, off by {off:.1e}"
+        except Exception as e:  # too much shared memory is a row too
+            text = type(e).__name__
+        print(label, gate, tile, text, flush=True)
+        rows.append({"shape": label, "gate": gate, "tile": str(tile), "result": text})
+    tiles.TILES[row] = kept
     launch._tile.cache_clear()
-    f = bench(lambda: launch.forward(terms, 0.1))
-    b = bench(lambda: launch.backward(terms, do, None, 0.1))
-    b0 = bench(lambda: launch.backward(terms, do, None, 0.1, gate_gradient=False))
-    print(f"{shape} {gate} {row}: fwd {f:.3f}, bwd {b:.3f}, bwd without dg {b0:.3f}", flush=True)
+    record("linear_gpu_tiles", rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
+    for name in ("check", "times", "peer", "sweep"):
+        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1", help="of the check's cases, such as 2/8")
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
+    everything = not (options.check or options.times or options.peer or options.sweep)
+    fine = True
+    if options.check or everything:
+        fine = check(*map(int, options.part.split("/")))
+    if options.times or options.peer or everything:
+        host_time()
+        rows = []
+        for label, shape in SHAPES.items():
+            for gate in PEERS:
+                try:
+                    rows.append(times(label, shape, gate))
+                except Exception as e:
+                    print(label, gate, f"RAISED {type(e).__name__}: {str(e)[:150]}")
+        if rows:
+            record("linear_gpu_times", rows)
     if options.sweep:
         for gate in ("none", "weak"):
-            for shape in SHAPES.values():
-                for row in SWEEP:
-                    sweep(shape, gate, row)
-        return
-    fine = check(*map(int, options.part.split("/")))
-    if not options.check:
-        host_time()
-        for label, shape in SHAPES.items():
-            print(f"{label}: B{shape[0]} T{shape[1]} H{shape[2]} K{shape[3]} V{shape[4]} bfloat16")
-            for gate in PEERS:
-                times(shape, gate)
+            sweep("A", gate)
+    if options.peer:
         for label, shape in SHAPES.items():
             print(label)
             for gate in PEERS:

@@ -26,6 +26,8 @@ SIZES = {
     "long": (1, 100, 1, 1, 20, 17, None),
     "grouped": (2, 35, 2, 4, 16, 24, None),
     "packed": (1, 58, 1, 2, 20, 17, (5, 0, 33, 1, 19, 0)),
+    "split": (2, 150, 1, 1, 20, 17, None),
+    "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 190, 1, 37, 0)),
 }
 GATES = {
     "zero": lambda x: 0 * x,
@@ -40,7 +42,7 @@ GATES = {
 FORMS = ("g", "u", "gv")
 # form, size, gate, dtype, states
 CASES = [
-    *(("g", size, "mixed", "float32", True) for size in SIZES),
+    *(("g", size, "mixed", "float32", True) for size in SIZES if "split" not in size),
     *((form, size, "mixed", "float32", True) for form in ("u", "gv") for size in ("odd", "packed")),
     *(("g", "long", gate, "float32", False) for gate in GATES if gate != "mixed"),
     *((form, "long", gate, "float32", False) for form in ("u", "gv") for gate in ("weak", "reset")),
@@ -103,19 +105,18 @@ def check_nothing_but_final() -> None:
         compare(terms, do, dfinal, 0.0, f"{form} with scale 0")
 
 
-def check_groups_of_heads() -> None:
-    """Room for the states of one head at a time changes no bit."""
-    from slipstream.kernels.linear.triton import channel_launch as launch
+def check_split() -> None:
+    """Sequences in segments; with short spans, so that short ones are cut."""
+    from slipstream.kernels.linear.triton import channel_launch, channel_walks, tiles
 
-    for form in FORMS:
-        terms = make(form, "packed", "mixed", torch.float32, True)
-        do = torch.randn(terms.v.shape)
-        whole = (*launch.forward(terms, 0.5), *launch.backward(terms, do, None, 0.5).values())
-        kept = launch.SHARE, launch.LEAST_STATES
-        launch.SHARE, launch.LEAST_STATES = 0.0, 1
-        apart = (*launch.forward(terms, 0.5), *launch.backward(terms, do, None, 0.5).values())
-        launch.SHARE, launch.LEAST_STATES = kept
-        assert all(torch.equal(x, y) for x, y in zip(whole, apart, strict=True)), form
+    kept = tiles.SPAN
+    tiles.SPAN = channel_walks.SPAN = 2
+    for form, size in (("g", "split"), ("u", "split, packed"), ("gv", "split, packed")):
+        terms = make(form, size, "mixed", torch.float32, True)
+        prepared = channel_launch._prepare(terms)
+        assert channel_launch._work(prepared, None).split is not None
+        check(form, size, "mixed", torch.float32, True)
+    tiles.SPAN = channel_walks.SPAN = kept
 
 
 def check_operators() -> None:
@@ -156,5 +157,5 @@ if __name__ == "__main__":
         check(form, size, gate, getattr(torch, dtype), state)
         print(form, size, gate, dtype, "ok", flush=True)
     check_nothing_but_final()
-    check_groups_of_heads()
+    check_split()
     check_operators()

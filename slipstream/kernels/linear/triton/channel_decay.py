@@ -143,6 +143,14 @@ def _ones(span, C: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def is_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
+    """Whether a chunk is one safe block in all of its channels; ALL: the power of two >= K."""
+    o_k = tl.arange(0, ALL)
+    b_decay = tl.load(p_decay + o_k, mask=o_k < K, other=1.0)
+    return tl.min(b_decay, 0) >= tl.exp2(-BOUND * LOG2E)
+
+
+@triton.jit
 def safe_base(b_g, LEVELS: tl.constexpr, BOUND: tl.constexpr):
     """The largest blocks that are safe: LEVELS if the chunk is one, else by the lowest gate."""
     lowest = tl.min(tl.min(b_g, 1), 0)

@@ -1,89 +1,76 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches with a decay per channel: no synchronisation, nothing that depends on device values.
 
-Forward: the state before each chunk (channel_states.py), then o, all chunks at once
-(channel_read.py). Backward: both walks in one launch, then the gradients on the side that decays
-(channel_grads.py) and dv, a read backwards. One walk that keeps its state to itself would write
-less, but has a chain of log2(C) products of scores a chunk, once for every tile of the state, and
-in backward would have to get dg from differences of long sums.
+Forward: q and k times their decays to the edges of their chunk, and the scores within it, all
+chunks at once (channel_prepare.py), then one walk (channel_walk.py). Backward: the same again, P =
+do v^T within chunks, three walks, then the gradients on the side that decays (channel_grads.py).
 
-A state is K / C of a chunk of v. So that all of them take at most SHARE of what the call holds
-anyway, heads are worked on in groups, one after the other. Beyond that, memory for results alone;
-with grouped heads the gradients of q and k for each value head.
+Memory beyond results, with K = V and chunks of 64: forward 2.5 times k; backward the same, less
+what there is room for where the gradient of the gate will be, P half of k, and a state every SPAN
+chunks a quarter of it in 16 bits; with grouped heads the gradients of q and k for each value head;
+for a sequence that is split, a state a segment, once forward and twice backward.
 
 Decay of the columns of the state, gv, is decay of the rows with the roles exchanged: with q, k, v
 and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and dv is dk.
 """
 
-from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_grads import channel_grads_kernel
-from slipstream.kernels.linear.triton.channel_read import channel_read_kernel
-from slipstream.kernels.linear.triton.channel_states import channel_states_kernel
+from slipstream.kernels.linear.triton.channel_levels import channel_level_grads_kernel
+from slipstream.kernels.linear.triton.channel_prepare import (
+    channel_pairs_kernel,
+    channel_prepare_kernel,
+    channel_scores_kernel,
+)
 from slipstream.kernels.linear.triton.channel_tiles import ChannelTile, Part, choose
+from slipstream.kernels.linear.triton.channel_walks import (
+    Prepared,
+    Walk,
+    Work,
+    launch,
+    met,
+    sizes,
+    split_of,
+    sums_of,
+)
 from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.tiles import power_of_two
 
-# of inputs and results that states may take, and the bytes that they may in any case
-SHARE = 0.25
-LEAST_STATES = 32 << 20
 # What the gates of a block that channel_decay.py calls safe add up to at least, negated: its
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
 
-class Work(NamedTuple):
-    """A call by the names of the kernels, where K is the side that decays."""
-
-    q: Tensor | None  # [B, T, HK, K]; not needed for forward with gv
-    k: Tensor  # [B, T, HK, K]
-    v: Tensor  # [B, T, HX, V]
-    do: Tensor | None  # [B, T, HX, V]
-    g: Tensor  # [B, T, HV, K]
-    terms: Terms
-    scale: float
-    tile: ChannelTile
-
-    @property
-    def slots(self) -> int:
-        """Chunks, at most (delta_solve.find_chunk)."""
-        B, T = self.k.shape[:2]
-        packed = self.terms.cu_seqlens is not None
-        return T // self.tile.C + self.terms.sequences if packed else B * -(-T // self.tile.C)
-
-
-class Heads(NamedTuple):
-    """A group of value heads, and room for the states of all its chunks."""
-
-    first: int
-    count: int
-    states: Tensor  # [slots, heads, V, K]
-    dstates: Tensor | None
-
-
 @cache
-def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> ChannelTile:
-    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
+def _tile(device: torch.device, K: int, bytes_each: int) -> ChannelTile:
+    return choose("interpreter" if INTERPRETED else _family(device), K, bytes_each)
 
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
+def forward(terms: Terms, scale: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32."""
     terms = _prepare(terms)
-    o = terms.v.new_empty(terms.v.shape)
+    o = terms.v.new_empty(terms.v.shape, dtype=dtype)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-    work = _work(terms, None, scale)
+    work = _work(terms, None)
     with _on(o.device):
-        for heads in _groups(work, [o], 1):
-            _states(work, heads, {"final": final})
-            if terms.gv is None:
-                _read(work, heads, o, back=False)
-            else:
-                _grads(work._replace(do=terms.q), heads, {"q": o})
+        made = _made(work)
+        walk = Walk(made.ke, made.ke, work.v, s_in=terms.initial_state, s_out=final)
+        if work.split is not None:
+            walk = met(walk, work, made)._replace(s_out=None)
+        if made.qs is not None:
+            launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
+        else:
+            assert work.do is not None
+            launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
+            _grads(work, made, _pairs(work), scale, dqs=o, dq=o)
     return o, final
 
 
@@ -93,25 +80,45 @@ def backward(
     """Gradients by the name of the term, in its shape and dtype."""
     given = terms
     terms = _prepare(terms)
-    do = torch.zeros_like(terms.v) if dout is None or scale == 0.0 else dout.contiguous()
-    work = _work(terms, do, scale or 1.0)  # o does not depend on q, k, v then, and do is 0
+    do = (
+        torch.zeros_like(terms.v)
+        if dout is None or scale == 0.0
+        else dout.to(terms.v.dtype).contiguous()
+    )
+    scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
+    work = _work(terms, do)
+    q, v, over_v, g = work.q, work.v, work.do, work.g
+    assert q is not None and over_v is not None
     wide = do.shape[:3]
     dq, dk = (do.new_empty(*wide, terms.q.shape[-1]) for _ in range(2))
-    dv, dg = torch.empty_like(do), torch.empty_like(work.g)
-    edges: dict[str, Tensor | None] = {"dfinal": None if dfinal is None else dfinal.contiguous()}
+    dv, dg = torch.empty_like(do), torch.empty_like(g)
+    dk_here, dv_here = (dk, dv) if terms.gv is None else (dv, dk)
+    dqs = dq if terms.gv is None else torch.empty_like(dv)
     state = terms.initial_state
-    edges["dinitial"] = dinitial = None if state is None else state.new_empty(terms.state_shape)
+    dinitial = None if state is None else state.new_empty(terms.state_shape)
     u = terms.u
-    du = None if u is None else u.new_empty(work.slots, *u.shape, dtype=torch.float32)
+    du = None if u is None else u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
     with _on(do.device):
-        for heads in _groups(work, [dq, dk, dv, dg], 2):
-            _states(work, heads, edges)
-            if terms.gv is None:
-                _grads(work, heads, {"q": dq, "k": dk, "g": dg, "u": du})
-            else:
-                _grads(work, heads, {"k": dv, "g": dg})
-                _read(work, heads, dq, back=False)
-            _read(work, heads, dv if terms.gv is None else dk, back=True)
+        made = _made(work, room=dg)
+        assert made.qs is not None
+        kept = Walk(made.qs, made.ke, v, s_in=state)
+        back = Walk(made.ke, made.qs, over_v, s_out=dinitial, reverse=True)
+        back = back._replace(s_in=None if dfinal is None else dfinal.contiguous())
+        back = back._replace(scale_in=1 / scale, scale_out=scale)
+        if work.split is not None:
+            kept = met(kept, work, made)
+            back = met(back, work, made)._replace(s_out=None)
+        sums = sums_of(work)
+        dq_walk = kept._replace(r=over_v, w=v, x=made.ke, y=dqs, other=made.qs, rows=True)
+        dk_walk = back._replace(r=v, w=over_v, x=made.qs, y=dk_here, other=made.ke, rows=True)
+        launch(dq_walk, work, made, sums)
+        launch(dk_walk._replace(s_out=None), work, made, sums)
+        launch(back._replace(y=dv_here, a=made.a, scale=scale), work, made)
+        if terms.gv is not None:
+            launch(kept._replace(y=dq, a=made.a, scale=scale), work, made)
+        more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
+        more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
+        _grads(work, made, _pairs(work), scale, **more)
     if terms.q.shape[2] != wide[2]:
         groups = (*terms.q.shape[:3], -1, terms.q.shape[3])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -146,127 +153,107 @@ def _as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
     return grads
 
 
-def _work(terms: Terms, do: Tensor | None, scale: float) -> Work:
+def _work(terms: Terms, do: Tensor | None) -> Work:
     q, k, v, g = terms.q, terms.k, terms.v, terms.g
     if terms.gv is not None:
-        q, k, v, g, do = do, v, k, terms.gv, None if do is None else q
+        q, k, v, g, do = do, v, k, terms.gv, q
     assert g is not None
-    tile = _tile(k.device, k.shape[-1], v.shape[-1], k.element_size())
-    return Work(q, k, v, do, g, terms, scale, tile)
+    tile = _tile(k.device, k.shape[-1], k.element_size())
+    work = Work(q, k, v, do, g, terms, tile, None)
+    return work._replace(split=split_of(work))
 
 
-def _groups(work: Work, results: list[Tensor], walks: int) -> Iterator[Heads]:
-    """The value heads in groups that share one room."""
-    HV, state = work.g.shape[2], work.k.shape[-1] * work.v.shape[-1]
-    inputs = [work.q, work.k, work.v, work.do, work.g]
-    held = sum(x.numel() * x.element_size() for x in (*inputs, *results) if x is not None)
-    a_head = walks * work.slots * state * work.k.element_size()
-    most = max(1, int(max(SHARE * held, LEAST_STATES)) // a_head)
-    count = -(-HV // -(-HV // most))  # in groups as even as can be
-    rooms = [work.k.new_empty(work.slots * count * state) for _ in range(walks)]
-    for first in range(0, HV, count):
-        yield Heads(first, min(count, HV - first), rooms[0], rooms[1] if walks == 2 else None)
+def _made(work: Work, room: Tensor | None = None) -> Prepared:
+    """room: a tensor that is free until the gradients are written."""
+    k, g, terms, C = work.k, work.g, work.terms, work.tile.C
+    HV, K = g.shape[2:]
+    free: list[Tensor] = []
+    if room is not None and room.element_size() >= k.element_size():
+        free = [x.view(g.shape) for x in room.view(-1).view(k.dtype).split(g.numel())]
+
+    def like_g() -> Tensor:
+        return free.pop() if free else torch.empty(g.shape, dtype=k.dtype, device=k.device)
+
+    has_q = work.q is not None
+    made = Prepared(
+        like_g() if has_q else None,
+        like_g(),
+        k.new_empty(work.chunks, HV, C, C) if has_q else None,
+        k.new_empty(work.chunks, HV, K, dtype=torch.float32),
+    )
+    inputs = (work.q, k, g, terms.u if has_q else None)
+    more = (terms.cu_seqlens, *sizes(work), k.shape[2])
+    part = work.tile.prepare
+    options: dict[str, Any] = {**_options(work, part), "K": K}
+    channel_prepare_kernel[HV * work.chunks,](*inputs, *made, *more, **options)
+    if made.a is not None:
+        options |= {**_bound(work), "LEVELS": C.bit_length() - 1}
+        channel_scores_kernel[HV * work.chunks,](*inputs, made.decay, made.a, *more, **options)
+    return made
 
 
-def _sizes(work: Work, heads: Heads) -> tuple[int, ...]:
-    return work.g.shape[2], work.k.shape[2], work.v.shape[2], heads.first, heads.count
+def _pairs(work: Work) -> Tensor:
+    HV, V, C, part = work.g.shape[2], work.v.shape[-1], work.tile.C, work.tile.prepare
+    p = work.k.new_empty(work.chunks, HV, C, C)
+    channel_pairs_kernel[HV * work.chunks,](
+        work.v,
+        work.do,
+        p,
+        work.terms.cu_seqlens,
+        *sizes(work),
+        work.v.shape[2],
+        V=V,
+        BV=_tile(work.k.device, V, work.k.element_size()).prepare.BK,
+        C=C,
+        PACKED=work.terms.cu_seqlens is not None,
+        GROUPED=work.v.shape[2] != HV,
+        PRECISION=precision(),
+        num_warps=part.warps,
+        num_stages=part.stages,
+    )
+    return p
+
+
+def _grads(work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None) -> None:
+    """named: dqs and dke, and what there is of the other tensors of channel_grads.py."""
+    part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
+    grid = (-(-K // part.BK) * work.g.shape[2] * work.chunks,)
+    args = (
+        work.q if "dk" in named else None,
+        work.k,
+        work.g,
+        work.terms.u,
+        p,
+        *(named.get(name) for name in ("dqs", "dke", "z", "dq", "dk", "dg", "du")),
+        made.decay,
+        work.terms.cu_seqlens,
+        scale,
+        *sizes(work),
+        work.k.shape[2],
+    )
+    options: dict[str, Any] = {**_options(work, part), **_bound(work), "K": K}
+    channel_grads_kernel[grid](*args, **options)
+    channel_level_grads_kernel[grid](*args, **options, LEVELS=C.bit_length() - 1)
 
 
 def _options(work: Work, part: Part) -> dict[str, Any]:
-    HV = work.g.shape[2]
+    k = work.k
     parts = 1 if work.g.dtype == torch.bfloat16 else 2
-    if work.k.dtype == torch.float32:
+    if k.dtype == torch.float32:
         parts = 3
     return {
-        "K": work.k.shape[-1],
-        "V": work.v.shape[-1],
         "BK": part.BK,
-        "BV": part.BV,
         "C": work.tile.C,
         "BEFORE": work.terms.u is not None,
         "PACKED": work.terms.cu_seqlens is not None,
-        "GROUPED": work.terms.q.shape[2] != HV,
+        "GROUPED": k.shape[2] != work.g.shape[2],
         "PARTS": 0 if INTERPRETED else parts,
-        "PRECISION": "ieee" if INTERPRETED else "tf32x3",
+        "PRECISION": precision(),
         "num_warps": part.warps,
         "num_stages": part.stages,
     }
 
 
-def _states(work: Work, heads: Heads, edges: dict[str, Tensor | None]) -> None:
-    """Every S of the heads, and with dstates every dS'; edges: final, dfinal and dinitial."""
-    part, terms = work.tile.states, work.terms
-    K, V = work.k.shape[-1], work.v.shape[-1]
-    programs = -(-K // part.BK) * -(-V // part.BV) * heads.count * terms.sequences
-    back = heads.dstates is not None
-    launch: Any = channel_states_kernel[(programs * (1 + back),)]
-    launch(
-        work.q if back else None,
-        work.k,
-        work.v,
-        work.do,
-        work.g,
-        heads.states,
-        heads.dstates,
-        terms.initial_state,
-        edges.get("final"),
-        edges.get("dfinal"),
-        edges.get("dinitial"),
-        terms.cu_seqlens,
-        work.scale,
-        1 / work.scale if back else 1.0,
-        work.k.shape[1],
-        *_sizes(work, heads),
-        programs,
-        TRANSPOSED=terms.gv is None,
-        **_options(work, part),
-    )
-
-
-def _read(work: Work, heads: Heads, y: Tensor, *, back: bool) -> None:
-    part, terms = work.tile.read, work.terms
-    tiles = -(-work.v.shape[-1] // part.BV)
-    launch: Any = channel_read_kernel[(tiles * heads.count * work.slots,)]
-    launch(
-        work.q,
-        work.k,
-        work.g,
-        terms.u,
-        work.do if back else work.v,
-        heads.dstates if back else heads.states,
-        y,
-        terms.cu_seqlens,
-        work.scale,
-        work.k.shape[1],
-        terms.sequences,
-        *_sizes(work, heads),
-        LEVELS=work.tile.C.bit_length() - 1,
-        BOUND=BOUND[work.k.dtype],
-        BACK=back,
-        **_options(work, part),
-    )
-
-
-def _grads(work: Work, heads: Heads, grads: dict[str, Tensor | None]) -> None:
-    part, terms = work.tile.grads, work.terms
-    tiles = -(-work.k.shape[-1] // part.BK)
-    launch: Any = channel_grads_kernel[(tiles * heads.count * work.slots,)]
-    launch(
-        work.q if "k" in grads else None,
-        work.k,
-        work.g,
-        terms.u,
-        work.v,
-        work.do,
-        heads.states,
-        heads.dstates,
-        *(grads.get(name) for name in "qkgu"),
-        terms.cu_seqlens,
-        work.scale,
-        work.k.shape[1],
-        terms.sequences,
-        *_sizes(work, heads),
-        LEVELS=work.tile.C.bit_length() - 1,
-        BOUND=BOUND[work.k.dtype],
-        **_options(work, part),
-    )
+def _bound(work: Work) -> dict[str, Any]:
+    """By which a chunk is one safe block, or not."""
+    return {"ALL": power_of_two(work.k.shape[-1]), "BOUND": BOUND[work.k.dtype]}

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.launching import on as _on
+from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import SPAN, Tile, choose, family, segment_tokens
-from slipstream.kernels.linear.triton.walk import (
-    gate_gradient_kernel,
-    linear_walk_kernel,
-    state_scan_kernel,
-)
+from slipstream.kernels.linear.triton.walk import linear_walk_kernel
+from slipstream.kernels.linear.triton.walk_scan import gate_gradient_kernel, state_scan_kernel
 
 # What backward is given where nobody wants the gradient of g, which takes a third of its time.
 NO_GATE_GRADIENT = {"gate_gradient": False}
@@ -318,7 +316,7 @@ def _launch(
         GROUPED=terms.q.shape[2] != HV,
         TMA=tiles is not None,
         EXACT=x.dtype == torch.float32,
-        PRECISION="ieee" if INTERPRETED else "tf32x3",
+        PRECISION=precision(),
         num_warps=tile.warps,
         # pointers take more shared memory: two programs then still fit a multiprocessor
         num_stages=min(tile.stages, 2) if tile.tma and tiles is None else tile.stages,

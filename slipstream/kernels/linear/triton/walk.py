@@ -22,14 +22,14 @@ its chunk,
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
 
-The sums q . dq and k . dk are left by the dq and dk walks, and added up by gate_gradient_kernel. A
+The sums q . dq and k . dk are left by the dq and dk walks, and added up in walk_scan.py. A
 difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
 are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the dk walk takes z
 from it anew.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
 tokens, each a program of its own. A first walk (not HAS_Y) leaves what a segment adds to the state
-and how much it decays, state_scan_kernel makes of these the state that each segment meets.
+and how much it decays, of which walk_scan.py makes the state that each segment meets.
 """
 
 import triton
@@ -180,6 +180,17 @@ def _place(
         skip = tl.full((), 0, tl.int32)
         first_span = i_n * tl.cdiv(T, SPAN)
     return begin, length, i_b, skip, first_span
+
+
+@triton.jit
+def first_chunk_of(begin, skip, slot, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
+    """The number of the first chunk of a slot's segment; find_segment gives them, of C tokens."""
+    start = begin - skip
+    if PACKED:
+        first = start // C + slot - skip // segment - start // segment
+    else:
+        first = start // T * tl.cdiv(T, C)
+    return first + skip // C
 
 
 _SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "spans"]
@@ -360,107 +371,3 @@ def linear_walk_kernel(
         tl.store(s_out_ptr + i_s + o_io, b_s * scale_out, mask=m_s)
     if SPLIT and HAS_GATE and not HAS_Y:
         tl.store(total_ptr + i_n * HV + i_h, total, mask=i_x == 0)
-
-
-@triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
-def state_scan_kernel(
-    states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
-    total_ptr,  # [slots, HV]
-    s_in_ptr,  # [N, HV, SIZE], times scale_in
-    s_out_ptr,  # the same, times scale_out
-    cu_ptr,  # [N + 1]
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    segment,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """grid (ceil(SIZE / BLOCK) * HV * N,): one program follows a part of one state."""
-    pid = tl.program_id(0)
-    NB: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    i_h = (pid // NB) % HV
-    i_n = (pid // NB // HV).to(tl.int64)
-    o = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
-    m = o < SIZE
-    if PACKED:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        slot = begin // segment + i_n
-        count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
-    else:
-        count = tl.cdiv(T, segment)
-        slot = i_n * count
-    o_io = (i_n * HV + i_h) * SIZE + o
-    if HAS_S_IN:
-        b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
-    else:
-        b_s = tl.zeros((BLOCK,), tl.float32)
-    for i in range(count):
-        at = (slot + (count - 1 - i if REVERSE else i)) * HV + i_h
-        b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
-        tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
-        if HAS_GATE:
-            b_s *= tl.exp2(tl.load(total_ptr + at))
-        b_s += b_add
-    if HAS_S_OUT:
-        tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
-
-
-@triton.jit(do_not_specialize=["T", "N", "HV", "tokens", "segment", "spans"])
-def gate_gradient_kernel(
-    q_rows_ptr,  # [NX, HV, tokens]: q . dq
-    k_rows_ptr,  # [NX, HV, tokens]: k . dk
-    z_ptr,  # [NX, spans, HV]
-    dg_ptr,  # [tokens, HV]
-    cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    tokens,
-    segment,
-    spans,
-    NX: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    PACKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """grid (ceil(HV / BH) * spans,): BH heads of a span of TOKENS, from its last BT tokens on."""
-    pid = tl.program_id(0)
-    NH = tl.cdiv(HV, BH)
-    i_span = pid // NH
-    o_h = (pid % NH) * BH + tl.arange(0, BH)
-    o_t = tl.arange(0, BT)
-    if SPLIT:  # a segment is some whole spans
-        each = segment // TOKENS
-        begin, length, i_s = find_segment(cu_ptr, i_span // each, T, N, segment, PACKED)
-        first = i_s * segment + (i_span % each) * TOKENS
-        length = tl.minimum(length, (i_s + 1) * segment)
-    else:
-        begin, length, i_s = find_segment(cu_ptr, i_span, T, N, TOKENS, PACKED)
-        first = i_s * TOKENS
-    b_z = tl.zeros((BH,), tl.float32)
-    for x in range(NX):
-        p_z = z_ptr + (tl.full((), x, tl.int64) * spans + i_span) * HV + o_h
-        b_z += tl.load(p_z, mask=(o_h < HV) & (first < length), other=0.0)
-    for i in range(TOKENS // BT):
-        t = first + TOKENS - (i + 1) * BT
-        m = (t + o_t < length)[:, None] & (o_h < HV)[None, :]
-        b = tl.zeros((BT, BH), tl.float32)
-        for x in range(NX):
-            o = (tl.full((), x, tl.int64) * HV + o_h[None, :]) * tokens + begin + (t + o_t)[:, None]
-            b += tl.load(q_rows_ptr + o, mask=m, other=0.0)
-            b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
-        p_dg = dg_ptr + (begin + t + o_t[:, None]) * HV + o_h[None, :]
-        b_dg = tl.cumsum(b, 0, reverse=True) + b_z[None, :]
-        tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
-        b_z += tl.sum(b, 0)
