@@ -3,8 +3,9 @@
 python bench/dplr_gpu.py            # --check, then --times
 python bench/dplr_gpu.py --check    # against the float64 reference, groups in parallel processes
 python bench/dplr_gpu.py --times    # kda, rwkv7 and dplr, and each of their kernels
+python bench/dplr_gpu.py --check --part 0/2   # half of the groups
 python bench/dplr_gpu.py --times --peer   # beside fla, which tunes for minutes at first
-python bench/dplr_gpu.py --sweep    # tiles of each kernel at the timed shapes
+python bench/dplr_gpu.py --sweep    # tiles of each kernel, their results too
 """
 
 import argparse
@@ -38,6 +39,7 @@ WHOLE = (1, 300, 2, 2, 128, 128, None)
 PACKED = (1, 385, 2, 4, 128, 128, (5, 0, 200, 1, 64, 115))
 ODD = (2, 130, 1, 2, 100, 40, None)
 SMALL = (2, 70, 1, 1, 30, 64, None)
+NARROW = (1, 200, 2, 2, 60, 30, None)
 LARGE = (1, 150, 1, 1, 256, 192, None)
 # kind, dtype, sizes: each compiles its own kernels, so each gets a process
 GROUPS = [
@@ -45,6 +47,8 @@ GROUPS = [
     *((kind, "bfloat16", (ODD, SMALL)) for kind in ("kda", "dplr")),
     *((kind, "bfloat16", (LARGE,)) for kind in ("kda", "dplr")),
     *((kind, "float32", (WHOLE, SMALL)) for kind in ("kda", "dplr")),
+    *((kind, "float32", (NARROW, PACKED)) for kind in ("kda", "dplr")),
+    *((kind, "float32", (LARGE,)) for kind in ("kda", "dplr")),
     *((kind, "float16", (WHOLE, SMALL)) for kind in ("kda", "dplr")),
     ("iplr", "bfloat16", (WHOLE, ODD)),
     ("scalar", "bfloat16", (WHOLE,)),
@@ -152,18 +156,26 @@ def check_group(index: int) -> bool:
     return fine
 
 
-def check() -> bool:
+def start(*options: str) -> subprocess.Popen:
+    run = [sys.executable, __file__, *options]
+    return subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, name: Any) -> str:
+    """What it printed, or why it didn't."""
+    out, err = process.communicate(timeout=600)
+    last = err.strip().splitlines()[-1:] if process.returncode and not out else ()
+    return out.strip() or f"{name} failed: {last}"
+
+
+def check(part: str) -> bool:
     torch.cuda.init()
-    run = [sys.executable, __file__, "--group"]
-    started = [
-        subprocess.Popen([*run, str(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for n in range(len(GROUPS))
-    ]
+    k, n = map(int, part.split("/"))
+    groups = range(k, len(GROUPS), n)
+    started = [start("--group", str(i)) for i in groups]
     fine = True
-    for group, process in zip(GROUPS, started):
-        out, err = process.communicate(timeout=600)
-        last = err.strip().splitlines()[-1:] if process.returncode and not out else ()
-        print(out.strip() or f"{group[:2]} failed: {last}", flush=True)
+    for i, process in zip(groups, started):
+        print(finish(process, GROUPS[i][:2]), flush=True)
         fine &= process.returncode == 0
     return fine
 
@@ -197,17 +209,18 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
     do, o = (torch.randn_like(terms.v) for _ in range(2))
     final = do.new_empty(terms.state_shape, dtype=torch.float32)
     kept = launch._prepare(terms, scale, keep=True)
-    walked = launch._walked(terms, kept)
-    launch._walk(terms, kept, states=walked.states)
+    x, states = launch._kept(terms, kept)
+    walked = launch.Walked(x, torch.empty_like(x), states, torch.empty_like(states))
+    launch._walk(terms, kept, x=x, states=states)
     launch._walk_back(terms, do, kept, walked, None, None)
     scores, _, dbeta = launch._scores(terms, do, kept, walked, scale)
     return {
         "prepare": lambda: launch._prepare(terms, scale, keep=True),
         "walk": lambda: launch._walk(terms, kept, o=o, final=final),
-        "keep": lambda: launch._walk(terms, kept, states=walked.states),
+        "keep": lambda: launch._walk(terms, kept, x=x, states=states),
         "back": lambda: launch._walk_back(terms, do, kept, walked, None, None),
         "scores": lambda: launch._scores(terms, do, kept, walked, scale),
-        "grads": lambda: launch._grads(terms, do, walked, scores, dbeta, scale),
+        "grads": lambda: launch._grads(terms, do, walked, scores, dbeta, kept.strong, scale),
     }
 
 
@@ -266,7 +279,7 @@ def times(kind: str, with_peer: bool) -> None:
 
 def strong_times() -> None:
     """How much slower chunks are that decay too much to be taken whole."""
-    for gate in ("middle", "mixed"):
+    for gate in ("middle", "strong", "mixed"):
         terms = inputs("kda", TIMED, gate, torch.bfloat16, state=False)
         each = stages(terms, 0.1)
         line = (f"{n} {bench(each[n]):.3f}" for n in ("prepare", "grads"))
@@ -289,36 +302,68 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-_WALKS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2)]
+_WALKS = [(64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3)]
 SWEEP = {
-    "prepare": [(64, 4, 1), (64, 4, 2), (128, 4, 1)],
+    "prepare": [(64, 4, 1), (64, 4, 2)],
     "walk": _WALKS,
     "keep": _WALKS,
     "back": _WALKS,
-    "scores": [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 4, 1)],
-    "grads": [(64, 4, 1), (64, 4, 2), (64, 4, 3)],
+    "scores": [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 4, 1), (128, 8, 1)],
+    "grads": [(64, 4, 1), (64, 4, 2), (128, 8, 1)],
 }
+CANDIDATES = [(name, row) for name, rows in SWEEP.items() for row in rows]
+SWEPT = ("sm_90", 2, 128)
+
+
+def put(name: str, row: tuple) -> None:
+    part: Any = {name: Part(*row)}
+    dplr_tiles.TILES[SWEPT] = dataclasses.replace(dplr_tiles.TILES[SWEPT], **part)
+    launch._tile.cache_clear()
+
+
+def candidate(kind: str, index: int) -> None:
+    """Prints how far the results with a candidate are from those with the table's tile.
+
+    In a process of its own, which also leaves the kernel in Triton's cache.
+    """
+    name, row = CANDIDATES[index]
+    worst = 0.0
+    for size, gate in (((1, 700, 3, 3, 128, 128, None), "weak"), (PACKED, "mixed")):
+        terms = inputs(kind, size, gate, torch.bfloat16, state=True)
+        do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+        want = run_ours(kind, terms, do, dfinal, 0.1)
+        kept = dplr_tiles.TILES[SWEPT]
+        put(name, row)
+        got = run_ours(kind, terms, do, dfinal, 0.1)
+        dplr_tiles.TILES[SWEPT] = kept
+        launch._tile.cache_clear()
+        off = [error(got[n], x) for n, x in want.items()]
+        worst = max(worst, *(e if e == e else torch.inf for e in off))
+    print(f"{worst:.0e}")
 
 
 def sweep(kind: str) -> None:
-    """One kernel's tile (B, warps, stages) at a time in place of the table's."""
+    """One kernel's tile (B, warps, stages) at a time in place of the table's: ms, difference."""
+    started = [start("--candidate", str(n), "--kind", kind) for n in range(len(CANDIDATES))]
+    off = {row: finish(process, row) for row, process in zip(CANDIDATES, started)}
     terms = inputs(kind, TIMED, "weak", torch.bfloat16, state=False)
-    key = ("sm_90", 2, 128)
-    kept = dplr_tiles.TILES[key]
-    fns = stages(terms, terms.q.shape[-1] ** -0.5)
-    for name, rows in SWEEP.items():
+    kept = dplr_tiles.TILES[SWEPT]
+    rows = []
+    for name, tiles in SWEEP.items():
         line = []
-        for row in rows:
-            part: Any = {name: Part(*row)}
-            dplr_tiles.TILES[key] = dataclasses.replace(kept, **part)
-            launch._tile.cache_clear()
+        for row in tiles:
             try:
-                line.append(f"{row} {bench(fns[name]):.3f}")
+                put(name, row)
+                ms = bench(stages(terms, terms.q.shape[-1] ** -0.5)[name])
+                rows.append({"case": kind, "kernel": name, "tile": row, "ms": ms})
+                rows[-1]["off"] = off[name, row]
+                line.append(f"{row} {ms:.3f} ({off[name, row][:30]})")
             except Exception as e:  # too much shared memory is a row too
                 line.append(f"{row} {type(e).__name__}")
+            dplr_tiles.TILES[SWEPT] = kept
         print(f"{kind} {name}:", ", ".join(line), flush=True)
-    dplr_tiles.TILES[key] = kept
     launch._tile.cache_clear()
+    record("dplr_gpu_sweep", rows)
 
 
 def guarded(fn: Callable, *args: Any) -> None:
@@ -332,18 +377,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("check", "times", "sweep", "peer"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("--kind", default="kda")
     parser.add_argument("--group", type=int)
+    parser.add_argument("--candidate", type=int)
     options = parser.parse_args()
     torch.manual_seed(time.time_ns() % 2**31)
     if options.group is not None:
         raise SystemExit(0 if check_group(options.group) else 1)
+    if options.candidate is not None:
+        candidate(options.kind, options.candidate)
+        return
     print(torch.cuda.get_device_name(), torch.__version__)
     if options.sweep:
         for kind in ("kda", "dplr"):
             guarded(sweep, kind)
         return
-    fine = options.times or check()
-    if not options.check:
+    fine = check(options.part) if options.check or not options.times else True
+    if options.times or not options.check:
         guarded(host_time)
         for kind in ("kda", "rwkv7", "dplr"):
             guarded(times, kind, options.peer)

@@ -96,6 +96,7 @@ def check(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> N
     want = reference(terms, scale, do, dfinal)
     for name, x in want.items():
         limit = 2e-6 if dtype == torch.float32 else 2e-3
+        limit *= 2 if size == "one token" else 1  # of a single number, a sum that may cancel
         error = relative_error(got[name], x)
         assert error <= limit, f"{kind}, {size}, {gate}, {dtype}: {name} is off by {error:.1e}"
     names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}

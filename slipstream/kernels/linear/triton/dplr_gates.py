@@ -1,4 +1,4 @@
-"""Decay inside a chunk, a gate for every channel: sums of gates as products, halves of blocks.
+"""Decay inside a chunk, a gate for every channel, however strong: sums of gates, halves of blocks.
 
 With g [C, BK] the gates of a chunk in base 2, a sum of gates between a token and an edge is a
 product of a matrix of zeros and ones with g: only numbers of one sign are added. In 16 bits g is
@@ -13,8 +13,8 @@ tokens and the pairs that have i in the later half and j in the earlier one, wit
 for both factors, exp(e_i) exp(e_j), both at most 1. Steps 1 to log2(C) cover all j < i. Blocks that
 decay by no more than 2^-LIMIT to and from their middle need no halving: there exp(-e) is finite,
 and all pairs of the block are one product. So the steps begin with the largest such blocks and go
-on from there as above. Most often that is the whole chunk, whose G is then small enough for all
-exponents to be differences of it.
+on from there as above. Chunks that are such a block in all of their channels never come here
+(dplr_whole.py).
 """
 
 # pyright knows neither what a jit function returns nor constexpr
@@ -29,6 +29,26 @@ LOWEST_GATE = tl.constexpr(-256.0)
 
 
 @triton.jit
+def load_gates_of(p_g, m_g):
+    """Gates in base 2."""
+    b_g = tl.load(p_g, mask=m_g, other=0.0).to(tl.float32) * LOG2E
+    return tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
+
+
+@triton.jit
+def product_of_gates(b_seen, b_g, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """b_seen [C, C] of -1, 0 and 1 times b_g [C, BK]."""
+    if EXACT:
+        b_sum = tl.dot(b_seen.to(tl.float32), b_g, input_precision=PRECISION)
+    else:
+        b_seen = b_seen.to(tl.bfloat16)
+        b_high = b_g.to(tl.bfloat16)
+        b_sum = tl.dot(b_seen, (b_g - b_high.to(tl.float32)).to(tl.bfloat16))
+        b_sum = tl.dot(b_seen, b_high, b_sum)
+    return b_sum
+
+
+@triton.jit
 def load_channel_gates(
     ones_ptr,
     g_ptr,
@@ -37,7 +57,6 @@ def load_channel_gates(
     o_c,
     m_g,
     o_k,
-    HAS_GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     STEPS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -46,29 +65,18 @@ def load_channel_gates(
 ):
     """Of a chunk and BK channels, what the functions below take:
 
-    where g [C, BK] is, and which of it, G, its row in the middle and its last one [BK], in base 2,
-    the first step, whether that is the whole chunk, and where the ones are (triangle). g itself
-    would take too many registers.
+    where g [C, BK] is, and which of it, its sum [BK] in base 2, the first step, and where the ones
+    are (triangle). g itself would take too many registers.
     """
-    if HAS_GATE:
-        if CHANNEL:
-            p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :]
-        else:
-            p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * 0
-        b_g = _load(p_g, m_g)
-        b_G = _sums(triangle(ones_ptr, o_c, False, False), p_g, m_g, EXACT, PRECISION)
-        b_middle = tl.sum(tl.where((o_c < (1 << STEPS) // 2)[:, None], b_g, 0.0), 0)
-        b_last = tl.sum(b_g, 0)
-        strongest = -tl.min(tl.min(b_g, 1), 0)
-        first = (strongest <= LIMIT).to(tl.int32)
-        for s in tl.static_range(1, STEPS):
-            first += (strongest * (1 << s) <= LIMIT).to(tl.int32)
-        is_whole = -tl.min(b_last, 0) <= LIMIT
-        first = tl.where(is_whole, STEPS, first)
-        gates = p_g, m_g, b_G, b_middle, b_last, first, is_whole, ones_ptr
-    else:
-        gates = ()
-    return gates
+    p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
+    b_g = load_gates_of(p_g, m_g)
+    b_last = tl.sum(b_g, 0)
+    strongest = -tl.min(tl.min(b_g, 1), 0)
+    first = (strongest <= LIMIT).to(tl.int32)
+    for s in tl.static_range(1, STEPS):
+        first += (strongest * (1 << s) <= LIMIT).to(tl.int32)
+    first = tl.where(-tl.min(b_last, 0) <= LIMIT, STEPS, first)
+    return p_g, m_g, b_last, first, ones_ptr
 
 
 @triton.jit
@@ -83,23 +91,9 @@ def triangle(ones_ptr, o_c, STRICT: tl.constexpr, UPPER: tl.constexpr):
 
 
 @triton.jit
-def _load(p_g, m_g):
-    b_g = tl.load(p_g, mask=m_g, other=0.0).to(tl.float32) * LOG2E
-    return tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
-
-
-@triton.jit
-def _sums(b_seen, p_g, m_g, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def _sums(b_seen, gates, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """Sum of the gates of the tokens that each token sees, b_seen [C, C] of zeros and ones."""
-    b_g = _load(p_g, m_g)
-    if EXACT:
-        b_sum = tl.dot(b_seen.to(tl.float32), b_g, input_precision=PRECISION)
-    else:
-        b_seen = b_seen.to(tl.bfloat16)
-        b_high = b_g.to(tl.bfloat16)
-        b_sum = tl.dot(b_seen, (b_g - b_high.to(tl.float32)).to(tl.bfloat16))
-        b_sum = tl.dot(b_seen, b_high, b_sum)
-    return b_sum
+    return product_of_gates(b_seen, load_gates_of(gates[0], gates[1]), EXACT, PRECISION)
 
 
 @triton.jit
@@ -113,47 +107,17 @@ def sums_back(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def G_of_read(gates, BEFORE: tl.constexpr):
-    """G of a read, in a whole chunk."""
-    b_G = gates[2]
-    if BEFORE:
-        b_G -= _load(gates[0], gates[1])
-    return b_G
-
-
-@triton.jit
 def from_start(gates, o_c, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from the start of the chunk to each token, with its own gate or BEFORE it."""
-    p_g, m_g, b_G, _, _, _, is_whole, ones_ptr = gates
-    b_e = b_G
-    if BEFORE:
-        if is_whole:
-            b_e = tl.minimum(G_of_read(gates, True), 0.0)
-        else:
-            b_e = _sums(triangle(ones_ptr, o_c, True, False), p_g, m_g, EXACT, PRECISION)
-    return tl.exp2(b_e)
+    b_seen = triangle(gates[4], o_c, BEFORE, False)
+    return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
 
 
 @triton.jit
 def to_end(gates, o_c, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from each token, without its own gate, to the end of the chunk."""
-    p_g, m_g, b_G, _, b_last, _, is_whole, ones_ptr = gates
-    if is_whole:
-        b_e = tl.minimum(b_last[None, :] - b_G, 0.0)
-    else:
-        b_e = _sums(triangle(ones_ptr, o_c, True, True), p_g, m_g, EXACT, PRECISION)
-    return tl.exp2(b_e)
-
-
-@triton.jit
-def of_chunk(gates, WRITE: tl.constexpr, BEFORE: tl.constexpr):
-    """Decay between each token and the middle of a whole chunk, of a read or of a WRITE."""
-    b_middle = gates[3][None, :]
-    if WRITE:
-        b_e = b_middle - gates[2]
-    else:
-        b_e = G_of_read(gates, BEFORE) - b_middle
-    return tl.exp2(b_e)
+    b_seen = triangle(gates[4], o_c, True, True)
+    return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
 
 
 @triton.jit
@@ -191,5 +155,5 @@ def at_step(
 ):
     """Decay between each token and the middle of its block, of a read or of a WRITE."""
     b_seen = seen_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
-    b_e = _sums(b_seen, gates[0], gates[1], EXACT, PRECISION)
-    return tl.exp2(signed(b_e, o_c, step, gates[5], WRITE))
+    b_e = _sums(b_seen, gates, EXACT, PRECISION)
+    return tl.exp2(signed(b_e, o_c, step, gates[3], WRITE))

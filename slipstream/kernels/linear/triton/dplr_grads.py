@@ -1,17 +1,18 @@
 """Per-channel decay, or free a and b: the gradients of q, k, a, b and the gates, chunk by chunk.
 
 With S before the chunk, dS' after it, x, y, z and the gradients of the scores of dplr_scores.py,
-from the edges of the chunk and, step by step (dplr_gates.py), its pairs of tokens,
+and E, early, late of dplr_whole.py, P = exp(E), N = exp(-E), P_prev = P before a token's own gate,
 
-    dq = exp(G) scale do S^T + sum over steps of exp(e) (dqb (b exp(e)) + dqk (k exp(e)))
-    da = exp(G) z S^T        + sum of            exp(e) (dab (b exp(e)) + dak (k exp(e)))
-    db = exp(G_C - G) x dS'^T + sum of exp(e) (dqb^T (q exp(e)) + dab^T (a exp(e)))
-    dk = exp(G_C - G) v dS'^T + sum of exp(e) (dqk^T (q exp(e)) + dak^T (a exp(e)))
+    dq = P (exp(early) scale do S^T + dqb (b N) + dqk (k N))
+    da = P_prev (exp(early) z S^T + dab (b N) + dak (k N))
+    db = N (exp(late) x dS'^T + dqb^T (q P) + dab^T (a P_prev))
+    dk = N (exp(late) v dS'^T + dqk^T (q P) + dak^T (a P_prev))
 
-where delta has a = b = k, so that its dk is da + db, and dbeta = y . v - a . (what y alone would
-make of da). An exponent's gradient is the product of what it multiplies with its gradient; sums of
-gates give it back to the gates that are in them. So dg_t comes of the pairs i >= t > j alone, but
-for pairs within a block of the first step, whose shares before and after t cancel.
+where delta has a = b = k and P for P_prev, so that its dk is da + db, and dbeta = y . v - a . (what
+y alone would make of da). An exponent's gradient is the product of what it multiplies with its
+gradient: gate t is in those of q from t on, of a after it, of what came of dS' before it, and with
+a minus of what scores gave b and k from t on, less what is not in the decay from t to the end.
+Pairs (i, i) have no decay; they come last. Strong chunks are left to dplr_strong_grads.py.
 """
 
 # pyright knows neither what a jit function returns nor constexpr
@@ -21,26 +22,39 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta_solve import find_chunk
-from slipstream.kernels.linear.triton.dplr_gates import (
-    at_step,
-    from_start,
-    load_channel_gates,
-    of_chunk,
-    pairs_of_step,
-    seen_in_half,
-    signed,
-    sums_back,
-    to_end,
-    triangle,
-)
+from slipstream.kernels.linear.triton.dplr_whole import add_back, load_whole
 from slipstream.kernels.linear.triton.walk import _block
 
 
 @triton.jit
-def _times_states(
-    p,
-    stride,
+def _states(p, o_v, o_k, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr):
+    """Rows o_v and columns o_k of a state [V, WIDE]."""
+    p = p + o_v[:, None] * WIDE + o_k[None, :]
+    if V % BV != 0:
+        b = tl.load(p, mask=(o_v < V)[:, None], other=0.0)
+    else:
+        b = tl.load(p)
+    return b
+
+
+@triton.jit
+def _columns_of(p, o_c, o_v, V: tl.constexpr, BV: tl.constexpr):
+    """Rows [C, BV] of a chunk of [V, C]."""
+    p = p + o_v[:, None] * o_c.shape[0] + o_c[None, :]
+    if V % BV != 0:
+        b = tl.load(p, mask=(o_v < V)[:, None], other=0.0)
+    else:
+        b = tl.load(p)
+    return tl.trans(b)
+
+
+@triton.jit
+def _of_states_before(
+    p_do,
+    HV,
+    p_y,
     p_states,
+    p_dstates,
     o_c,
     m_c,
     o_k,
@@ -48,124 +62,63 @@ def _times_states(
     WIDE: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    C: tl.constexpr,
-    BY_CHUNK: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows [C, V] of a chunk, from tokens or BY_CHUNK, transposed, times its states [V, BK]."""
-    b_d = tl.zeros((C, BK), tl.float32)
+    """do S^T and y S^T [C, BK], and if HAS_GATE the sum over V of S dS' [BK]."""
+    b_dq = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_da = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_z = tl.zeros((BK,), tl.float32)
     for n in range(tl.cdiv(V, BV)):
         o_v = n * BV + tl.arange(0, BV)
-        m_v = (o_v < V)[:, None]
-        if BY_CHUNK:
-            p_x = p + o_v[:, None] * C + o_c[None, :]
-            b_x = tl.trans(tl.load(p_x, mask=m_v & m_c[None, :], other=0.0))  # [C, BV]
-        else:
-            b_x = _block(p, stride, o_c, m_c, o_v, V, V % BV != 0)
-        p_s = p_states + o_v[:, None] * WIDE + o_k[None, :]
-        b_s = tl.load(p_s, mask=m_v & (tl.max(m_c.to(tl.int32), 0) > 0), other=0.0)  # [BV, BK]
-        b_d = tl.dot(b_x, b_s, b_d, input_precision=PRECISION)
-    return b_d
+        b_s = _states(p_states, o_v, o_k, V, BV, WIDE)  # [BV, BK]
+        if HAS_GATE:
+            b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
+            b_z += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
+        b_r = _block(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_dq = tl.dot(b_r, b_s, b_dq, input_precision=PRECISION)
+        b_r = _columns_of(p_y, o_c, o_v, V, BV)
+        b_da = tl.dot(b_r, b_s, b_da, input_precision=PRECISION)
+    return b_dq, b_da, b_z
 
 
 @triton.jit
-def _through_scores(
-    p_dm, b_m, p_dn, b_n, o_c, step, first, C, WRITE: tl.constexpr, TWO: tl.constexpr, PRECISION
-):
-    """dm m + dn n [C, BK] of the pairs of a step, or all; dm, dn [i, j], or [j, i] for a WRITE."""
-    i = o_c[None, :] if WRITE else o_c[:, None]
-    j = o_c[:, None] if WRITE else o_c[None, :]
-    b_a = tl.load(p_dm + i * C + j)
-    if step is not None:
-        b_a = tl.where(pairs_of_step(i, j, step, first), b_a, 0.0).to(b_m.dtype)
-    b_d = tl.dot(b_a, b_m, input_precision=PRECISION)
-    if TWO:
-        b_a = tl.load(p_dn + i * C + j)
-        if step is not None:
-            b_a = tl.where(pairs_of_step(i, j, step, first), b_a, 0.0).to(b_m.dtype)
-        b_d = tl.dot(b_a, b_n, b_d, input_precision=PRECISION)
-    return b_d
-
-
-@triton.jit
-def _gradient(
-    b_d,
-    b_dg,
-    b_share,
-    p_own,
-    p_m,
-    p_dm,
-    p_n,
-    p_dn,
-    m_k,
-    gates,
+def _of_states_after(
+    p_x,
+    p_v,
+    HV,
+    p_dstates,
     o_c,
-    WRITE: tl.constexpr,
-    BEFORE: tl.constexpr,
-    N_BEFORE: tl.constexpr,
-    TWO: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    STEPS: tl.constexpr,
-    C: tl.constexpr,
-    EXACT: tl.constexpr,
+    m_c,
+    o_k,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient d [C, BK] of a read or WRITE by way of its scores with m and, if TWO, with n.
+    """x dS'^T and, but for DELTA, v dS'^T [C, BK]."""
+    b_db = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_dk = tl.zeros((o_c.shape[0], BK), tl.float32)
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
+        b_r = _columns_of(p_x, o_c, o_v, V, BV)
+        b_db = tl.dot(b_r, b_ds, b_db, input_precision=PRECISION)
+        if not DELTA:
+            b_r = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+            b_dk = tl.dot(b_r, b_ds, b_dk, input_precision=PRECISION)
+    return b_db, b_dk
 
-    d is what came by way of the states; dm and dn are the gradients of those scores. All of it
-    times own goes to the gates' gradient. share is a factor of a second read: of own, or of n.
-    """
-    t = o_c[:, None]
-    i = o_c[None, :]
-    b_m = tl.load(p_m, mask=m_k, other=0.0)
-    act = b_m.dtype
-    b_n = b_m
-    if TWO:
-        b_n = tl.load(p_n, mask=m_k, other=0.0)
-        if WRITE:
-            b_n = (b_n * b_share).to(act)
-    if HAS_GATE:
-        if WRITE:
-            b_own = tl.load(p_own, mask=m_k, other=0.0).to(tl.float32)
-            b_d *= to_end(gates, o_c, EXACT, PRECISION)
-            b_dg += sums_back(triangle(gates[7], o_c, True, False), b_d * b_own, EXACT, PRECISION)
-        else:
-            b_own = tl.load(p_own, mask=m_k, other=0.0) * b_share
-            b_d *= from_start(gates, o_c, BEFORE, EXACT, PRECISION)
-        b_seen = triangle(gates[7], o_c, BEFORE, True)
-        if gates[6]:
-            b_e = of_chunk(gates, not WRITE, False)
-            b_m = (b_m * b_e).to(act)
-            if N_BEFORE:
-                b_e = of_chunk(gates, not WRITE, True)
-            b_n = (b_n * b_e).to(act)
-            b_t = _through_scores(p_dm, b_m, p_dn, b_n, o_c, None, 0, C, WRITE, TWO, PRECISION)
-            b_t *= of_chunk(gates, WRITE, BEFORE)
-            b_d += b_t
-            if WRITE:
-                b_dg -= sums_back(b_seen, b_t * b_own, EXACT, PRECISION)
-            else:
-                b_dg += sums_back(b_seen, b_d * b_own, EXACT, PRECISION)
-        else:
-            if not WRITE:
-                b_dg += sums_back(b_seen, b_d * b_own, EXACT, PRECISION)
-            first = gates[5]
-            for step in range(first, STEPS + 1):
-                b_e = at_step(gates, o_c, step, not WRITE, False, EXACT, PRECISION)
-                b_me = (b_m * b_e).to(act)
-                if N_BEFORE:
-                    b_e = at_step(gates, o_c, step, not WRITE, True, EXACT, PRECISION)
-                b_ne = (b_n * b_e).to(act)
-                b_t = _through_scores(
-                    p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION
-                )
-                b_t *= at_step(gates, o_c, step, WRITE, BEFORE, EXACT, PRECISION)
-                b_d += b_t
-                b_t = signed(b_t * b_own, o_c, step, first, WRITE)
-                b_dg += sums_back(seen_in_half(i, t, step, BEFORE), b_t, EXACT, PRECISION)
-    else:
-        b_d += _through_scores(p_dm, b_m, p_dn, b_n, o_c, None, 0, C, WRITE, TWO, PRECISION)
-    return b_d, b_dg
+
+@triton.jit
+def _scored(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """b_d + d m [C, BK], d the gradient of scores [C, C], or d^T m."""
+    b_a = tl.load(p_d + o_c[:, None] * o_c.shape[0] + o_c[None, :])
+    if TRANSPOSED:
+        b_a = tl.trans(b_a)
+    return tl.dot(b_a, b_m, b_d, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -193,7 +146,7 @@ def dplr_grads_kernel(
     db_ptr,
     dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
-    ones_ptr,  # [2, C, C]: dplr_gates.triangle
+    strong_ptr,  # [slots, HV]
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -207,13 +160,11 @@ def dplr_grads_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    STEPS: tl.constexpr,
     DELTA: tl.constexpr,
     HAS_GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
-    LIMIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(K / BK) * HV * slots,): BK channels of one chunk and value head a program."""
@@ -221,109 +172,128 @@ def dplr_grads_kernel(
     GK: tl.constexpr = K**CHANNEL
     act = q_ptr.dtype.element_ty
     pid = tl.program_id(0)
+    slot = (pid // NK).to(tl.int64)
+    if HAS_GATE:  # noqa: SIM102 - there is no strong_ptr without
+        if tl.load(strong_ptr + slot) != 0:
+            return
     i_k = pid % NK
     i_h = (pid // NK) % HV
     begin, length, i_c = find_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
-    slot = (pid // NK).to(tl.int64)
     o_c = tl.arange(0, C)
     i = o_c[:, None]
     o_k = i_k * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
+    m_k = m_c[:, None]
+    if K % BK != 0:
+        m_k = m_k & (o_k < K)[None, :]
     row = begin + i_c * C
     i_v = (row * HV + i_h) * V
     i_a = slot * (C * C)
     i_x = slot * (V * C)
     i_s = slot * (V * WIDE)
-    i_q = (row * H + i_h // (HV // H)) * K
-    o_q = i * (H * K) + o_k[None, :]
-    p_q = q_ptr + i_q + o_q
-    p_k = k_ptr + i_q + o_q
-    p_a = p_k
-    p_b = p_k
+    o_q = (row * H + i_h // (HV // H)) * K + i * (H * K) + o_k[None, :]
+    o_o = (row * HV + i_h) * K + i * (HV * K) + o_k[None, :]
     b_sign = 1.0
     if DELTA:
         o_t = (row + o_c) * HV + i_h
         b_sign = -tl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(tl.float32)[:, None]  # z / y
+        p_a = k_ptr + o_q
+        p_b = k_ptr + o_q
     else:
-        p_a = a_ptr + i_q + o_q
-        p_b = b_ptr + i_q + o_q
-    m_k = m_c[:, None]
-    if K % BK != 0:
-        m_k = m_k & (o_k < K)[None, :]
-    gates = load_channel_gates(
-        ones_ptr, g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
-        HAS_GATE, CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
+        p_a = a_ptr + o_q
+        p_b = b_ptr + o_q
+
+    b_dq, b_da, b_z = _of_states_before(
+        do_ptr + i_v, HV, y_ptr + i_x, states_ptr + i_s, dstates_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, HAS_GATE, PRECISION,
     )  # fmt: skip
-    b_dg = tl.zeros((C, BK), tl.float32)
+    b_dq *= scale
+
+    # by way of what the tokens wrote
+    b_w = tl.load(p_b, mask=m_k, other=0.0)
     if HAS_GATE:
-        b_z = tl.zeros((BK,), tl.float32)
-        for n in range(tl.cdiv(V, BV)):
-            o_v = n * BV + tl.arange(0, BV)
-            o_s = i_s + o_v[:, None] * WIDE + o_k[None, :]
-            m_s = (o_v < V)[:, None] & (i_c * C < length)
-            b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
-            b_z += tl.sum(b_s * tl.load(dstates_ptr + o_s, mask=m_s, other=0.0), 0)
-        b_dg += (b_z * tl.exp2(gates[4]))[None, :]
-    i_o = (row * HV + i_h) * K
-    p_qk = (dqb_ptr if DELTA else dqk_ptr) + i_a
-    p_ak = (dab_ptr if DELTA else dak_ptr) + i_a
-    o_o = i * (HV * K) + o_k[None, :]
-    p_qb = dqb_ptr + i_a
-    p_ab = dab_ptr + i_a
-    p_qk = (dqb_ptr if DELTA else dqk_ptr) + i_a
-    p_ak = (dab_ptr if DELTA else dak_ptr) + i_a
-    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
-    b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
-
-    b_d = _times_states(
-        do_ptr + i_v, HV * V, states_ptr + i_s, o_c, m_c, o_k,
-        V, WIDE, BV, BK, C, False, PRECISION,
-    ) * scale  # fmt: skip
-    b_d, b_dg = _gradient(
-        b_d, b_dg, 1.0, p_q, p_b, p_qb, p_k, p_qk, m_k, gates, o_c,
-        False, False, False, not DELTA, HAS_GATE, STEPS, C, EXACT, PRECISION,
-    )  # fmt: skip
-    b_d += b_qb * tl.load(p_b, mask=m_k, other=0.0)
+        b_e, b_before, b_early, b_late = load_whole(
+            g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
+            CHANNEL, not DELTA, EXACT, PRECISION,
+        )  # fmt: skip
+        b_z *= tl.exp2(b_early + b_late)
+        b_early = tl.exp2(b_early)[None, :]
+        b_dq *= b_early
+        b_da *= b_early
+        b_w = (b_w * tl.exp2(-b_e)).to(act)
+    b_dq = _scored(b_dq, dqb_ptr + i_a, o_c, b_w, False, PRECISION)
+    b_da = _scored(b_da, dab_ptr + i_a, o_c, b_w, False, PRECISION)
     if not DELTA:
-        b_d += b_qk * tl.load(p_k, mask=m_k, other=0.0)
-    tl.store(dq_ptr + i_o + o_o, b_d.to(act), mask=m_k)
+        b_w = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_w = (b_w * tl.exp2(-b_e)).to(act)
+        b_dq = _scored(b_dq, dqk_ptr + i_a, o_c, b_w, False, PRECISION)
+        b_da = _scored(b_da, dak_ptr + i_a, o_c, b_w, False, PRECISION)
 
-    b_da = _times_states(
-        y_ptr + i_x, 0, states_ptr + i_s, o_c, m_c, o_k, V, WIDE, BV, BK, C, True, PRECISION
-    )
-    b_da, b_dg = _gradient(
-        b_da, b_dg, b_sign, p_a, p_b, p_ab, p_k, p_ak, m_k, gates, o_c,
-        False, not DELTA, False, not DELTA, HAS_GATE, STEPS, C, EXACT, PRECISION,
-    )  # fmt: skip
+    b_a = tl.load(p_a, mask=m_k, other=0.0)
+    b_ra = b_a * b_sign
+    if HAS_GATE:
+        b_dg = tl.zeros((C, BK), tl.float32)
+        b_f = tl.exp2(b_before)
+        b_da *= b_f
+        b_ra *= b_f
+    b_ra = b_ra.to(act)
     if DELTA:
         o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
-        b_k = tl.load(p_k, mask=m_k, other=0.0)
-        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_k, 1), mask=m_c)
+        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_a, 1), mask=m_c)
         b_da *= b_sign
+        b_t = b_a * b_da
     else:
-        tl.store(da_ptr + i_o + o_o, b_da.to(act), mask=m_k)
-
-    b_d = _times_states(
-        x_ptr + i_x, 0, dstates_ptr + i_s, o_c, m_c, o_k, V, WIDE, BV, BK, C, True, PRECISION
-    )
-    b_d, b_dg = _gradient(
-        b_d, b_dg, b_sign, p_b, p_q, p_qb, p_a, p_ab, m_k, gates, o_c,
-        True, False, not DELTA, True, HAS_GATE, STEPS, C, EXACT, PRECISION,
-    )  # fmt: skip
-    b_d += b_qb * tl.load(p_q, mask=m_k, other=0.0)
-    if DELTA:
-        tl.store(dk_ptr + i_o + o_o, (b_d + b_da).to(act), mask=m_k)
-    else:
-        tl.store(db_ptr + i_o + o_o, b_d.to(act), mask=m_k)
-        b_d = _times_states(
-            v_ptr + i_v, HV * V, dstates_ptr + i_s, o_c, m_c, o_k,
-            V, WIDE, BV, BK, C, False, PRECISION,
-        )  # fmt: skip
-        b_d, b_dg = _gradient(
-            b_d, b_dg, 1.0, p_k, p_q, p_qk, p_a, p_ak, m_k, gates, o_c,
-            True, False, True, True, HAS_GATE, STEPS, C, EXACT, PRECISION,
-        )  # fmt: skip
-        b_d += b_qk * tl.load(p_q, mask=m_k, other=0.0)
-        tl.store(dk_ptr + i_o + o_o, b_d.to(act), mask=m_k)
+        tl.store(da_ptr + o_o, b_da.to(act), mask=m_k)
+        if HAS_GATE:
+            b_dg = add_back(b_dg, b_a * b_da, o_c, 1, True, EXACT, PRECISION)
+            b_t = 0.0
+    b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
+    b_rq = b_q
     if HAS_GATE:
-        tl.store(dg_ptr + i_o + o_o, b_dg, mask=m_k)
+        b_f = tl.exp2(b_e)
+        b_dq *= b_f
+        b_rq = (b_q * b_f).to(act)
+        b_t += b_q * b_dq
+    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
+    b_b = tl.load(p_b, mask=m_k, other=0.0)
+    b_dq += b_qb * b_b
+    if not DELTA:
+        b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        b_dq += b_qk * b_k
+    tl.store(dq_ptr + o_o, b_dq.to(act), mask=m_k)
+
+    # by way of what the tokens read
+    b_db, b_dk = _of_states_after(
+        x_ptr + i_x, None if DELTA else v_ptr + i_v, HV, dstates_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, DELTA, PRECISION,
+    )  # fmt: skip
+    b_b = tl.load(p_b, mask=m_k, other=0.0)
+    if HAS_GATE:
+        b_late = tl.exp2(b_late)[None, :]
+        b_db *= b_late
+        b_z += tl.sum(b_b * tl.exp2(-b_e) * b_db, 0)
+    b_db = _scored(b_db, dqb_ptr + i_a, o_c, b_rq, True, PRECISION)
+    b_db = _scored(b_db, dab_ptr + i_a, o_c, b_ra, True, PRECISION)
+    if HAS_GATE:
+        b_db *= tl.exp2(-b_e)
+        b_t -= b_b * b_db
+    b_db += b_qb * b_q
+    if DELTA:
+        tl.store(dk_ptr + o_o, (b_db + b_da).to(act), mask=m_k)
+    else:
+        tl.store(db_ptr + o_o, b_db.to(act), mask=m_k)
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_dk *= b_late
+            b_z += tl.sum(b_k * tl.exp2(-b_e) * b_dk, 0)
+        b_dk = _scored(b_dk, dqk_ptr + i_a, o_c, b_rq, True, PRECISION)
+        b_dk = _scored(b_dk, dak_ptr + i_a, o_c, b_ra, True, PRECISION)
+        if HAS_GATE:
+            b_dk *= tl.exp2(-b_e)
+            b_t -= b_k * b_dk
+        tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
+    if HAS_GATE:
+        b_dg = add_back(b_dg + b_z[None, :], b_t, o_c, 1, False, EXACT, PRECISION)
+        tl.store(dg_ptr + o_o, b_dg, mask=m_k)

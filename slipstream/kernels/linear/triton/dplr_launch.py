@@ -1,10 +1,11 @@
 """Launches of the kernels of per-channel decay, and of free a and b: no synchronisation.
 
-Forward: what needs no state (dplr_prepare.py), then the walk. Backward computes that again, walks
-twice, writing for each chunk and head S, dS', x (over U) and y, and takes all gradients from those
-at once. Memory beyond results, in tensors of the size of v at K = V: forward 4.5 for delta, 6 for
-dplr, backward 11 and 14, of which the first 3 to 4 are free again before the gradients are there;
-with grouped heads the gradients of q, k, a, b for each value head.
+Forward: what needs no state (dplr_prepare.py), that of strong chunks again (dplr_strong.py), whose
+programs end at once where there are none, then the walk. Backward computes that again, walks
+twice, writing for each chunk and head S, dS', x and y, and takes all gradients from those at once.
+Memory beyond results, in tensors of the size of v at K = V: forward 5.5 for delta, 7 for dplr,
+backward 11 and 14, of which the first 3 to 4 are free again before the gradients are there; with
+grouped heads the gradients of q, k, a, b for each value head.
 """
 
 from functools import cache
@@ -13,14 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import Part
 from slipstream.kernels.linear.triton.dplr_grads import dplr_grads_kernel
 from slipstream.kernels.linear.triton.dplr_prepare import dplr_prepare_kernel
 from slipstream.kernels.linear.triton.dplr_scores import dplr_scores_kernel
+from slipstream.kernels.linear.triton.dplr_strong import dplr_strong_kernel
+from slipstream.kernels.linear.triton.dplr_strong_grads import dplr_strong_grads_kernel
 from slipstream.kernels.linear.triton.dplr_tiles import (
     LIMIT,
-    LIMIT_FLOAT16,
+    WHOLE,
     DplrTile,
     choose,
 )
@@ -42,6 +46,7 @@ class Prepared(NamedTuple):
     qk: Tensor | None
     ak: Tensor | None
     r: Tensor | None
+    strong: Tensor | None
 
 
 class Walked(NamedTuple):
@@ -86,14 +91,17 @@ def backward(
         dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
         prepared = _prepare(terms, scale, keep=True)
-        walked = _walked(terms, prepared)
-        _walk(terms, prepared, states=walked.states)
+        x, states = _kept(terms, prepared)
+        _walk(terms, prepared, x=x, states=states)
+        # what is not read again gives its memory to what comes after it
+        prepared = prepared._replace(u=prepared.qb)
+        walked = Walked(x, torch.empty_like(x), states, torch.empty_like(states))
         _walk_back(terms, do, prepared, walked, dfinal, dstate)
-        # what only the walks read gives its memory to the gradients
         prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
+        strong = prepared.strong
         scores, dv, dbeta = _scores(terms, do, prepared, walked, scale)
         del prepared
-        grads = _grads(terms, do, walked, scores, dbeta, scale)
+        grads = _grads(terms, do, walked, scores, dbeta, strong, scale)
     grads["v"] = dv
     if dstate is not None:
         grads["initial_state"] = dstate
@@ -110,26 +118,24 @@ def _all_contiguous(terms: Terms) -> Terms:
     return _contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
 
-def _options(terms: Terms, part: Part) -> dict[str, Any]:
+def _options(terms: Terms, part: Part, walk: bool = False) -> dict[str, Any]:
+    # three products for one over 256 channels at once leave the compiler not a register
+    simple = walk and terms.q.shape[-1] > 128
     return {
         "C": _tile_of(terms)[0].C,
         "PACKED": terms.cu_seqlens is not None,
-        "PRECISION": "ieee" if INTERPRETED else "tf32x3",
+        "PRECISION": "ieee" if simple else precision(),
         "num_warps": part.warps,
         "num_stages": part.stages,
     }
 
 
 def _gate_options(terms: Terms) -> dict[str, Any]:
-    half = terms.q.dtype == torch.float16
     return {
-        "STEPS": _tile_of(terms)[0].steps,
         "DELTA": terms.beta is not None,
-        "HAS_GATE": terms.g is not None,
         "CHANNEL": terms.decay == "channel",
         # bfloat16 products are wrong in the interpreter
         "EXACT": terms.q.dtype == torch.float32 or INTERPRETED,
-        "LIMIT": LIMIT_FLOAT16 if half else LIMIT[terms.q.element_size()],
     }
 
 
@@ -139,12 +145,9 @@ def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([ones.tril(), ones.tril(-1)])
 
 
-def _ones(terms: Terms) -> Tensor | None:
+def _ones(terms: Terms) -> Tensor:
     """What dplr_gates.triangle reads."""
-    if terms.g is None:
-        return None
-    exact = _gate_options(terms)["EXACT"]
-    dtype = torch.float32 if exact else torch.bfloat16
+    dtype = torch.float32 if _gate_options(terms)["EXACT"] else torch.bfloat16
     return _triangles(terms.q.device, _tile_of(terms)[0].C, dtype)
 
 
@@ -166,53 +169,39 @@ def _prepare(terms: Terms, scale: float, *, keep: bool) -> Prepared:
         w=v.new_empty(slots, HV, C, WIDE),
         b=v.new_empty(slots, HV, C, WIDE),
         k=None if delta else v.new_empty(slots, HV, C, WIDE),
-        u=v.new_empty(slots, HV, V, C),
+        u=v.new_empty(slots, HV, V, C, dtype=torch.float32),
         total=None if terms.g is None else v.new_empty(slots, HV, WIDE, dtype=torch.float32),
         qb=v.new_empty(slots, HV, C, C),
         qk=None if delta else v.new_empty(slots, HV, C, C),
         ak=v.new_empty(slots, HV, C, C) if keep and not delta else None,
         r=v.new_empty(slots, HV, C, C) if keep else None,
+        strong=None if terms.g is None else v.new_empty(slots, HV, dtype=torch.int32),
     )
     # R is rounded to the inputs' dtype; C = 64 is wgmma's, which is slow with tf32 (delta_solve.py)
-    inner = "tf32x3" if v.dtype == torch.float32 else "halves" if C == 64 else "tf32"
-    launch: Any = dplr_prepare_kernel[(slots * HV,)]
-    launch(
-        terms.q,
-        terms.k,
-        terms.a,
-        terms.b,
-        v,
-        terms.g,
-        terms.beta,
-        *out[:-2],
-        None if delta else out.ak if keep else out.qb,  # never written if not keep
-        out.r if keep else out.qb,
-        _ones(terms),
-        terms.cu_seqlens,
-        scale,
-        int(keep),
-        T,
-        terms.sequences,
-        HV,
-        H,
-        K=K,
-        V=V,
-        WIDE=WIDE,
-        BK=tile.prepare.B,
-        BV=tile.prepare.B,
-        INNER="ieee" if INTERPRETED else inner,
-        **_gate_options(terms),
-        **_options(terms, tile.prepare),
-    )
+    inner = precision() if v.dtype == torch.float32 else "halves" if C == 64 else "tf32"
+    given = (terms.q, terms.k, terms.a, terms.b, v, terms.g, terms.beta)
+    ak = None if delta else out.ak if keep else out.qb  # never written if not keep
+    made = (*out[:-3], ak, out.r if keep else out.qb, out.strong)
+    sizes = (terms.cu_seqlens, scale, int(keep), T, terms.sequences, HV, H)
+    options = {"K": K, "V": V, "WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
+    options["INNER"] = "ieee" if INTERPRETED else inner
+
+    def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
+        flags |= {"BK": part.B, "BV": part.B, **options, **_options(terms, part)}
+        kernel[(slots * HV,)](*given, *made, *args, *sizes, **flags)
+
+    gated = terms.g is not None
+    run(dplr_prepare_kernel, tile.prepare, HAS_GATE=gated, LIMIT=WHOLE[v.dtype])
+    if gated:
+        run(dplr_strong_kernel, tile.prepare, _ones(terms), LIMIT=LIMIT[v.dtype])
     return out
 
 
-def _walked(terms: Terms, prepared: Prepared) -> Walked:
-    """With x where U is, the rest to be written."""
-    WIDE = prepared.q.shape[-1]
-    slots, HV, V, _ = prepared.u.shape
-    states, dstates = (prepared.u.new_empty(slots, HV, V, WIDE) for _ in range(2))
-    return Walked(prepared.u, torch.empty_like(prepared.u), states, dstates)
+def _kept(terms: Terms, prepared: Prepared) -> tuple[Tensor, Tensor]:
+    """x and the states before each chunk, to be written."""
+    slots, HV, V, C = prepared.u.shape
+    v = terms.v
+    return v.new_empty(slots, HV, V, C), v.new_empty(slots, HV, V, prepared.q.shape[-1])
 
 
 def _walk(
@@ -220,6 +209,7 @@ def _walk(
     prepared: Prepared,
     o: Tensor | None = None,
     final: Tensor | None = None,
+    x: Tensor | None = None,
     states: Tensor | None = None,
 ) -> None:
     T, HV, V = terms.v.shape[1:]
@@ -234,6 +224,7 @@ def _walk(
         prepared.b,
         prepared.k,
         prepared.u,
+        x,
         prepared.total,
         None if keep else prepared.qb,
         None if keep else prepared.qk,
@@ -252,7 +243,7 @@ def _walk(
         DELTA=terms.beta is not None,
         HAS_GATE=terms.g is not None,
         HAS_S_IN=terms.initial_state is not None,
-        **_options(terms, part),
+        **_options(terms, part, walk=not keep),
     )
 
 
@@ -290,7 +281,7 @@ def _walk_back(
         HAS_GATE=terms.g is not None,
         HAS_S_IN=dfinal is not None,
         HAS_S_OUT=dstate is not None,
-        **_options(terms, part),
+        **_options(terms, part, walk=True),
     )
 
 
@@ -345,48 +336,33 @@ def _grads(
     walked: Walked,
     scores: list[Tensor | None],
     dbeta: Tensor | None,
+    strong: Tensor | None,
     scale: float,
 ) -> dict[str, Tensor]:
     """Gradients of q, k, and a, b, beta, g if given; those of beta and g in float32."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = _tile_of(terms)
-    part = tile.grads
-    NK = -(-K // part.B)
     given = [name for name in "qkab" if getattr(terms, name) is not None]
     wide = {name: do.new_empty(B, T, HV, K) for name in given}
-    dg = None if terms.g is None else do.new_empty(B, T, HV, K, dtype=torch.float32)
-    launch: Any = dplr_grads_kernel[(NK * HV * walked.x.shape[0],)]
-    launch(
-        terms.q,
-        terms.k,
-        terms.a,
-        terms.b,
-        terms.g,
-        terms.beta,
-        None if terms.a is None else terms.v,
-        do,
-        *walked,
-        *scores,
-        *(wide.get(name) for name in "qkab"),
-        dg,
-        dbeta,
-        _ones(terms),
-        terms.cu_seqlens,
-        scale,
-        T,
-        terms.sequences,
-        HV,
-        H,
-        B * T,
-        K=K,
-        V=V,
-        WIDE=WIDE,
-        BK=part.B,
-        BV=part.B,
-        **_gate_options(terms),
-        **_options(terms, part),
-    )
+    gated = terms.g is not None
+    dg = do.new_empty(B, T, HV, K, dtype=torch.float32) if gated else None
+    ins = (terms.q, terms.k, terms.a, terms.b, terms.g, terms.beta)
+    ins += (None if terms.a is None else terms.v, do, *walked, *scores)
+    outs = (*(wide.get(name) for name in "qkab"), dg, dbeta, strong)
+    sizes = (terms.cu_seqlens, scale, T, terms.sequences, HV, H, B * T)
+
+    def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
+        flags |= {"K": K, "V": V, "WIDE": WIDE, "BK": part.B, "BV": part.B}
+        grid = (-(-K // part.B) * HV * walked.x.shape[0],)
+        kernel[grid](
+            *ins, *outs, *args, *sizes, **flags, **_gate_options(terms), **_options(terms, part)
+        )
+
+    run(dplr_grads_kernel, tile.grads, HAS_GATE=gated)
+    if gated:
+        flags = {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
+        run(dplr_strong_grads_kernel, tile.grads, _ones(terms), **flags)
     if HV != H:
         wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
     if dg is not None:

@@ -2,7 +2,7 @@
 
 A read of the state under a gives x_i, which is written under b; dplr writes v under k besides. The
 delta rule is a = k after the decay, b = k, and its own right side. In a chunk, S the state before
-it and ab, ak, qb, qk the decayed scores of its tokens (dplr_gates.py), strict for a,
+it and ab, ak, qb, qk the decayed scores of its tokens, strict for a,
 
     delta  (I + beta ab) x = beta v - beta (k exp(G)) S             R = (I + beta ab)^-1
     dplr   (I - ab) x      = ak v + (a exp(G_prev)) S               R = (I - ab)^-1
@@ -14,9 +14,11 @@ so that x = U + W S with
 
 and the walk's step has neither gates nor scores to compute. One program does one chunk of a value
 head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
-scale qk in the order in which the walk reads them: chunk by chunk, K filled up with zeros. Bytes
-against recomputing the scores in the walk: 4.5 tensors of the size of k written (dplr 6) and read,
-and no product of the walk but the two that follow from one another.
+scale qk in the order in which the walk reads them: chunk by chunk, K filled up with zeros. Decays
+are those of dplr_whole.py; strong chunks are marked, and dplr_strong.py writes them anew.
+
+In 16 bits R is not rounded before the products, nor U: without decay, rounding all of R, W, U and x
+puts outputs off by 6e-3, where this leaves 4.9e-3.
 """
 
 # pyright knows neither what a jit function returns nor constexpr
@@ -26,75 +28,76 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta_solve import find_chunk, inverse
-from slipstream.kernels.linear.triton.dplr_gates import (
-    at_step,
-    from_start,
-    load_channel_gates,
-    of_chunk,
-    pairs_of_step,
-    to_end,
-)
+from slipstream.kernels.linear.triton.dplr_whole import load_whole
 from slipstream.kernels.linear.triton.walk import _block
 
 
 @triton.jit
-def _add_scores(b_a, p_r, b_read, p_w, b_write, o_q, m_k, seen, PRECISION: tl.constexpr):
-    """b_a + r w^T [C, C] where seen, of a read and a write times their decays."""
-    b_r = tl.load(p_r + o_q, mask=m_k, other=0.0)
-    b_w = tl.load(p_w + o_q, mask=m_k, other=0.0)
-    b_r = (b_r * b_read).to(b_r.dtype)
-    b_w = (b_w * b_write).to(b_w.dtype)
-    return b_a + tl.where(seen, tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION), 0.0)
+def _unrounded(b_l, b_r, PRECISION: tl.constexpr):
+    """b_l @ b_r, of which b_l is float32, in 16 bits the sum of two."""
+    b_high = b_l.to(b_r.dtype)
+    b = tl.dot(b_high, b_r, input_precision=PRECISION)
+    if b_r.dtype != tl.float32:
+        b = tl.dot((b_l - b_high.to(tl.float32)).to(b_r.dtype), b_r, b)
+    return b
 
 
 @triton.jit
-def _add_decayed(
-    b_rb,
-    b_rk,
+def solve_chunk(
+    b_ab,
+    b_ak,
+    p_beta,
+    HV,
+    p_v,
+    p_w,
+    p_u,
+    p_ak,
     p_r,
-    p_b,
-    p_k,
-    o_q,
-    m_k,
-    gates,
+    keep,
     o_c,
-    OWN: tl.constexpr,
-    BEFORE: tl.constexpr,
-    DELTA: tl.constexpr,
-    HAS_GATE: tl.constexpr,
+    m_c,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
     STEPS: tl.constexpr,
-    EXACT: tl.constexpr,
+    DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
+    INNER: tl.constexpr,
 ):
-    """Adds the scores of a read r with b and k, of BK channels; OWN: also those of pairs (i, i).
-
-    DELTA has b = k, and no scores with k besides.
-    """
-    i = o_c[:, None]
-    j = o_c[None, :]
-    seen = i >= j if OWN else i > j
-    if HAS_GATE:
-        if gates[6]:
-            b_read = of_chunk(gates, False, BEFORE)
-            b_write = of_chunk(gates, True, False)
-            b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
-            if not DELTA:
-                b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
-        else:
-            first = gates[5]
-            for step in range(first, STEPS + 1):
-                seen = pairs_of_step(i, j, step, first)
-                if OWN:
-                    seen = seen | ((i == j) & (step == first))
-                b_read = at_step(gates, o_c, step, False, BEFORE, EXACT, PRECISION)
-                b_write = at_step(gates, o_c, step, True, False, EXACT, PRECISION)
-                b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
-                if not DELTA:
-                    b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
+    """R from the scores [C, C], and U and W, which takes the place of a with its decay."""
+    C: tl.constexpr = o_c.shape[0]
+    LEVELS: tl.constexpr = STEPS - 4
+    act = p_w.dtype.element_ty
+    o_a = o_c[:, None] * C + o_c[None, :]
+    if DELTA:
+        b_beta = tl.load(p_beta + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
+        b_r = inverse(b_ab * b_beta[:, None], C, LEVELS, INNER)
     else:
-        b_rb = _add_scores(b_rb, p_r, 1.0, p_b, 1.0, o_q, m_k, seen, PRECISION)
-        b_rk = _add_scores(b_rk, p_r, 1.0, p_k, 1.0, o_q, m_k, seen, PRECISION)
-    return b_rb, b_rk
+        b_r = inverse(-b_ab, C, LEVELS, INNER)
+    if keep != 0:
+        tl.store(p_r + o_a, b_r.to(act))
+        if not DELTA:
+            tl.store(p_ak + o_a, b_ak.to(act))
+    if DELTA:
+        b_r *= b_beta[None, :]
+        b_right = b_r
+    else:
+        b_right = _unrounded(b_r, b_ak.to(act), PRECISION)
+    tl.debug_barrier()  # other threads wrote what this one reads
+    for n in range(WIDE // BK):
+        p_a = p_w + o_c[:, None] * WIDE + n * BK + tl.arange(0, BK)[None, :]
+        b_w = _unrounded(b_r, tl.load(p_a), PRECISION)
+        if DELTA:
+            b_w = -b_w
+        tl.debug_barrier()
+        tl.store(p_a, b_w.to(act))
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        b_v = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+        b_u = _unrounded(b_right, b_v, PRECISION)  # [C, BV]
+        p_n = p_u + o_v[None, :] * C + o_c[:, None]
+        tl.store(p_n, b_u, mask=(o_v < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
@@ -110,13 +113,13 @@ def dplr_prepare_kernel(
     w_out_ptr,  # W
     b_out_ptr,  # b exp(G_C - G)
     k_out_ptr,  # k exp(G_C - G), dplr
-    u_out_ptr,  # [slots, HV, V, C]: U
+    u_out_ptr,  # [slots, HV, V, C]: U, float32
     total_ptr,  # [slots, HV, WIDE]: exp(G_C)
     qb_ptr,  # [slots, HV, C, C], scaled
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    ones_ptr,  # [2, C, C]: dplr_gates.triangle
+    strong_ptr,  # [slots, HV]: whether the chunk is
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -143,7 +146,6 @@ def dplr_prepare_kernel(
     """grid (slots * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
-    KM: tl.constexpr = K != WIDE
     pid = tl.program_id(0)
     i_h = pid % HV
     begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
@@ -158,91 +160,89 @@ def dplr_prepare_kernel(
     i_a = slot * (C * C)
     i_w = slot * (C * WIDE)
     o_a = i * C + j
+    write_ptr = k_ptr if DELTA else b_ptr
     b_qb = tl.zeros((C, C), tl.float32)
     b_qk = tl.zeros((C, C), tl.float32)
-    write_ptr = k_ptr if DELTA else b_ptr
-    for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)
-        o_w = i * WIDE + o_k[None, :]
-        o_q = i * (H * K) + o_k[None, :]
-        m_k = m_c[:, None]
-        if KM:
-            m_k = m_k & (o_k < K)[None, :]
-        gates = load_channel_gates(
-            ones_ptr, g_ptr, i_g, HV * GK, o_c, m_k, o_k,
-            HAS_GATE, CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
-        )  # fmt: skip
-        if HAS_GATE:
-            tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(gates[4]))
-        b_qb, b_qk = _add_decayed(
-            b_qb, b_qk, q_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, gates, o_c,
-            True, False, DELTA, HAS_GATE, STEPS, EXACT, PRECISION,
-        )  # fmt: skip
-        b_e = from_start(gates, o_c, False, EXACT, PRECISION) if HAS_GATE else 1.0
-        b_q = tl.load(q_ptr + i_k + o_q, mask=m_k, other=0.0).to(tl.float32)
-        tl.store(q_out_ptr + i_w + o_w, (b_q * b_e * scale).to(act))
-        b_e = to_end(gates, o_c, EXACT, PRECISION) if HAS_GATE else 1.0
-        b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
-        tl.store(b_out_ptr + i_w + o_w, (b_b * b_e).to(act))
-        if not DELTA:
-            b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
-            tl.store(k_out_ptr + i_w + o_w, (b_k * b_e).to(act))
-    tl.store(qb_ptr + i_a + o_a, (b_qb * scale).to(act))
-    if not DELTA:
-        tl.store(qk_ptr + i_a + o_a, (b_qk * scale).to(act))
-
-    read_ptr = k_ptr if DELTA else a_ptr
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
+    b_strongest = tl.zeros((BK,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
-        o_q = i * (H * K) + o_k[None, :]
+        o_w = i_w + i * WIDE + o_k[None, :]
+        o_q = i_k + i * (H * K) + o_k[None, :]
         m_k = m_c[:, None]
-        if KM:
+        if K != WIDE:
             m_k = m_k & (o_k < K)[None, :]
-        gates = load_channel_gates(
-            ones_ptr, g_ptr, i_g, HV * GK, o_c, m_k, o_k,
-            HAS_GATE, CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
-        )  # fmt: skip
-        b_ab, b_ak = _add_decayed(
-            b_ab, b_ak, read_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, gates, o_c,
-            False, not DELTA, DELTA, HAS_GATE, STEPS, EXACT, PRECISION,
-        )  # fmt: skip
-    LEVELS: tl.constexpr = STEPS - 4
-    if DELTA:
-        b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
-        b_r = inverse(b_ab * b_beta[:, None], C, LEVELS, INNER)
-    else:
-        b_r = inverse(-b_ab, C, LEVELS, INNER)
-    if keep != 0:
-        tl.store(r_ptr + i_a + o_a, b_r.to(act))
-        if not DELTA:
-            tl.store(ak_ptr + i_a + o_a, b_ak.to(act))
-    if DELTA:
-        b_r *= b_beta[None, :]
-    b_r = b_r.to(act)
-    for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)
-        m_k = m_c[:, None]
-        if KM:
-            m_k = m_k & (o_k < K)[None, :]
-        p_a = read_ptr + i_k + i * (H * K) + o_k[None, :]
-        b_a = tl.load(p_a, mask=m_k, other=0.0)  # [C, BK]
-        gates = load_channel_gates(
-            ones_ptr, g_ptr, i_g, HV * GK, o_c, m_k, o_k,
-            HAS_GATE, CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
-        )  # fmt: skip
+        b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
+        b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
-            b_a = (b_a * from_start(gates, o_c, not DELTA, EXACT, PRECISION)).to(act)
-        b_w = tl.dot(b_r, b_a, input_precision=PRECISION)
+            b_e, _, b_early, b_late = load_whole(
+                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, EXACT, PRECISION
+            )
+            b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
+            tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(b_early + b_late))
+            b_read = tl.exp2(b_e)
+            b_write = tl.exp2(-b_e)
+            b_early = tl.exp2(b_early)[None, :]
+            b_late = tl.exp2(b_late)[None, :]
+            b_wide = b_q * b_read
+            b_q = b_wide.to(act)
+            tl.store(q_out_ptr + o_w, (b_wide * (b_early * scale)).to(act))
+            if DELTA:
+                b_wide = b_b * b_read
+                b_a = b_wide.to(act)
+                tl.store(w_out_ptr + o_w, (b_wide * b_early).to(act))
+            b_wide = b_b * b_write
+            b_b = b_wide.to(act)
+            tl.store(b_out_ptr + o_w, (b_wide * b_late).to(act))
+        else:
+            tl.store(q_out_ptr + o_w, (b_q * scale).to(act))
+            tl.store(b_out_ptr + o_w, b_b)
+        b_qb = tl.dot(b_q, tl.trans(b_b), b_qb, input_precision=PRECISION)
         if DELTA:
-            b_w = -b_w
-        tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_w.to(act))
+            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+        else:
+            b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+            if HAS_GATE:
+                b_wide = b_k * b_write
+                b_k = b_wide.to(act)
+                tl.store(k_out_ptr + o_w, (b_wide * b_late).to(act))
+            else:
+                tl.store(k_out_ptr + o_w, b_k)
+            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
+    if HAS_GATE:
+        weak = tl.max(b_strongest, 0) <= LIMIT
+        tl.store(strong_ptr + slot, 1 - weak.to(tl.int32))
+    tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
     if not DELTA:
-        b_r = tl.dot(b_r, b_ak.to(act), input_precision=PRECISION).to(act)
-    for n in range(tl.cdiv(V, BV)):
-        o_v = n * BV + tl.arange(0, BV)
-        b_v = _block(v_ptr + (row * HV + i_h) * V, HV * V, o_c, m_c, o_v, V, V % BV != 0)
-        b_u = tl.dot(b_r, b_v, input_precision=PRECISION)  # [C, BV]
-        p_u = u_out_ptr + slot * (V * C) + o_v[None, :] * C + i
-        tl.store(p_u, b_u.to(act), mask=(o_v < V)[None, :])
+        tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
+        for n in range(WIDE // BK):
+            o_k = n * BK + tl.arange(0, BK)
+            o_q = i_k + i * (H * K) + o_k[None, :]
+            m_k = m_c[:, None]
+            if K != WIDE:
+                m_k = m_k & (o_k < K)[None, :]
+            b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
+            b_b = tl.load(b_ptr + o_q, mask=m_k, other=0.0)
+            b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+            b_end = b_a
+            if HAS_GATE:
+                b_e, b_before, b_early, _ = load_whole(
+                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, EXACT, PRECISION
+                )
+                b_wide = b_a * tl.exp2(b_before)
+                b_a = b_wide.to(act)
+                b_end = (b_wide * tl.exp2(b_early)[None, :]).to(act)
+                b_write = tl.exp2(-b_e)
+                b_b = (b_b * b_write).to(act)
+                b_k = (b_k * b_write).to(act)
+            tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_end)
+            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+            b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+        b_ak = tl.where(i > j, b_ak, 0.0)
+    solve_chunk(
+        tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
+        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + slot * (V * C),
+        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
+        V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
+    )  # fmt: skip

@@ -7,6 +7,8 @@ of V at a time, grads has B channels of K a program and takes B columns of V at 
 
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.kernels.linear.triton.delta_tiles import Part
 from slipstream.kernels.linear.triton.tiles import NARROWEST, ROWS, power_of_two
 
@@ -32,8 +34,10 @@ def _tile(C: int, prepare: tuple, walk: tuple, back: tuple, scores: tuple, grads
 
 
 # (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
-# stages. With 8 warps and 64 rows both halves of a program would do the same work on sm_90. float32
-# with K = 256 spills everywhere but in what is parallel: right, but slow.
+# stages. With 8 warps and 64 rows both halves of a program would do the same work on sm_90. There
+# the walks with K = 128 have room for one program a multiprocessor. float32 there takes chunks
+# that are too small for wgmma: with wgmma the gradients' kernel spilled, and its spilled addresses
+# of shared memory were wrong.
 TILES = {
     ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
     ("sm_80", 2, 64): _tile(32, (32, 4, 1), (64, 4, 2), (64, 4, 2), (32, 4, 2), (32, 4, 1)),
@@ -43,18 +47,21 @@ TILES = {
     ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 2), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
     ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
     ("sm_90", 2, 64): _tile(64, (64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 4, 1)),
-    ("sm_90", 2, 128): _tile(64, (64, 4, 1), (64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 4, 1)),
+    ("sm_90", 2, 128): _tile(64, (64, 4, 1), (128, 8, 2), (128, 8, 2), (64, 4, 1), (64, 4, 1)),
     ("sm_90", 2, 256): _tile(64, (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1)),
-    ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1)),
-    ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1), (32, 2, 1)),
     ("interpreter", 4, 64): _tile(16, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
 }
 # Rows of these use others': (family, bytes) -> (family, bytes).
-_SAME = {("sm_70", 4): ("sm_80", 4), ("interpreter", 2): ("interpreter", 4)}
-# Blocks of a chunk that decay by no more than 2^-LIMIT to and from their middle are not halved
-# (dplr_gates.py): 2^LIMIT times an input must be finite, and 2^-LIMIT of it not lose digits.
-LIMIT = {2: 48.0, 4: 48.0}
-LIMIT_FLOAT16 = 6.0
+_SAME = {
+    ("sm_70", 4): ("sm_80", 4),
+    ("sm_90", 4): ("sm_80", 4),
+    ("interpreter", 2): ("interpreter", 4),
+}
+# Chunks of which no channel decays by more than 2^-WHOLE before their middle or after it are taken
+# whole (dplr_whole.py), and in others blocks that decay by no more than 2^-LIMIT (dplr_gates.py):
+# 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates not lose digits.
+WHOLE = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
+LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
 
 
 def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]:
@@ -72,7 +79,8 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]
     most_v = max(narrowest, power_of_two(V))
 
     def cut(part: Part, most: int) -> Part:
-        return Part(min(part.B, most), part.warps, part.stages)
+        warps = part.warps if most >= part.B else min(part.warps, 4)
+        return Part(min(part.B, most), warps, part.stages)
 
     return DplrTile(
         tile.C,

@@ -12,7 +12,7 @@ state before the chunk,
 
 Two products of a step follow from one another, the others wait for nothing but loads. Columns of V
 are independent, BV of them a program, and are the rows here: the state and x go from product to
-product as left operands, which tensor cores take from registers. x takes the place of U.
+product as left operands, which tensor cores take from registers.
 """
 
 # pyright knows neither what a jit function returns nor constexpr
@@ -31,7 +31,8 @@ def dplr_walk_kernel(
     w_ptr,
     b_ptr,
     k_ptr,  # dplr
-    u_ptr,  # [slots, HV, V, C]: U, of which KEEP makes x
+    u_ptr,  # [slots, HV, V, C]: U, float32
+    x_ptr,  # [slots, HV, V, C]
     total_ptr,  # [slots, HV, WIDE]
     qb_ptr,  # [slots, HV, C, C]
     qk_ptr,  # dplr
@@ -82,8 +83,8 @@ def dplr_walk_kernel(
         i_o = i_v + (i_c * C).to(tl.int64) * (HV * V)
         b_w = tl.load(w_ptr + slot * (C * WIDE) + o_w)  # [C, WIDE]
         b_b = tl.load(b_ptr + slot * (C * WIDE) + o_w)
-        p_u = u_ptr + slot * (V * C) + o_v[:, None] * C + o_c[None, :]
-        b_u = tl.load(p_u, mask=m_v, other=0.0)  # [BV, C]
+        o_u = slot * (V * C) + o_v[:, None] * C + o_c[None, :]
+        b_u = tl.load(u_ptr + o_u, mask=m_v, other=0.0)  # [BV, C]
         b_left = b_s.to(act)
         if KEEP:
             tl.store(states_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_left, mask=m_v)
@@ -91,7 +92,7 @@ def dplr_walk_kernel(
             b_q = tl.load(q_ptr + slot * (C * WIDE) + o_w)
             b_qb = tl.load(qb_ptr + slot * (C * C) + o_a)  # [i, j]
             b_o = tl.dot(b_left, tl.trans(b_q), input_precision=PRECISION)  # [BV, C]
-        b_x = tl.dot(b_left, tl.trans(b_w), b_u.to(tl.float32), input_precision=PRECISION)
+        b_x = tl.dot(b_left, tl.trans(b_w), b_u, input_precision=PRECISION)
         b_x = b_x.to(act)
         if HAS_GATE:
             b_s *= tl.load(total_ptr + slot * WIDE + o_k)[None, :]
@@ -101,7 +102,7 @@ def dplr_walk_kernel(
             b_k = tl.load(k_ptr + slot * (C * WIDE) + o_w)
             b_s = tl.dot(b_v, b_k, b_s, input_precision=PRECISION)
         if KEEP:
-            tl.store(p_u, b_x, mask=m_v)
+            tl.store(x_ptr + o_u, b_x, mask=m_v)
         else:
             b_o = tl.dot(b_x, tl.trans(b_qb), b_o, input_precision=PRECISION)
             if not DELTA:
