@@ -1,0 +1,1 @@
+"""Matmul with what follows it: scales, bias, activation, residual."""

@@ -1,0 +1,206 @@
+"""Tiles of the matmul: what one may be, which one is taken, and what forbids one.
+
+check(...)   ValueError, before anything is compiled, that says what the instructions, the shared
+             memory or TMA forbid, and the nearest configuration that works
+choose(...)  the default, from tables by architecture, dtype and whether the tiles fill the device
+"""
+
+import itertools
+import math
+from dataclasses import astuple, dataclass, replace
+
+import torch
+
+from slipstream.core.arch import Arch
+from slipstream.kernels.matmul.terms import FP8, HALVES
+
+KERNELS = ("tma", "pointer")
+# One program of the TMA kernel: two warpgroups of 64 rows, slices of 128 bytes, 4 buffers of out.
+TMA_ROWS, TMA_BYTES = 128, 128
+TMA_OUT = 4 * 64 * 128
+# A thread has 255 registers; with more than that of accumulators everything goes through memory.
+MOST_SUMS = 256
+# Multiply-adds that a thread does one by one where there is no matrix instruction.
+MOST_UNROLLED = 8192
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """A tile of block_m x block_n, block_k at a time.
+
+    num_stages: slices that are loaded ahead. group_m: rows of tiles that go together, so that they
+    share what they read. kernel: "tma" (sm_90 only, its two warpgroups are num_warps=8) or
+    "pointer", which is anywhere.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    group_m: int = 8
+    kernel: str = "pointer"
+
+    def pack(self) -> list[int]:
+        """As numbers, for an operator's arguments."""
+        return [*astuple(self)[:-1], KERNELS.index(self.kernel)]
+
+
+def unpack(numbers: list[int]) -> MatmulConfig:
+    return MatmulConfig(*numbers[:-1], kernel=KERNELS[numbers[-1]])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides about tiles besides the device: dtypes, precision of float32 products, the
+    order in memory (a_t: a column by column, b_t: b column by column)."""
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    precision: str
+    a_t: bool = False
+    b_t: bool = False
+    residual: torch.dtype | None = None
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+    def instruction(self, c: MatmulConfig, arch: Arch) -> str | None:
+        """The matrix instruction that a configuration uses, None where it is plain arithmetic."""
+        if self.dtype == torch.float32 and self.precision == "ieee":
+            return None
+        if arch.instruction == "wgmma" and (c.block_m < 64 or c.num_warps % 4):
+            return "mma.sync"
+        return arch.instruction
+
+
+def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
+    """At most so much shared memory, as Triton 3.6 allots it: the ring, or the tile on its way
+    out."""
+    if c.kernel == "tma":
+        return c.num_stages * (TMA_ROWS + c.block_n) * TMA_BYTES + TMA_OUT + 32 * c.num_stages
+    ahead = c.num_stages
+    if p.instruction(c, arch) not in ("wgmma", "tcgen05", "mfma"):
+        ahead = max(c.num_stages - 1, 1)
+    ring = ahead * (c.block_m + c.block_n) * c.block_k * p.size
+    if p.precision == "tf32x3" and p.dtype == torch.float32:
+        ring = max(ring, 2 * c.block_n * c.block_k * 4 + ring // max(ahead, 1))
+    leaving = 0 if p.residual is None else p.residual.itemsize
+    return max(ring, c.block_m * c.block_n * max(p.out_dtype.itemsize, leaving))
+
+
+def objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
+    """What forbids a configuration, or None."""
+    if c.kernel not in KERNELS:
+        return f"kernel: want one of {KERNELS}, got {c.kernel!r}"
+    least_k = 32 if p.size == 1 else 16
+    for name, least, most in (
+        ("block_m", 16, 256), ("block_n", 16, 256), ("block_k", least_k, 512),
+        ("num_warps", 1, 1024 // arch.warp),
+    ):  # fmt: skip
+        value = getattr(c, name)
+        if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
+            return f"{name}: want a power of two from {least} to {most}, got {value!r}"
+    for name, most in (("num_stages", 8), ("group_m", 64)):
+        value = getattr(c, name)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            return f"{name}: want a number from 1 to {most}, got {value!r}"
+    if (reason := _tma_objection(c, p, arch)) is not None:
+        return reason
+    if p.dtype in FP8 and p.dtype not in _fp8_of(arch):
+        return f"{arch.name} has no products of {str(p.dtype)[6:]}"
+    threads = arch.warp * c.num_warps
+    sums = c.block_m * c.block_n // threads
+    if sums > MOST_SUMS:
+        return f"{sums} float32 sums a thread do not fit its 255 registers"
+    unrolled = sums * c.block_k
+    if unrolled > MOST_UNROLLED and p.instruction(c, arch) is None:
+        return f"without a matrix instruction a thread has {unrolled} multiply-adds one by one"
+    shared = shared_bytes(c, p, arch)
+    if shared > arch.shared:
+        return f"needs {shared} bytes of shared memory, {arch.name} has {arch.shared}"
+    return None
+
+
+def _tma_objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
+    if c.kernel != "tma":
+        return None
+    if not (arch.tma and arch.wgmma):
+        return f"{arch.name} has no wgmma with TMA, want sm_90"
+    if p.dtype == torch.float32 and p.precision != "tf32":
+        return f"wgmma multiplies float32 as tf32, not as {p.precision}"
+    if c.block_m != TMA_ROWS or c.num_warps != 8:
+        return "two warpgroups of 64 rows each want block_m 128 and num_warps 8"
+    if c.block_n < 64:
+        return "wgmma wants block_n 64, 128 or 256 here"
+    if c.block_k * p.size != TMA_BYTES:
+        return f"TMA brings rows of {TMA_BYTES} bytes here: want block_k {TMA_BYTES // p.size}"
+    return None
+
+
+def _fp8_of(arch: Arch) -> tuple[torch.dtype, ...]:
+    names = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    return tuple(names[x] for x in arch.dots if x in names)
+
+
+def check(c: MatmulConfig, p: Problem, arch: Arch) -> None:
+    """Raises ValueError if a configuration cannot run on `arch`."""
+    reason = objection(c, p, arch)
+    if reason is None:
+        return
+    near = nearest(c, p, arch)
+    way = "there is none that works" if near is None else f"the nearest that works is {near}"
+    raise ValueError(f"config: {reason}; {way}")
+
+
+def nearest(c: MatmulConfig, p: Problem, arch: Arch) -> MatmulConfig | None:
+    """The configuration that works with the fewest halvings and doublings of its sizes."""
+    names = ("block_m", "block_n", "block_k", "num_warps")
+    sizes = ((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 4, 8, 16))
+    kernels = {c.kernel if c.kernel in KERNELS else "pointer", "pointer"}
+    found, least = None, math.inf
+    for kernel, stages, *values in itertools.product(kernels, range(1, 7), *sizes):
+        near = replace(c, kernel=kernel, num_stages=stages, **dict(zip(names, values)))
+        near = replace(near, group_m=min(max(_number(c.group_m), 1), 64))
+        away = sum(_steps(getattr(c, name), v) for name, v in zip(names, values))
+        away += abs(stages - _number(c.num_stages)) / 2 + 4 * (kernel != c.kernel)
+        if away < least and objection(near, p, arch) is None:
+            found, least = near, away
+    return found
+
+
+def _number(x: object) -> int:
+    return x if isinstance(x, int) else 1
+
+
+def _steps(a: object, b: int) -> float:
+    return abs(math.log2(max(_number(a), 1) / b))
+
+
+# (columns of a tile, stages, group_m) of the TMA kernel; narrow tiles where wide ones are too few.
+TMA_WIDE, TMA_NARROW, TMA_THIN = (256, 4, 8), (128, 6, 8), (64, 8, 8)
+# block_m, block_n, block_k in bytes, warps, stages; by shared memory and, in float32, precision.
+BIG = {2: (128, 256, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 128, 128, 8, 3)}
+MIDDLE = {2: (128, 128, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 64, 128, 8, 3)}
+SMALL = {2: (128, 128, 64, 4, 4), 1: (128, 128, 64, 4, 4), 4: (64, 64, 128, 4, 3)}
+PLAIN = MatmulConfig(64, 64, 16, 4, 2)
+
+
+def choose(p: Problem, arch: Arch, M: int, N: int, tma: bool) -> MatmulConfig:
+    """The default. It depends on M only by whether wide tiles fill the device.
+
+    Args:
+        tma: the strides are multiples of 16 bytes and precision and architecture have the kernel.
+    """
+    wide_tiles = -(-M // TMA_ROWS) * -(-N // 256)
+    full = wide_tiles >= arch.units
+    if tma:
+        bn, stages, group = TMA_WIDE if full else TMA_NARROW if N > 64 else TMA_THIN
+        return MatmulConfig(TMA_ROWS, bn, TMA_BYTES // p.size, 8, stages, group, "tma")
+    plain = p.dtype == torch.float32 and p.precision == "ieee"
+    if arch.instruction is None or plain or p.dtype not in (*HALVES, *FP8, torch.float32):
+        return PLAIN
+    table = BIG if arch.wgmma and full else MIDDLE if arch.shared >= 160 << 10 else SMALL
+    bm, bn, deep, warps, stages = table[p.size]
+    return MatmulConfig(bm, bn, deep // p.size, warps, stages)

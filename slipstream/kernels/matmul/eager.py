@@ -1,0 +1,23 @@
+"""The matmul in plain torch: the library's product, what follows it in float32.
+
+float32 products have the precision that torch is set to; float8 ones are taken to float32.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.matmul.reference import matmul_reference
+from slipstream.kernels.matmul.terms import FP8, Terms, activated, scaled
+
+
+def matmul(t: Terms) -> Tensor:
+    """out [M, N]."""
+    if t.a.dtype in FP8 or t.a.dtype == torch.float64:
+        return matmul_reference(t)
+    plain = (t.scale_a, t.scale_b, t.bias, t.residual) == (None,) * 4 and not t.activation
+    z = torch.mm(t.a, t.b)
+    if plain:
+        return z.to(t.out_dtype)
+    z = scaled(z.float(), t.scale_a, t.scale_b)
+    z = activated(z if t.bias is None else z.add_(t.bias), t.activation)
+    return (z if t.residual is None else z.add_(t.residual)).to(t.out_dtype)

@@ -1,0 +1,14 @@
+"""The matmul as a formula, in float64 or float32: the oracle of the tests."""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.matmul.terms import Terms, activated, scaled
+
+
+def matmul_reference(t: Terms) -> Tensor:
+    """out [M, N]: every factor is taken to the wide dtype first."""
+    wide = torch.float64 if torch.float64 in (t.a.dtype, t.out_dtype) else torch.float32
+    z = scaled(t.a.to(wide) @ t.b.to(wide), t.scale_a, t.scale_b)
+    z = activated(z if t.bias is None else z + t.bias.to(wide), t.activation)
+    return (z if t.residual is None else z + t.residual.to(wide)).to(t.out_dtype)

@@ -1,0 +1,60 @@
+"""What a matmul is besides its two factors.
+
+z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("relu", "squared_relu", "sigmoid", "silu", "gelu", "gelu_tanh")
+PRECISIONS = ("tf32", "tf32x3", "ieee")
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Terms(NamedTuple):
+    """a [M, K], b [K, N], bias [N], residual [M, N], scale_a [M] or [], scale_b [N] or [].
+
+    activation "" is none.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    scale_a: Tensor | None
+    scale_b: Tensor | None
+    activation: str
+    precision: str
+    out_dtype: torch.dtype
+
+
+def scaled(z: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+    """z [M, N] times the factors of its rows and columns."""
+    if scale_a is not None:
+        z = z * (scale_a[:, None] if scale_a.dim() else scale_a).to(z.dtype)
+    return z if scale_b is None else z * scale_b.to(z.dtype)
+
+
+def activated(z: Tensor, name: str) -> Tensor:
+    functions = torch.nn.functional
+    if name == "relu":
+        return functions.relu(z)
+    if name == "squared_relu":
+        return functions.relu(z).square()
+    if name == "sigmoid":
+        return torch.sigmoid(z)
+    if name == "silu":
+        return functions.silu(z)
+    if name in ("gelu", "gelu_tanh"):
+        return functions.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
+    assert name == "", name
+    return z
+
+
+def row_by_row(x: Tensor) -> bool:
+    """Whether TMA can read x's rows."""
+    step = x.stride(0) * x.element_size()
+    return x.stride(1) == 1 and step > 0 and step % 16 == 0

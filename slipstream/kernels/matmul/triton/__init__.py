@@ -1,0 +1,1 @@
+"""Portable Triton matmul; imported only where it is chosen."""

@@ -1,0 +1,90 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+"""The portable matmul, by pointers: any shape and strides, a tile a program.
+
+    z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
+
+Symbols: a [M, K], b [K, N], out [M, N]; tiles BM x BN, slices of BK. A_T, B_T: a's columns, b's
+rows are what memory has one after the other, as [K, M] and [N, K]. Tiles go in groups of GROUP
+rows of tiles, column by column, so that those at work at one time share what they read.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == "squared_relu":
+        x = tl.maximum(x, 0.0)
+        x = x * x
+    elif ACTIVATION == "sigmoid":
+        x = tl.sigmoid(x)
+    elif ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def _offsets(o_row, o_k, stride, T: tl.constexpr):
+    """Of [rows, BK], whose rows are `stride` apart, or its columns with T."""
+    if T:
+        return o_row[:, None] + o_k.to(tl.int64)[None, :] * stride
+    return o_row.to(tl.int64)[:, None] * stride + o_k[None, :]
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "sa_stride", "sb_stride"])
+def matmul_kernel(
+    a_ptr, b_ptr, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N, K,
+    a_stride, b_stride, r_stride, sa_stride, sb_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    A_T: tl.constexpr, B_T: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles). out [M, N] contiguous; EVEN_*: a multiple of 16, so that masks keep loads
+    wide. bias [N]; r [M, N] by rows; sa [M] or stride 0, sb [N] or stride 0."""
+    if EVEN_M:
+        M = M // 16 * 16
+    if EVEN_N:
+        N = N // 16 * 16
+    if EVEN_K:
+        K = K // 16 * 16
+    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    i, group = tl.program_id(0), GROUP * n_tiles
+    first = i // group * GROUP
+    rows = tl.minimum(m_tiles - first, GROUP)
+    o_m = (first + i % group % rows) * BM + tl.arange(0, BM)
+    o_n = i % group // rows * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    m_m, m_n = o_m < M, o_n < N
+    p_a = a_ptr + _offsets(o_m, o_k, a_stride, A_T)
+    p_b = b_ptr + tl.trans(_offsets(o_n, o_k, b_stride, not B_T))
+    a_step = a_stride.to(tl.int64) * BK if A_T else BK
+    b_step = BK if B_T else b_stride.to(tl.int64) * BK
+    b_acc = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, K, BK):
+        m_k = o_k < K - k
+        b_a = tl.load(p_a, mask=m_m[:, None] & m_k[None, :], other=0.0)
+        b_b = tl.load(p_b, mask=m_k[:, None] & m_n[None, :], other=0.0)
+        b_acc = tl.dot(b_a, b_b, b_acc, input_precision=PRECISION)
+        p_a += a_step
+        p_b += b_step
+    if sa_ptr is not None:
+        b_acc *= tl.load(sa_ptr + o_m * sa_stride, mask=m_m, other=0.0)[:, None]
+    if sb_ptr is not None:
+        b_acc *= tl.load(sb_ptr + o_n * sb_stride, mask=m_n, other=0.0)[None, :]
+    if bias_ptr is not None:
+        b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    b_acc = _activate(b_acc, ACTIVATION)
+    m = m_m[:, None] & m_n[None, :]
+    if r_ptr is not None:
+        p_r = r_ptr + _offsets(o_m, o_n, r_stride, False)
+        b_acc += tl.load(p_r, mask=m, other=0.0).to(tl.float32)
+    p_out = out_ptr + _offsets(o_m, o_n, N, False)
+    tl.store(p_out, b_acc.to(out_ptr.dtype.element_ty), mask=m)

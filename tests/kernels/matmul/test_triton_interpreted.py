@@ -1,0 +1,117 @@
+"""The portable matmul under Triton's interpreter: odd sizes, strides, everything that follows it.
+
+TRITON_INTERPRET=1 python -m tests.kernels.matmul.test_triton_interpreted
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.kernels.matmul.terms import ACTIVATIONS
+from slipstream.ops.matmul import MatmulConfig, matmul
+from tests.kernels.interpreted import error, run
+
+SMALL = MatmulConfig(16, 16, 16, 4, 2, group_m=2)
+LAYOUTS = ("rows", "columns", "every other", "expanded")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_matmul_matches_reference() -> None:
+    run(script="tests.kernels.matmul.test_triton_interpreted")
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "columns":
+        return x.t().contiguous().t()
+    if layout == "every other":
+        return x.repeat_interleave(2, 1)[:, ::2]
+    return x[:1].expand_as(x) if layout == "expanded" else x
+
+
+def check_layouts(M: int, K: int, N: int, dtype: torch.dtype, limit: float) -> None:
+    for of_a, of_b in itertools.product(LAYOUTS, LAYOUTS):
+        a = laid_out(torch.randn(M, K, dtype=dtype), of_a)
+        b = laid_out(torch.randn(K, N, dtype=dtype), of_b)
+        got = matmul(a, b, config=SMALL, impl="triton")
+        e = error(got, matmul(a.double(), b.double(), impl="reference"))
+        assert e < limit, (M, K, N, dtype, of_a, of_b, e)
+
+
+def check_epilogue() -> None:
+    a, b, bias = torch.randn(2, 19, 21), torch.randn(21, 35), torch.randn(35)
+    residual = torch.randn(2, 35, 19).mT
+    for activation in (None, *ACTIVATIONS):
+        for sa, sb in ((torch.tensor([0.3]), torch.rand(35)), (torch.rand(2, 19), None)):
+            given: dict[str, Any] = {
+                "bias": bias,
+                "residual": residual,
+                "scale_a": sa,
+                "scale_b": sb,
+            }
+            wide: dict[str, Any] = {
+                name: None if x is None else x.double() for name, x in given.items()
+            }
+            got = matmul(a, b, **given, activation=activation, config=SMALL)
+            want = matmul(a.double(), b.double(), **wide, activation=activation, impl="reference")
+            assert got.dtype == torch.float32 and error(got, want) < 1e-5, activation
+
+
+def check_gradients() -> None:
+    leaves = [torch.randn(s) for s in ((19, 21), (21, 35), (35,), (19, 35))]
+    scale = torch.rand(19)
+    found = []
+    for dtype, impl in ((torch.float32, "triton"), (torch.float64, "reference")):
+        given = [x.to(dtype).requires_grad_() for x in leaves]
+        a, b, bias, residual = given
+        for activation in (None, "silu"):
+            y = matmul(
+                a, b, bias=bias, residual=residual, scale_a=scale.to(dtype),
+                activation=activation, impl=impl,
+            )  # fmt: skip
+            found += torch.autograd.grad(y.square().sum(), given)
+    half = len(found) // 2
+    assert all(error(x, y) < 1e-5 for x, y in zip(found[:half], found[half:], strict=True))
+
+
+def check_float8() -> None:
+    for kinds in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2), repeat=2):
+        a, b = (torch.randn(s).to(k) for s, k in zip(((20, 40), (24, 40)), kinds))
+        config = MatmulConfig(16, 16, 32, 4, 2)
+        got = matmul(a, b.t(), scale_a=torch.rand(20), config=config, out_dtype=torch.float32)
+        assert got.shape == (20, 24) and got.isfinite().all()
+
+
+def check_old_failure() -> None:
+    """float32 at 128 x 32 x 32, which took the process down elsewhere."""
+    a, b = torch.randn(150, 70), torch.randn(70, 50)
+    config = MatmulConfig(block_m=128, block_n=32, block_k=32)
+    assert error(matmul(a, b, config=config), a.double() @ b.double()) < 1e-5
+
+
+def check_empty() -> None:
+    bias = torch.randn(5)
+    for M, K, N in ((0, 3, 5), (4, 0, 5), (4, 3, 0)):
+        got = matmul(torch.randn(M, K), torch.randn(K, N), bias=bias[:N], config=SMALL)
+        assert got.shape == (M, N)
+        assert K > 0 or torch.equal(got, bias.expand(4, 5))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    for shape in ((1, 1, 1), (33, 47, 18), (48, 32, 16)):
+        check_layouts(*shape, torch.float32, 1e-5)
+    check_layouts(17, 100, 20, torch.float16, 4e-3)
+    check_epilogue()
+    check_gradients()
+    check_old_failure()
+    check_float8()
+    check_empty()
+
+
+if __name__ == "__main__":
+    main()

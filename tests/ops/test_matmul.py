@@ -1,0 +1,174 @@
+"""matmul: against its formula, gradients, strides, torch.compile, and what it refuses."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.core import arch as arches
+from slipstream.kernels.matmul import op
+from slipstream.kernels.matmul.config import Problem, check, choose, nearest, objection
+from slipstream.kernels.matmul.terms import ACTIVATIONS, Terms
+from slipstream.ops.matmul import MatmulConfig, matmul
+
+
+def inputs(dtype: torch.dtype = torch.float64, grad: bool = True) -> dict[str, Any]:
+    shapes = {"a": (2, 5, 7), "b": (7, 4), "bias": (4,), "residual": (2, 5, 4)}
+    return {n: torch.randn(s, dtype=dtype).requires_grad_(grad) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matmul_matches_reference(activation: str | None, dtype: torch.dtype) -> None:
+    given = {**inputs(dtype, grad=False), "scale_a": torch.rand(2, 5), "scale_b": torch.rand(4)}
+    wide: dict[str, Any] = {n: x.double() for n, x in given.items()}
+    got = matmul(**given, activation=activation)
+    want = matmul(**wide, activation=activation, impl="reference")
+    assert got.dtype == dtype
+    tolerance = 30 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "sigmoid"])
+def test_matmul_grads_match_differences(activation: str | None) -> None:
+    def call(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        scales: dict[str, Any] = {"scale_a": torch.tensor(0.5), "scale_b": torch.arange(1.0, 5.0)}
+        return matmul(a, b, bias=bias, residual=residual, activation=activation, **scales)
+
+    assert torch.autograd.gradcheck(call, tuple(inputs().values()))
+
+
+def test_matmul_has_second_gradients() -> None:
+    given = inputs()
+    assert torch.autograd.gradgradcheck(matmul, (given["a"], given["b"]))
+
+
+def test_matmul_takes_any_strides_and_none() -> None:
+    a, b = torch.randn(6, 10)[::2, ::3], torch.randn(1, 4).expand(4, 4)
+    torch.testing.assert_close(matmul(a, b), a @ b)
+    torch.testing.assert_close(matmul(a.mT, a.mT.t()), a.mT @ a)
+    for M, K, N in ((0, 3, 2), (2, 0, 3), (2, 3, 0)):
+        a, b = torch.randn(M, K, requires_grad=True), torch.randn(K, N)
+        got = matmul(a, b, bias=torch.ones(N))
+        torch.testing.assert_close(got, a @ b + 1)
+        assert torch.autograd.grad(got.sum(), a)[0].shape == (M, K)
+
+
+def test_matmul_takes_float8() -> None:
+    a, b = (torch.randn(s).to(torch.float8_e4m3fn) for s in ((5, 32), (16, 32)))
+    got = matmul(a, b.t(), scale_a=torch.tensor(2.0))
+    assert got.dtype == torch.bfloat16
+    want = 2 * a.float() @ b.float().t()
+    torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_matmul_compiles_fullgraph() -> None:
+    def call(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return matmul(a, b, bias=bias, residual=residual, activation="silu")
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    given = tuple(inputs(torch.float32).values())
+    for got, want in zip(
+        torch.autograd.grad(compiled(*given).sum(), given),
+        torch.autograd.grad(call(*given).sum(), given),
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_matmul_passes_opcheck() -> None:
+    a, b, bias = torch.randn(5, 7), torch.randn(7, 4), torch.randn(4)
+    args = (a, b, bias, None, torch.rand(5), None, "relu", "tf32", torch.float32, [], "")
+    torch.library.opcheck(op._OP, args)
+
+
+def test_matmul_rejects_what_does_not_fit() -> None:
+    a, b = torch.randn(5, 7), torch.randn(7, 4)
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"b": torch.randn(6, 4)}, ValueError, "b: want 7 rows"),
+        ({"b": b.double()}, TypeError, "b: want torch.float32"),
+        ({"bias": torch.randn(3)}, ValueError, "bias: want shape"),
+        ({"residual": torch.randn(5, 5)}, ValueError, "residual: want shape"),
+        ({"scale_a": torch.rand(4)}, ValueError, "scale_a: want shape"),
+        ({"activation": "tanh"}, ValueError, "activation: want"),
+        ({"precision": "fp32"}, ValueError, "precision: want"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype: want"),
+        ({"impl": "hopper"}, NotImplementedError, "sm_90"),
+        ({"config": (128, 128)}, TypeError, "config: want"),
+        ({"config": MatmulConfig()}, NotImplementedError, "configurations"),
+        ({"scale_a": torch.rand(5).requires_grad_()}, NotImplementedError, "scale_a"),
+    ]
+    for change, kind, text in bad:
+        with pytest.raises(kind, match=text):
+            matmul(**{"a": a, "b": b, **change})
+
+
+BF16 = Problem(torch.bfloat16, torch.bfloat16, "tf32x3")
+FP32 = Problem(torch.float32, torch.float32, "tf32")
+TMA = MatmulConfig(128, 256, 64, 8, 4, kernel="tma")
+
+
+@pytest.mark.parametrize(
+    ("arch", "problem", "config", "text"),
+    [
+        ("sm_90", BF16, MatmulConfig(128, 128, 512, 4, 3), "shared memory, sm_90 has 232448"),
+        ("sm_86", BF16, MatmulConfig(128, 256, 64, 8, 4), "shared memory, sm_86 has 101376"),
+        ("sm_90", BF16, MatmulConfig(128, 96, 64), "block_n: want a power of two"),
+        ("sm_90", BF16, MatmulConfig(128, 128, 8), "block_k: want a power of two from 16"),
+        ("sm_90", BF16, MatmulConfig(256, 256, 16, 4), "512 float32 sums a thread"),
+        ("sm_90", BF16, MatmulConfig(64, 64, 64, 3), "num_warps: want a power of two"),
+        ("sm_90", replace(FP32, precision="ieee"), MatmulConfig(128, 128, 128), "one by one"),
+        ("sm_80", BF16, TMA, "sm_80 has no wgmma"),
+        ("sm_90", BF16, replace(TMA, block_m=64), "two warpgroups of 64 rows"),
+        ("sm_90", BF16, replace(TMA, block_n=32), "wgmma wants block_n"),
+        ("sm_90", BF16, replace(TMA, block_k=32), "TMA brings rows of 128 bytes"),
+        ("sm_90", BF16, replace(TMA, num_stages=5), "shared memory"),
+        ("sm_90", replace(FP32, precision="tf32x3"), replace(TMA, block_k=32), "as tf32x3"),
+        ("sm_80", Problem(torch.float8_e5m2, torch.bfloat16, ""), MatmulConfig(), "float8_e5m2"),
+    ],
+)
+def test_config_is_refused_with_the_nearest(
+    arch: str, problem: Problem, config: MatmulConfig, text: str
+) -> None:
+    here = arches.named(arch)
+    with pytest.raises(ValueError, match=text) as caught:
+        check(config, problem, here)
+    near = nearest(config, problem, here)
+    assert near is None or (objection(near, problem, here) is None and str(near) in str(caught))
+    assert (near is None) == (problem.dtype == torch.float8_e5m2)
+
+
+def test_nearest_config_changes_least() -> None:
+    near = nearest(MatmulConfig(128, 128, 512, 4, 3), BF16, arches.named("sm_90"))
+    assert near is not None
+    assert near.block_k == 128 and (near.block_m, near.block_n, near.num_warps) == (128, 128, 4)
+
+
+def test_default_config_is_allowed() -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+    for arch in arches.ARCHS.values():
+        for dtype in dtypes:
+            for precision in arch.precisions if dtype == torch.float32 else ("tf32x3",):
+                out = torch.float32 if dtype == torch.float32 else torch.bfloat16
+                p = Problem(dtype, out, precision, residual=torch.float32)
+                if dtype == torch.float8_e4m3fn and "fp8e4nv" not in arch.dots:
+                    continue
+                takes_tma = arch.wgmma and (dtype != torch.float32 or precision == "tf32")
+                for M, N, tma in ((64, 64, False), (1 << 14, 1 << 14, False), (1 << 14, 200, True)):
+                    c = choose(p, arch, M, N, tma and takes_tma)
+                    assert objection(c, p, arch) is None, (arch.name, p, c)
+
+
+def test_tma_wants_rows_of_16_bytes() -> None:
+    def refuses(a: Tensor, b: Tensor) -> str | None:
+        t = Terms(a, b, None, None, None, None, "", "tf32", torch.bfloat16)
+        return op.tma_refuses(t)
+
+    a, b = torch.randn(32, 64).bfloat16(), torch.randn(64, 48).bfloat16()
+    assert refuses(a, b) is None
+    assert refuses(a, b.t().contiguous().t()) is None
+    assert "multiples of 16 bytes" in str(refuses(a[:, :50], b[:50].t().contiguous().t()[:, :48]))
+    narrow = torch.randn(32, 100).bfloat16(), torch.randn(48, 100).bfloat16().t()
+    assert "200 long" in str(refuses(*narrow))
+    assert "result" in str(refuses(a, b[:, :47]))
