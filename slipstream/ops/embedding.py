@@ -20,8 +20,9 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         [..., D] in weight's dtype.
 
     Raises:
-        ValueError: on the CPU, an id outside [0, V), with its position; on other devices it reads
-            the nearest row. TypeError: dtypes.
+        ValueError: an id outside [0, V), with its position. On CUDA it reads the nearest row, and
+            the next slipstream call or slipstream.synchronize() raises; this one does with
+            SLIPSTREAM_CHECK=sync in the environment. TypeError: dtypes.
 
     Cost: one read of the rows; on the CPU one of the ids. The gradient is dense, [V, D].
     """

@@ -1,6 +1,7 @@
-"""Rows of a table by token id. An id outside the table is an error on the CPU, and on a device
-never reads out of bounds."""
+"""Rows of a table by token id. An id outside the table is an error: on the CPU at once, on CUDA in
+the next call, and there it reads the nearest row."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.ids import clamped, expect_ids
-from slipstream.core.library import define
+from slipstream.core import guard
+from slipstream.core.ids import clamped, expect_ids, launched, raise_pending
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.launching import HAVE_TRITON
 
 
 class Embedding(torch.autograd.Function):
@@ -17,7 +20,7 @@ class Embedding(torch.autograd.Function):
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(input_ids)
         ctx.size = weight.shape[0]
-        return _EMBEDDING(input_ids, weight)
+        return _call(input_ids, weight)
 
     @staticmethod
     @once_differentiable
@@ -28,7 +31,27 @@ class Embedding(torch.autograd.Function):
 
 
 def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    expect_ids("input_ids", input_ids, weight.shape[0])
+    raise_pending()
+    if not input_ids.is_cuda:
+        expect_ids("input_ids", input_ids, weight.shape[0])
+        return F.embedding(input_ids, weight)
+    if weight.shape[0] == 0 and input_ids.numel():
+        raise ValueError(f"weight: want at least one row [V, D], got shape {(*weight.shape,)}")
+    if not HAVE_TRITON:
+        return _nearest(input_ids, weight)
+    y = guard.attempt(
+        lambda: ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1]),
+        weight.device,
+        _launch().gather,
+        _nearest,
+        (input_ids, weight),
+    )
+    launched()
+    return y
+
+
+def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
+    """Where nobody looks at the ids."""
     return F.embedding(clamped(input_ids, weight.shape[0]), weight)
 
 
@@ -36,6 +59,15 @@ def _embedding_fake(input_ids: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(*input_ids.shape, weight.shape[1])
 
 
+@cache
+def _launch() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.pointwise.triton import embedding
+
+    return embedding
+
+
 _EMBEDDING = define(
     "embedding", "(Tensor input_ids, Tensor weight) -> Tensor", _embedding, _embedding_fake
 )
+_call = shortcut(_EMBEDDING)

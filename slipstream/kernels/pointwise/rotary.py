@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.core import guard, probe
+from slipstream.core.machine import Kind
+from slipstream.core.plan import OR_PLAIN
+
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [B, T, H, D]; cos, sin [B or 1, T, 1, R/2] with R <= D."""
@@ -61,7 +65,8 @@ def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class TritonRotary(torch.autograd.Function):
-    """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]."""
+    """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
+    triton, or triton|eager."""
 
     @staticmethod
     def forward(
@@ -71,27 +76,80 @@ class TritonRotary(torch.autograd.Function):
         sin: Tensor,
         positions: Tensor | None,
         interleaved: bool,
+        impl: str,
     ) -> Tensor:
-        from slipstream.kernels.pointwise.triton.rotary import turn
-
         ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved = interleaved
-        return turn(x, cos, sin, positions, interleaved, False)
+        ctx.interleaved, ctx.impl = interleaved, impl
+        return _attempt(impl, x, cos, sin, positions, interleaved, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _attempt(ctx.impl, dy, *ctx.saved_tensors, ctx.interleaved, True)
+        return dx, None, None, None, None, None
+
+
+def table_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
+    if table.dim() == 3:
+        return table
+    return table[None, : x.shape[1]] if positions is None else table[positions]
+
+
+def _attempt(impl: str, *args: Any) -> Tensor:
+    x, cos, interleaved = args[0], args[1], args[4]
+
+    def run(*args: Any) -> Tensor:
         from slipstream.kernels.pointwise.triton.rotary import turn
 
-        cos, sin, positions = ctx.saved_tensors
-        dx = turn(dy, cos, sin, positions, ctx.interleaved, True)
-        return dx, None, None, None, None
+        return turn(*args)
+
+    return guard.attempt(
+        lambda: _kind(x, cos.shape[-1], interleaved),
+        x.device,
+        run,
+        None if impl == "triton" else _plain,
+        args,
+        lambda: _mismatch(x, cos, interleaved),
+    )
 
 
-def refuses(x: Tensor, half: int) -> str | None:
+def _plain(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    back: bool,
+) -> Tensor:
+    if positions is not None:
+        positions = positions.clamp(0, cos.shape[0] - 1)
+    c, s = (table_rows(table, x, positions).float()[:, :, None] for table in (cos, sin))
+    return _turn(x.float(), c, s, interleaved, -1 if back else 1).to(x.dtype)
+
+
+def _kind(x: Tensor, half: int, interleaved: bool) -> Kind:
+    return ("rotary.triton", x.dtype, x.shape[-1], half, interleaved and "interleaved")
+
+
+def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
+    """The probe: a few tokens at other positions than their own."""
+    angle = torch.randn(40, cos.shape[-1], device=x.device)
+    tables = angle.cos().to(cos.dtype), angle.sin().to(cos.dtype)
+    positions = torch.randint(0, 40, (1, 19), device=x.device)
+    rows = [y.float()[positions][:, :, None] for y in tables]
+    made = {"x": probe.fresh(x, 1, 19, 3, x.shape[-1])}
+    return probe.mismatch(
+        lambda t: TritonRotary.apply(t["x"], *tables, positions, interleaved, OR_PLAIN),
+        lambda t: rotary(t["x"], *rows, interleaved=interleaved),
+        made,
+    )
+
+
+def refuses(x: Tensor, half: int, interleaved: bool = False) -> str | None:
     """Why the Triton kernel can't take a call, or None if it can."""
     if torch.compiler.is_compiling():
         return "torch.compile makes its own kernel of it"
     if half == 0:
         return "no features turn"
-    return None
+    return guard.objection(lambda: _kind(x, half, interleaved), x.device)

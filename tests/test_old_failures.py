@@ -1,0 +1,177 @@
+"""The failures this library was born from: the same calls, shapes and flags, and what happens here.
+
+What needs a device is in gpu/test_old_failures.py; here kernels are compiled ahead of time for the
+architectures that failed, and the same calls run on the CPU. The fifth failure, a float32 product
+of 128 x 32 x 32, is with the matmul.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import layers, ops
+from slipstream.core.faults import blocking
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from tests.operators import relative_error
+
+compiles = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+slow = pytest.mark.slow
+RWKV7 = ("r", "w", "k", "v", "a", "b")
+RELEASES = ("3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
+
+
+def statuses(call: Any, arch: str, backward: bool = True) -> Counter:
+    """What the matrix says of the call's kernels, of which there is at least one."""
+    from slipstream.core.matrix import judge
+    from slipstream.core.trace import trace
+    from slipstream.core.worker import Outcome
+
+    jobs = trace(call, arch, backward)
+    assert jobs
+    return Counter(judge(job, Outcome("ok", compiled=job.compile()))[0] for job in jobs)
+
+
+def rwkv7_inputs(T: int, device: Any = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict:
+    """B 1, H 2, D 128, four packed sequences with states."""
+    x = {name: torch.randn(1, T, 2, 128, device=device) for name in RWKV7}
+    kappa = torch.nn.functional.normalize(x["a"], dim=-1)
+    given: dict[str, Any] = {
+        "r": x["r"],
+        "w": -0.6 * torch.sigmoid(x["w"]),
+        "k": x["k"],
+        "v": x["v"],
+        "a": -kappa,
+        "b": kappa * torch.sigmoid(x["b"]),
+    }
+    given = {name: value.to(dtype) for name, value in given.items()}
+    cuts = [0, T // 5, T // 5, T // 2 + 3, T]
+    given["cu_seqlens"] = torch.tensor(cuts, dtype=torch.int32, device=device)
+    given["initial_state"] = torch.randn(4, 2, 128, 128, device=device, dtype=torch.float32)
+    return given
+
+
+@pytest.mark.parametrize("T", [133, pytest.param(4096, marks=slow)])
+def test_rwkv7_packed_with_states_runs(T: int) -> None:
+    """The compiler aborted: mma -> mma layout conversion is only supported on Ampere."""
+    given = rwkv7_inputs(T)
+    o, state = ops.chunk_rwkv7(**given, output_final_state=True)
+    assert o.dtype == torch.bfloat16 and o.shape == (1, T, 2, 128)
+    assert state is not None and state.shape == (4, 2, 128, 128)
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
+    want, want_state = ops.fused_recurrent_rwkv7(**wide, output_final_state=True)
+    assert relative_error(o, want) < 0.006
+    assert relative_error(state, want_state) < 0.006
+
+
+@compiles
+@slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+def test_rwkv7_packed_with_states_compiles(arch: str) -> None:
+    """B 1, T 4096, H 2, D 128 in bfloat16, gradients too."""
+
+    def call(device: torch.device) -> Any:
+        args = {x: torch.empty(1, 4096, 2, 128, device=device, dtype=torch.bfloat16) for x in RWKV7}
+        args["cu_seqlens"] = torch.empty(5, dtype=torch.int32, device=device)
+        args["initial_state"] = torch.empty(4, 2, 128, 128, device=device)
+        return ops.chunk_rwkv7(**args, output_final_state=True, impl="triton")
+
+    assert set(statuses(call, arch)) <= {"ok", "slow"}
+
+
+def retention_on(device: torch.device) -> Tensor:
+    """The layer's forward on a device that is not there."""
+    layer = RETENTION
+    empty = {
+        name: torch.empty(x.shape, device=device, dtype=torch.bfloat16)
+        for name, x in (*layer.named_parameters(), *layer.named_buffers())
+    }
+    x = torch.empty(1, 96, 128, device=device, dtype=torch.bfloat16)
+    return torch.func.functional_call(layer, empty, (x,))[0]
+
+
+RETENTION = layers.MultiScaleRetention(128, 2)
+
+
+def test_retention_layer_runs_in_bf16() -> None:
+    layer = layers.MultiScaleRetention(128, 2)
+    x = torch.randn(2, 96, 128)
+    want = layer(x)[0]
+    got = layer.to(torch.bfloat16)(x.bfloat16())[0]
+    assert got.dtype == torch.bfloat16 and relative_error(got, want) < 0.03
+
+
+@compiles
+@pytest.mark.parametrize("arch", ["sm_70", pytest.param("sm_75", marks=slow)])
+def test_retention_layer_in_bf16_compiles_for_volta(arch: str) -> None:
+    """LLVM ERROR: Unsupported rounding mode for conversion, under Triton 3.3."""
+    assert set(statuses(retention_on, arch, backward=False)) <= {"ok", "slow"}
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_volta_cannot_do_in_bf16_is_known_by_release(release: str, arch: str) -> None:
+    """Where the compiler dies of a dot of bfloat16, there is a way that does not take it there."""
+    fault = blocking(arch, release, "12.4.127", {"dot16"})
+    if release in ("3.2.0", "3.3.0", "3.3.1"):
+        assert fault is not None and fault.effect == "crash" and "float32" in fault.way_out
+    else:
+        assert fault is None
+
+
+WIDTHS = [(128, 64), (64, 128), (192, 128)]
+
+
+@pytest.mark.parametrize(("K", "V"), WIDTHS)
+def test_attention_with_keys_and_values_of_different_widths_runs(K: int, V: int) -> None:
+    q, k, v = (torch.randn(1, 70, 2, width, dtype=torch.float64) for width in (K, K, V))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    o = ops.attention(*inputs)
+    want, _ = ops.attention(*inputs, return_lse=True, impl="reference")
+    torch.testing.assert_close(o, want)
+    weight = torch.randn_like(o)
+    for x, y in zip(*(torch.autograd.grad(y, inputs, weight) for y in (o, want))):
+        torch.testing.assert_close(x, y)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("K", "V", "backward"),
+    [(128, 64, False), *(pytest.param(*x, True, marks=slow) for x in WIDTHS)],
+)
+def test_attention_with_keys_and_values_of_different_widths_compiles(
+    K: int, V: int, backward: bool
+) -> None:
+    """An sm_90 attention kernel that did not compile."""
+
+    def call(device: torch.device) -> Any:
+        q, k, v = (
+            torch.empty(2, 256, 4, width, device=device, dtype=torch.bfloat16)
+            for width in (K, K, V)
+        )
+        return ops.attention(q, k, v)
+
+    assert set(statuses(call, "sm_90", backward)) <= {"ok", "slow"}
+
+
+@pytest.mark.parametrize("mixer", ["retention", "attention"])
+def test_token_ids_beyond_the_vocabulary(mixer: str) -> None:
+    """A device-side assert far from its cause, in an RMSNorm: here an error that names the id."""
+    pytest.importorskip("transformers")
+    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+    config = SlipstreamConfig(vocab_size=50, hidden_size=32, num_heads=2, mixers=[mixer])
+    model = SlipstreamForCausalLM(config)
+    ids = torch.randint(0, 50, (2, 8))
+    ids[1, 3] = 149
+    with pytest.raises(
+        ValueError, match=r"input_ids: id 149 at position \(1, 3\) .* vocabulary of 50"
+    ):
+        model(ids)
+    ids = torch.randint(50, 150, (1, 8))
+    with pytest.raises(ValueError, match=r"id \d+ at position \(0, 0\) .* vocabulary of 50"):
+        model(ids, labels=ids)
