@@ -7,5 +7,6 @@ from slipstream.layers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from slipstream.layers.gla import GatedLinearAttention as GatedLinearAttention
 from slipstream.layers.kda import KimiDeltaAttention as KimiDeltaAttention
 from slipstream.layers.mamba2 import Mamba2 as Mamba2
+from slipstream.layers.mla import MLA as MLA
 from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetention
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7

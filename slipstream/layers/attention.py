@@ -85,7 +85,7 @@ class Attention(Mixer):
         q, k, v = self._project(x, at)
         cache = lengths = None
         if state is not None or use_cache:
-            cache = _extended(k, v, cu_seqlens, state)
+            cache = extended({"k": k, "v": v}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new keys are all there are
             k, v, lengths = cache["k"], cache["v"], cache["length"]
         o = attention(
@@ -115,32 +115,34 @@ class Attention(Mixer):
         return q, k, v
 
 
-def _extended(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: State | None) -> State:
-    """The cache with the new keys and values, each sequence's right behind its old ones."""
-    lengths = next_lengths(k, cu_seqlens, state)
+def extended(new: State, cu_seqlens: Tensor | None, state: State | None) -> State:
+    """The cache [N, S, ...] with the tokens of [B, T, ...], each sequence's behind its old ones."""
+    first = next(iter(new.values()))
+    lengths = next_lengths(first, cu_seqlens, state)
     if state is None and cu_seqlens is None:
         # as copies, for these are views of much more
-        return {"k": k.contiguous(), "v": v.contiguous(), "length": lengths}
+        return {**{name: x.contiguous() for name, x in new.items()}, "length": lengths}
     if cu_seqlens is None:
-        sequences, room = k.shape[:2]
-        sequence = torch.arange(sequences, device=k.device)[:, None]
-        index = torch.arange(room, device=k.device)
+        sequences, room = first.shape[:2]
+        sequence = torch.arange(sequences, device=first.device)[:, None]
+        index = torch.arange(room, device=first.device)
     else:
-        new = cu_seqlens.diff()
-        sequences = new.shape[0]
+        counts = cu_seqlens.diff()
+        sequences = counts.shape[0]
         # the one host sync: a prefill has to know how long its longest sequence is
-        room = int(new.max()) if sequences else 0
-        token = torch.arange(k.shape[1], device=k.device)
+        room = int(counts.max()) if sequences else 0
+        token = torch.arange(first.shape[1], device=first.device)
         sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
         index = token - cu_seqlens[:-1].long()[sequence]
-        k, v = k[0], v[0]
+        new = {name: x[0] for name, x in new.items()}
     if state is not None:
         index = index + state["length"][sequence]
     grown = {"length": lengths}
-    for name, x in (("k", k), ("v", v)):
+    for name, x in new.items():
+        inner = x.shape[(2 if cu_seqlens is None else 1) :]
         if state is None:
-            old = x.new_zeros(sequences, room, *x.shape[-2:])
+            old = x.new_zeros(sequences, room, *inner)
         else:
-            old = F.pad(state[name], (0, 0, 0, 0, 0, room))
+            old = F.pad(state[name], (0, 0) * len(inner) + (0, room))
         grown[name] = old.index_put((sequence, index), x)
     return grown

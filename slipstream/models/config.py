@@ -13,6 +13,7 @@ MIXERS = {
     "rwkv7": "RWKV7",
     "mamba2": "Mamba2",
     "attention": "Attention",
+    "mla": "MLA",
 }
 """Name in a config -> class in slipstream.layers."""
 

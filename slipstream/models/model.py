@@ -52,7 +52,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         use_cache: return a StateCache; None means config.use_cache when not training.
 
     Raises:
-        ValueError: an id outside the vocabulary, with its position.
+        ValueError: an id outside the vocabulary, with its position; on CUDA in the next call.
     """
 
     def __init__(self, config: SlipstreamConfig) -> None:

@@ -27,6 +27,15 @@ LAYERS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "window_size": 5,
     },
+    "MLA": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 5},
+    "MLA-low-rank": {
+        "q_lora_rank": 7,
+        "kv_lora_rank": 10,
+        "nope_head_dim": 6,
+        "rope_head_dim": 4,
+        "v_head_dim": 8,
+        "mode": "chunk",
+    },
 }
 # seconds each: one of each kind of state, the rest are slow
 COMPILED = ("GatedDeltaNet", "RWKV7-later", "Attention-grouped")
@@ -61,7 +70,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 def assert_state_near(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, x in want.items():
-        if name in ("k", "v"):  # what lies behind a sequence's end is nobody's
+        if name in ("k", "v", "latent"):  # what lies behind a sequence's end is nobody's
             for n, length in enumerate(want["length"].tolist()):
                 torch.testing.assert_close(got[name][n, :length], x[n, :length])
         else:

@@ -1,0 +1,1 @@
+"""Slipstream inside other libraries; importing one of these modules registers it there."""

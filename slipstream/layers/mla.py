@@ -1,0 +1,143 @@
+"""Multi-head latent attention: keys and values of all heads are made of one short latent.
+
+c_t = rms_norm(x_t W_a)  [R]        r_t = rotary(x_t W_r)  [P]       what the cache holds
+k_h = [c W_k,h, r]   v_h = c W_v,h                                   prefill: written out
+q_h . k_h = [q_nope,h W_k,h^T, q_rope,h] . [c, r]                    decoding: absorbed, so that
+sum_s p_s v_h,s = (sum_s p_s c_s) W_v,h                              all heads read the latent
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.attention import extended
+from slipstream.layers.base import Mixed, Mixer, State, normal, token_positions
+from slipstream.ops.attention import attention
+from slipstream.ops.norm import rms_norm
+from slipstream.ops.rotary import rotary_embedding, rotary_tables
+
+
+class MLA(Mixer):
+    """Softmax attention with a compressed cache, as in DeepSeek V2 and V3.
+
+        y = softmax(scale q k^T, causal) v W_o        q, k of width nope + rope, v of its own
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        q_lora_rank: width of the queries' own latent; None is a matrix straight from x.
+        kv_lora_rank: R, of the latent of keys and values.
+        nope_head_dim: width of a head's part that does not turn with the position.
+        rope_head_dim: P, of the part that does, whose key all heads share; even.
+        v_head_dim: of a head's values.
+        rotary_base: of the angles.
+        interleaved: features (2i, 2i+1) turn together, as DeepSeek's weights have it; else
+            (i, i + P/2).
+        scale: None is (nope + rope)^-0.5; a model stretched by YaRN has another.
+        norm_eps: of the latents' rms norms.
+        mode: "chunk" always writes keys and values out, "fused_recurrent" never does beside a
+            state, None does so beyond a few tokens or if gradients are wanted. layer_idx: as Mixer.
+
+    State: latent [N, S, R + P], each sequence from index 0, and length [N] <= S.
+    Cost: of a decoding step, 2 H S (2 R + P) flops, S (R + P) elements read.
+    Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = 512,
+        nope_head_dim: int = 128,
+        rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rotary_base: float = 10000.0,
+        interleaved: bool = True,
+        scale: float | None = None,
+        norm_eps: float = 1e-6,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if rope_head_dim < 2 or rope_head_dim % 2:
+            raise ValueError(f"rope_head_dim: want an even number, got {rope_head_dim}")
+        self.num_heads, self.rank = num_heads, kv_lora_rank
+        self.nope, self.rope, self.v_head_dim = nope_head_dim, rope_head_dim, v_head_dim
+        self.rotary_base, self.interleaved, self.norm_eps = rotary_base, interleaved, norm_eps
+        self.scale = (nope_head_dim + rope_head_dim) ** -0.5 if scale is None else scale
+        width = num_heads * (nope_head_dim + rope_head_dim)
+        self.q_a_proj = self.q_norm = None
+        if q_lora_rank is not None:
+            self.q_a_proj = normal(nn.Linear(hidden_size, q_lora_rank, bias=False))
+            self.q_norm = nn.Parameter(torch.ones(q_lora_rank))
+        self.q_proj = normal(nn.Linear(q_lora_rank or hidden_size, width, bias=False))
+        self.kv_a_proj = normal(nn.Linear(hidden_size, kv_lora_rank + rope_head_dim, bias=False))
+        self.kv_norm = nn.Parameter(torch.ones(kv_lora_rank))
+        heads = num_heads * (nope_head_dim + v_head_dim)
+        self.kv_b_proj = normal(nn.Linear(kv_lora_rank, heads, bias=False))
+        self.o_proj = normal(nn.Linear(num_heads * v_head_dim, hidden_size, bias=False))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+        shared: dict[str, Any] | None = None,
+    ) -> Mixed:
+        at = token_positions(x, cu_seqlens, positions, state)
+        q, latent = self._project(x, at)
+        cache = lengths = None
+        if state is not None or use_cache:
+            cache = extended({"latent": latent}, cu_seqlens, state)
+        if state is not None and cache is not None:  # else the new tokens are all there are
+            latent, lengths = cache["latent"], cache["length"]
+        if lengths is not None and cu_seqlens is None and self.recurrent(x):
+            o = self._absorbed(q, latent, lengths)
+        else:
+            k, v = self._written_out(latent)
+            o = attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, key_lengths=lengths)
+        return self.o_proj(o.flatten(-2)), cache if use_cache else None
+
+    def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, nope + rope], latent [B, T, R + P]"""
+        narrow = x
+        if self.q_a_proj is not None:
+            narrow = rms_norm(self.q_a_proj(x), self.q_norm, eps=self.norm_eps)
+        q = self.q_proj(narrow).unflatten(-1, (self.num_heads, -1))
+        q_nope, q_rope = q.split([self.nope, self.rope], -1)
+        c, r = self.kv_a_proj(x).split([self.rank, self.rope], -1)
+        c = rms_norm(c, self.kv_norm, eps=self.norm_eps)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = rotary_tables(at, self.rope, base=self.rotary_base, dtype=wide)
+        both = torch.cat([q_rope, r[:, :, None]], 2)
+        both = rotary_embedding(both, cos, sin, interleaved=self.interleaved)
+        q_rope, r = both.split([self.num_heads, 1], 2)
+        return torch.cat([q_nope, q_rope], -1), torch.cat([c, r[:, :, 0]], -1)
+
+    def _written_out(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """k [N, S, H, nope + rope], v [N, S, H, DV]"""
+        c, r = latent.split([self.rank, self.rope], -1)
+        kv = self.kv_b_proj(c).unflatten(-1, (self.num_heads, -1))
+        k, v = kv.split([self.nope, self.v_head_dim], -1)
+        r = r[:, :, None].expand(-1, -1, self.num_heads, -1)
+        return torch.cat([k, r], -1), v
+
+    def _absorbed(self, q: Tensor, latent: Tensor, lengths: Tensor) -> Tensor:
+        """q [N, T, H, nope + rope] -> [N, T, H, DV], the last query on token `lengths` of S."""
+        weight = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        w_k, w_v = weight.split([self.nope, self.v_head_dim], 1)  # [H, nope | DV, R]
+        T, S = q.shape[1], latent.shape[1]
+        q_nope, q_rope = q.split([self.nope, self.rope], -1)
+        q = torch.cat([torch.einsum("nthd,hdr->nthr", q_nope, w_k), q_rope], -1)
+        x = (q.flatten(1, 2) @ latent.mT).unflatten(1, (T, -1))  # [N, T, H, S]
+        x = x.double() if x.dtype == torch.float64 else x.float()
+        own = lengths[:, None] - T + torch.arange(T, device=q.device)
+        later = torch.arange(S, device=q.device) > own[..., None]
+        p = (x * self.scale).masked_fill(later[:, :, None], -torch.inf).softmax(-1)
+        o = p.to(latent.dtype).flatten(1, 2) @ latent[..., : self.rank]
+        return torch.einsum("nthr,hvr->nthv", o.unflatten(1, (T, -1)), w_v)

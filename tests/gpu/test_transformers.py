@@ -1,0 +1,52 @@
+"""attn_implementation="slipstream" on a device, beside "eager" there."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+MODELS = ("llama", "gemma2", "mistral", "gpt_oss")
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    from tests.integrations.test_transformers import make
+
+    eager, slip = make(name)
+    return eager.cuda(), slip.cuda()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_and_packed_rows(name: str) -> None:
+    eager, slip = pair(name)
+    ids = torch.randint(1, 61, (3, 77), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    at = (torch.arange(77, device="cuda") % 21)[None].expand(3, -1)
+    padded = {"attention_mask": mask}
+    packed = {"position_ids": at, "use_cache": False}
+    for inputs, live in (({}, mask >= 0), (padded, mask > 0), (packed, mask >= 0)):
+        want, got = (model(ids, **inputs).logits[live] for model in (eager, slip))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation(name: str, cache: str | None) -> None:
+    eager, slip = pair(name)
+    ids = torch.randint(1, 61, (3, 20), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    options: dict[str, Any] = {
+        "attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None,
+        "return_dict_in_generate": True, "output_logits": True, "disable_compile": True,
+        "cache_implementation": cache,
+    }  # fmt: skip
+    want, got = (model.generate(ids, **options) for model in (eager, slip))
+    for step, (x, y) in enumerate(zip(got.logits, want.logits)):
+        alike = (got.sequences == want.sequences)[:, : 20 + step].all(1)
+        torch.testing.assert_close(x[alike], y[alike], rtol=1e-3, atol=1e-3)

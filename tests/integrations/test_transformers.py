@@ -1,0 +1,274 @@
+"""attn_implementation="slipstream" beside "eager", in tiny models of transformers."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import StaticCache
+
+from slipstream.integrations import transformers as ours
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 3.0}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "gpt_oss": ("GptOss", {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name: str, **options: Any) -> tuple[Any, Any]:
+    """The same model with "eager" and with ours."""
+    prefix, given = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(
+        **SIZES, **given, **options, attn_implementation="eager"
+    )
+    eager = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.copy_(0.2 * torch.randn_like(parameter))
+    slip = copy.deepcopy(eager)
+    slip.set_attn_implementation("slipstream")
+    return eager, slip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_dense(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everywhere but where a test wants it, a dense mask is a failure."""
+    if "dense" in request.node.name:
+        return
+
+    def refuse() -> None:
+        raise AssertionError("a dense mask")
+
+    monkeypatch.setattr(ours, "_say_dense", refuse)
+
+
+def assert_same(eager: Any, slip: Any, live: Tensor | None = None, **inputs: Any) -> None:
+    """Logits at the live tokens, and gradients of all parameters."""
+    grads = []
+    logits = [model(**inputs).logits for model in (eager, slip)]
+    if live is not None:
+        logits = [x[live] for x in logits]
+    weight = torch.randn_like(logits[0])
+    for model, x in zip((eager, slip), logits):
+        grads.append(torch.autograd.grad((x * weight).sum(), list(model.parameters())))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    for got, want in zip(grads[1], grads[0]):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()) + 1e-6)
+
+
+@every_model
+def test_model_matches_eager(name: str) -> None:
+    assert_same(*make(name), input_ids=torch.randint(1, 61, (2, 19)))
+
+
+@every_model
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_matches_eager(name: str, side: str) -> None:
+    mask = torch.ones(3, 17, dtype=torch.int64)
+    columns = slice(0, 7) if side == "left" else slice(10, 17)
+    mask[1, columns] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert_same(
+        *make(name),
+        live=mask.bool(),
+        input_ids=torch.randint(1, 61, (3, 17)),
+        attention_mask=mask,
+        position_ids=positions,
+    )
+
+
+@every_model
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_positions_match_eager(name: str, rows: int) -> None:
+    lengths = (3, 9, 1, 8)
+    at = torch.cat([torch.arange(n) for n in lengths])[None].repeat(rows, 1)
+    ids = torch.randint(1, 61, (rows, sum(lengths)))
+    assert_same(*make(name), input_ids=ids, position_ids=at, use_cache=False)
+
+
+def test_packed_offsets_match_packed_positions() -> None:
+    _, model = make("mistral")
+    at = torch.cat([torch.arange(n) for n in (3, 9, 4)])[None]
+    ids = torch.randint(1, 61, (1, 16))
+    offsets = torch.tensor([0, 3, 12, 16], dtype=torch.int32)
+    want = model(ids, position_ids=at, use_cache=False).logits
+    got = model(
+        ids, position_ids=at, use_cache=False, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets
+    ).logits
+    assert torch.equal(got, want)
+
+
+@every_model
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_matches_eager(name: str, cache: str, padded: bool) -> None:
+    eager, slip = make(name)
+    ids = torch.randint(1, 61, (3, 9))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :4] = mask[2, :1] = 0
+        ids[mask == 0] = 0
+    options: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 14,
+        "do_sample": False,
+        "eos_token_id": None,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "disable_compile": True,
+    }
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    want, got = (model.generate(ids, **options) for model in (eager, slip))
+    for step, (x, y) in enumerate(zip(got.logits, want.logits)):
+        # two logits may be so near that they take different tokens, and go apart from there
+        alike = (got.sequences == want.sequences)[:, : 9 + step].all(1)
+        assert alike.sum() >= 2
+        torch.testing.assert_close(x[alike], y[alike], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_prompt_in_parts_matches_eager(name: str, static: bool) -> None:
+    """Several queries on a cache, padded on the left."""
+    eager, slip = make(name)
+    ids, mask = torch.randint(1, 61, (2, 40)), torch.ones(2, 40, dtype=torch.int64)
+    mask[1, :3] = 0
+    logits = []
+    for model in (eager, slip):
+        cache = StaticCache(config=model.config, max_cache_len=50) if static else None
+        with torch.no_grad():
+            first = model(ids[:, :13], attention_mask=mask[:, :13], past_key_values=cache)
+            then = first.past_key_values
+            parts = [first.logits]
+            for a, b in ((13, 15), (15, 40)):
+                out = model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=then)
+                parts.append(out.logits)
+        logits.append(torch.cat(parts, 1)[mask.bool()])
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_holes_go_through_a_dense_mask(caplog: pytest.LogCaptureFixture) -> None:
+    ours._say_dense.cache_clear()
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 4:6] = 0
+    inputs = {"input_ids": torch.randint(1, 61, (2, 12)), "attention_mask": mask}
+    with caplog.at_level(logging.WARNING):
+        for name in ("gemma2", "gpt_oss"):
+            assert_same(*make(name), live=mask.bool(), **inputs)
+    assert len(caplog.records) == 1
+
+
+def test_a_dense_mask_of_the_users_is_taken() -> None:
+    mask = torch.rand(2, 1, 12, 12) < 0.6
+    mask |= torch.eye(12, dtype=torch.bool)
+    added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    eager, slip = make("llama")
+    ids = torch.randint(1, 61, (2, 12))
+    want = eager(ids, attention_mask=added).logits
+    for given in (mask, added):
+        torch.testing.assert_close(slip(ids, attention_mask=given).logits, want)
+
+
+def test_bidirectional_attention_matches_eager() -> None:
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, attn_implementation="eager",
+    )  # fmt: skip
+    eager = transformers.BertModel(config).eval()
+    slip = copy.deepcopy(eager)
+    slip.set_attn_implementation("slipstream")
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 8:] = 0
+    ids = torch.randint(1, 61, (2, 12))
+    for given in (None, mask):
+        want, got = (
+            model(ids, attention_mask=given).last_hidden_state[mask.bool()]
+            for model in (eager, slip)
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_refused() -> None:
+    _, model = make("llama")
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(NotImplementedError, match="dropout: want 0"):
+        model(torch.ones(1, 3, dtype=torch.int64))
+
+
+def test_a_mask_function_of_unknown_make_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_say_dense", lambda: None)
+    every: Callable = lambda batch, head, q, k: (q + k) % 2 == 0  # noqa: E731
+    mask = ours.slipstream_mask(2, 5, 5, mask_function=every)
+    assert mask is not None and mask.dtype == torch.bool and mask.shape == (2, 1, 5, 5)
+
+
+def test_chunks_are_packed_sequences() -> None:
+    """As Llama 4 has them."""
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    chunks = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
+    mask = ours.slipstream_mask(2, 10, 10, mask_function=chunks)
+    assert mask is not None
+    assert mask.flatten().tolist() == [0, 4, 8, 10, 14, 18, 20] and mask.dtype == torch.int32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_model_compiles(name: str) -> None:
+    torch._dynamo.reset()
+    eager, slip = make(name)
+    ids = torch.randint(1, 61, (2, 19))
+    packed = torch.cat([torch.arange(8), torch.arange(11)])[None].expand(2, -1)
+    compiled = torch.compile(slip, backend="aot_eager", fullgraph=True)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    for at, padding in ((None, None), (packed, None), (None, mask)):
+        inputs = {"position_ids": at, "attention_mask": padding, "use_cache": False}
+        want, got = (model(ids, **inputs).logits[mask.bool()] for model in (eager, compiled))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_on_a_static_cache_compiles(padded: bool) -> None:
+    """As generate does it: the mask is made outside of the graph."""
+    torch._dynamo.reset()
+    eager, slip = make("gemma2")
+    ids, mask = torch.randint(1, 61, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :3] = 1 - int(padded)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    slip.forward = torch.compile(slip.forward, backend="aot_eager", fullgraph=True)
+    want, got = (
+        model.generate(
+            ids, attention_mask=mask, cache_implementation="static", disable_compile=True, **options
+        )
+        for model in (eager, slip)
+    )
+    assert torch.equal(got, want)
