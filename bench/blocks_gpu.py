@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from slipstream.ops.activation import swiglu
 from slipstream.ops.conv import short_convolution, short_convolution_update
+from slipstream.ops.distill import linear_kl_div
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
@@ -31,7 +32,7 @@ BF16 = torch.bfloat16
 # relative RMS error of outputs and gradients; a loss of 16-bit logits that are made on the way
 # knows them to 1 / 256 only
 LIMITS = {torch.float32: 3e-5, torch.bfloat16: 0.007}
-COARSE = {"linear_cross_entropy": 0.05}
+COARSE = {"linear_cross_entropy": 0.05, "linear_kl_div": 0.05}
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -153,6 +154,13 @@ def check() -> bool:
                 worst[name, dtype] = (e, where)
     worst["huge", BF16] = (check_huge() / LIMITS[BF16], "2^31 elements")
     worst["update", BF16] = (check_update() / LIMITS[BF16], "")
+    for dtype in LIMITS:
+        limit = COARSE["linear_kl_div"] if dtype == BF16 else LIMITS[dtype]
+        try:
+            worst["linear_kl_div", dtype] = (check_kl(dtype) / limit, "")
+        except Exception as fault:
+            worst["linear_kl_div", dtype] = (float("inf"), f"{type(fault).__name__} {fault}"[:150])
+    worst["one rank's shard", BF16] = (check_shard() / LIMITS[BF16], "")
     for (name, dtype), (e, where) in worst.items():
         verdict = "ok" if e <= 1 else f"WRONG at {where}"
         print(f"{name:22} {str(dtype)[6:]:9} {e:.2f} of the limit  {verdict}", flush=True)
@@ -185,6 +193,50 @@ def check_update() -> float:
             found.append((short_convolution_update(x, pool, w, b, **options), pool))
         worst = max(worst, *(error(a, b) for a, b in zip(*found)))
     return worst
+
+
+def check_kl(dtype: torch.dtype) -> float:
+    """Loss and gradients, with a mask, at odd sizes and at many classes."""
+    worst = 0.0
+    for N, V, D, E in ((77, 1000, 64, 96), (200, 50257, 64, 64), (130, 151936, 32, 64)):
+        shapes = {"student": (N, D), "student_weight": (V, D), "student_bias": (V,)}
+        shapes |= {"teacher": (N, E), "teacher_weight": (V, E)}
+        given = {name: 0.5 * rand(*shape).to(dtype) for name, shape in shapes.items()}
+        mask = torch.rand(N, device="cuda") > 0.2
+        found = []
+        for impl, wide in (("triton", dtype), ("reference", torch.float64)):
+            own: dict[str, Any] = {name: x.to(wide) for name, x in given.items()}
+            leaves = [own[n].requires_grad_() for n in shapes if n.startswith("student")]
+            loss = linear_kl_div(**own, temperature=2.0, mask=mask, impl=impl)
+            found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        worst = max(worst, *(error(x, y) for x, y in zip(*found)))
+    return worst
+
+
+def check_shard() -> float:
+    """The kernels as two ranks use them, one after the other: columns, then the gradient."""
+    from slipstream.kernels.loss import shard
+    from slipstream.kernels.loss.reference import Terms
+
+    V, terms = 50000, Terms(-100, 0.1, 20.0, 1e-3, 0.7)
+    logits, target = rand(150, 2 * V, dtype=BF16), torch.randint(0, 2 * V, (150,), device="cuda")
+    target[::7] = -100
+    wide = logits.double().requires_grad_()
+    loss = cross_entropy(
+        wide, target, label_smoothing=0.1, softcap=20.0, z_loss=1e-3, logit_scale=0.7,
+        reduction="sum", impl="reference",
+    )  # fmt: skip
+    (want,) = torch.autograd.grad(loss, wide)
+    parts = [shard.Shard(i * V, V, 2 * V, None) for i in range(2)]
+    halves = [logits[:, i * V : (i + 1) * V] for i in range(2)]
+    c = [shard.columns(x, target, terms, p, "triton") for x, p in zip(halves, parts)]
+    lse = torch.logaddexp(c[0].lse, c[1].lse)
+    ones = torch.ones(150, device="cuda")
+    grads = []
+    for x, p in zip(halves, parts):
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grads.append(shard.dlogits(x, target, lse, terms, p, ones, "triton", out))
+    return error(torch.cat(grads, 1), want)
 
 
 def bench(fn: Callable[[], Any]) -> float:
@@ -292,6 +344,19 @@ def works(peer: bool) -> Iterator[Callable[[], Work]]:
         label = f"linear_ce {N}x{V}"
         return Work(label, 0, (0, 0), given, lambda h, w: linear_cross_entropy(h, w, target), own)
 
+    def kl(N: int, V: int) -> Work:
+        given = [rand(N, 2048, dtype=BF16), 0.02 * rand(V, 2048, dtype=BF16)]
+        y, u = rand(N, 2048, dtype=BF16), 0.02 * rand(V, 2048, dtype=BF16)
+
+        def plain(h: Tensor, w: Tensor) -> Tensor:
+            q, p = (F.log_softmax((x @ m.t()).float(), -1) for x, m in ((h, w), (y, u)))
+            return F.kl_div(q, p, reduction="batchmean", log_target=True)
+
+        return Work(
+            f"linear_kl {N}x{V}", 0, (0, 0), given, lambda h, w: linear_kl_div(h, w, y, u),
+            {"torch": plain},
+        )  # fmt: skip
+
     def conv() -> Work:
         x, w = rand(4, 4096, 4096, dtype=BF16), rand(4096, 4, dtype=BF16)
         own = {"torch": torch_conv, **peers("conv")}
@@ -321,6 +386,7 @@ def works(peer: bool) -> Iterator[Callable[[], Work]]:
     for linear in (False, True):
         yield lambda linear=linear: loss(16384, 32000, linear)
         yield lambda linear=linear: loss(8192, 151936, linear)
+    yield lambda: kl(8192, 32000)
     yield from (conv, turn, glu)
 
 
@@ -329,6 +395,7 @@ def times(work: Work, who: str, call: Callable[..., Tensor]) -> dict[str, Any]:
     tb = work.numel * 2 / 1e9  # of one tensor, by ms
     row: dict[str, Any] = {"work": work.name, "who": who, "fwd_ms": "", "fwd_tbs": ""}
     row |= {"bwd_ms": "", "bwd_tbs": "", "both_ms": "", "first_s": "", "peak_gib": ""}
+    row["beyond_gib"] = ""
 
     def both() -> None:
         out = call(*inputs)
@@ -339,7 +406,9 @@ def times(work: Work, who: str, call: Callable[..., Tensor]) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     row["first_s"] = f"{first(both):.2f}"
-    row["peak_gib"] = f"{(torch.cuda.max_memory_allocated() - before) / 2**30:.2f}"
+    peak = torch.cuda.max_memory_allocated() - before
+    grads = sum(x.numel() * x.element_size() for x in inputs)
+    row |= {"peak_gib": f"{peak / 2**30:.2f}", "beyond_gib": f"{(peak - grads) / 2**30:.2f}"}
     row["both_ms"] = f"{bench(both):.3f}"
     if not work.units[0]:
         return row
@@ -354,7 +423,7 @@ def times(work: Work, who: str, call: Callable[..., Tensor]) -> dict[str, Any]:
 
 def all_times(peer: bool) -> None:
     rows = []
-    print(f"{'work':27} {'who':6}  fwd ms TB/s   bwd ms TB/s   both ms  first s  peak GiB")
+    print(f"{'work':27} {'who':6}  fwd ms TB/s   bwd ms TB/s   both ms  first s peak GiB w/o grads")
     for make in works(peer):
         work = make()
         for who, call in {"ours": work.call, **work.peers}.items():
@@ -367,7 +436,7 @@ def all_times(peer: bool) -> None:
             print(
                 f"{row['work']:27} {who:6} {row['fwd_ms']:>7} {row['fwd_tbs']:>4}  "
                 f"{row['bwd_ms']:>7} {row['bwd_tbs']:>4}  {row['both_ms']:>8} "
-                f"{row['first_s']:>8} {row['peak_gib']:>8}",
+                f"{row['first_s']:>8} {row['peak_gib']:>8} {row['beyond_gib']:>8}",
                 flush=True,
             )
         del work

@@ -5,12 +5,15 @@ from slipstream.ops.activation import sigmoid_glu as sigmoid_glu
 from slipstream.ops.activation import squared_relu as squared_relu
 from slipstream.ops.activation import swiglu as swiglu
 from slipstream.ops.attention import attention as attention
+from slipstream.ops.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
+from slipstream.ops.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from slipstream.ops.comba import chunk_comba as chunk_comba
 from slipstream.ops.comba import fused_recurrent_comba as fused_recurrent_comba
 from slipstream.ops.conv import short_convolution as short_convolution
 from slipstream.ops.conv import short_convolution_update as short_convolution_update
 from slipstream.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
 from slipstream.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
+from slipstream.ops.distill import linear_kl_div as linear_kl_div
 from slipstream.ops.dplr_delta_rule import chunk_dplr_delta_rule as chunk_dplr_delta_rule
 from slipstream.ops.dplr_delta_rule import (
     fused_recurrent_dplr_delta_rule as fused_recurrent_dplr_delta_rule,
@@ -49,6 +52,8 @@ from slipstream.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
 from slipstream.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
 from slipstream.ops.loss import cross_entropy as cross_entropy
 from slipstream.ops.loss import linear_cross_entropy as linear_cross_entropy
+from slipstream.ops.matmul import MatmulConfig as MatmulConfig
+from slipstream.ops.matmul import matmul as matmul
 from slipstream.ops.norm import group_norm as group_norm
 from slipstream.ops.norm import l2_norm as l2_norm
 from slipstream.ops.norm import layer_norm as layer_norm

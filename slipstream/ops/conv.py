@@ -1,15 +1,16 @@
 """short_convolution: depthwise, causal, a few taps; and its one-step update."""
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.conv import op
-from slipstream.kernels.conv.eager import convolve, last_inputs
+from slipstream.kernels.conv import op, plain
+from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
-from slipstream.kernels.launching import choose_impl
+from slipstream.kernels.launching import choose_impl, is_triton
 
 
 def short_convolution(
@@ -67,16 +68,11 @@ def short_convolution(
     given = {"x": x, "residual": residual, "initial_state": initial_state}
     checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
     impl = choose_impl(impl, x, op.refuses, weight, bias, residual, initial_state, cu_seqlens)
-    if impl == "triton":
-        silu = activation is not None
-        y = op.convolution(x, weight, bias, residual, initial_state, cu_seqlens, silu)
+    given = (x, weight, bias, residual, initial_state, cu_seqlens, activation is not None)
+    if is_triton(impl):
+        y = op.convolution(*given, impl)
     else:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        state = None if initial_state is None else initial_state.to(wide)
-        given = (x.to(wide), weight.to(wide), state, cu_seqlens)
-        y = conv_reference(*given)[0] if impl == "reference" else convolve(*given)
-        y = _finish(y, bias, activation)
-        y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+        y = plain.convolution(*given, *([_by_definition] if impl == "reference" else []))
     if not output_final_state:
         return y, None
     state = None if initial_state is None else initial_state.to(x.dtype)
@@ -135,40 +131,14 @@ def short_convolution_update(
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
     impl = choose_impl(impl, x, op.refuses_update, weight, bias, residual, state)
-    if impl == "triton":
-        extra = None if residual is None else residual.reshape(token.shape)
-        silu = activation is not None
-        return op.update(token, state, weight, bias, extra, state_indices, silu).view(x.shape)
-    window, live = _move_on(token, state, state_indices)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = (window.to(wide) * weight.to(wide)).sum(-1).view(x.shape)
-    y = _finish(y, bias, activation)
-    y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
-    return y if live is None else y * live.view(-1, *[1] * (x.dim() - 1)).to(y.dtype)
+    extra = None if residual is None else residual.reshape(token.shape)
+    given = (token, state, weight, bias, extra, state_indices, activation is not None)
+    y = op.update(*given, impl) if is_triton(impl) else plain.update(*given)
+    return y.view(x.shape)
 
 
-def _move_on(token: Tensor, state: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The windows [N, D, W] after the token, in place in the state; and who has one."""
-    if indices is None:
-        window = torch.cat([state[..., 1:], token[..., None].to(state.dtype)], dim=-1)
-        state.copy_(window.detach())
-        return window, None
-    live = indices >= 0
-    slots = indices.long()[live]
-    if indices.device.type == "cpu" and slots.numel() and int(slots.max()) >= state.shape[0]:
-        raise ValueError(
-            f"state_indices: want less than the {state.shape[0]} states, got {int(slots.max())}"
-        )
-    window = token.new_zeros(*token.shape, state.shape[-1], dtype=state.dtype)
-    moved = torch.cat([state[slots][..., 1:], token[live][..., None].to(state.dtype)], dim=-1)
-    state[slots] = moved.detach()
-    return window.masked_scatter(live[:, None, None], moved), live
-
-
-def _finish(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y if activation is None else F.silu(y)
+def _by_definition(*args: Any) -> Tensor:
+    return conv_reference(*args)[0]
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

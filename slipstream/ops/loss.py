@@ -1,11 +1,14 @@
 """cross_entropy and linear_cross_entropy, the latter without ever holding the logits."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
+from slipstream.core import checks, guard
 from slipstream.kernels.launching import choose_impl
 from slipstream.kernels.loss import op
+from slipstream.kernels.loss.guarded import kind
 from slipstream.kernels.loss.reference import Terms
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -21,6 +24,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     reduction: str = "mean",
+    group: Any = None,
     impl: str | None = None,
 ) -> Tensor:
     """Cross entropy of class targets, in nats.
@@ -38,6 +42,9 @@ def cross_entropy(
         logit_scale: factor before everything else.
         reduction: "mean" over the rows that count (0 if there are none, where torch has NaN),
             "sum", or "none" for shape [...].
+        group: a process group, whose ranks hold the vocabulary in equal parts, in their order:
+            logits [..., V / ranks], targets of the whole vocabulary. Every rank gets the loss, and
+            the gradient of its logits. Not under torch.compile.
         impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
@@ -63,6 +70,12 @@ def cross_entropy(
     _check_reduction(reduction)
     impl = choose_impl(impl, logits, _refuses, logits.shape[-1], True)
     rows, ids = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    if group is not None:
+        from slipstream.kernels.loss import shard  # builds of torch without collectives exist
+
+        part = shard.equal_shards(logits.shape[-1], group)
+        loss = shard.cross_entropy(rows, ids, terms, part, reduction, impl)
+        return loss.view(target.shape) if reduction == "none" else loss
     loss = op.cross_entropy(rows, ids, terms, reduction, impl)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -79,6 +92,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     reduction: str = "mean",
+    group: Any = None,
     impl: str | None = None,
 ) -> Tensor:
     """Cross entropy of logits = hidden weight^T + bias that are never held, in nats.
@@ -91,6 +105,8 @@ def linear_cross_entropy(
         weight: [V, D], hidden's dtype.
         target: int64 [...], in [0, V) or ignore_index.
         bias: [V], hidden's dtype; None is 0.
+        group: as cross_entropy's, of weight [V / ranks, D] and bias [V / ranks]; hidden is the
+            same on every rank, and so is its gradient.
         The rest: as cross_entropy.
 
     Returns:
@@ -126,6 +142,12 @@ def linear_cross_entropy(
     _check_reduction(reduction)
     impl = choose_impl(impl, hidden, _refuses, weight.shape[0], False)
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    if group is not None:
+        from slipstream.kernels.loss import shard
+
+        part = shard.equal_shards(weight.shape[0], group)
+        loss = shard.linear_cross_entropy(rows, weight, bias, ids, terms, part, reduction, impl)
+        return loss.view(target.shape) if reduction == "none" else loss
     loss = op.linear_cross_entropy(rows, weight, bias, ids, terms, reduction, impl)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -135,7 +157,7 @@ def _refuses(x: Tensor, size: int, traced: bool) -> str | None:
         return "there are no classes or features"
     if traced and torch.compiler.is_compiling():
         return "torch.compile makes its own kernel of it"
-    return None
+    return guard.objection(lambda: kind(x.dtype, size), x.device)
 
 
 def _check_reduction(reduction: str) -> None:

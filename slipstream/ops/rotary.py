@@ -4,8 +4,14 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks
-from slipstream.kernels.launching import choose_impl
-from slipstream.kernels.pointwise.rotary import TritonRotary, refuses, rotary, rotary_reference
+from slipstream.kernels.launching import choose_impl, is_triton
+from slipstream.kernels.pointwise.rotary import (
+    TritonRotary,
+    refuses,
+    rotary,
+    rotary_reference,
+    table_rows,
+)
 
 
 def rotary_embedding(
@@ -51,10 +57,10 @@ def rotary_embedding(
             f"got {cos.shape[-1]}"
         )
     positions = _check_rows(cos, x, positions)
-    impl = choose_impl(impl, x, refuses, cos.shape[-1])
-    if impl == "triton":
-        return TritonRotary.apply(x, cos, sin, positions, interleaved)
-    cos, sin = (_rows(table, x, positions) for table in (cos, sin))
+    impl = choose_impl(impl, x, refuses, cos.shape[-1], interleaved)
+    if is_triton(impl):
+        return TritonRotary.apply(x, cos, sin, positions, interleaved, impl)
+    cos, sin = (table_rows(table, x, positions) for table in (cos, sin))
     run = rotary_reference if impl == "reference" else rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = run(x.to(wide), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], interleaved)
@@ -135,10 +141,3 @@ def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | 
         return positions[None]
     checks.expect_shape("positions", positions, (batch, tokens))
     return positions
-
-
-def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
-    if table.dim() == 3:
-        return table
-    return table[None, : x.shape[1]] if positions is None else table[positions]

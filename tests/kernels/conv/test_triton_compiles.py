@@ -18,7 +18,7 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
     tensors = {f"{name}_ptr": dtype for name in names}
     tensors |= {"part_ptr": "*fp32"} if backward else {}
     tensors |= {"where_ptr": "*i32"} if full else {}
-    BT = tile.BT if W <= 4 else tile.BT // 2
+    BT = tile.BT if W <= 4 or tile.BT == 8 else tile.BT // 2
     return compile_kernel(
         f"{MODULE}:{'conv_bwd_kernel' if backward else 'conv_fwd_kernel'}",
         tensors,

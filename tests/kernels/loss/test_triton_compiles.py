@@ -18,9 +18,12 @@ def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
     BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
     tensors = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64"}
     tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
-    scalars = dict.fromkeys(("smoothing", "softcap", "z_loss", "scale"), "fp32")
+    scalars = dict.fromkeys(("smoothing", "each", "softcap", "z_loss", "scale"), "fp32")
     scalars |= {"stride": "i32:16", "grad_stride": "i32:16"}
-    flags = {"V": V, "BV": BV, "CAP": not plain, "SMOOTH": not plain, "HAS_LSE": False}
+    flags = {"V": V, "BV": BV, "INNER": 8, "CAP": not plain, "SMOOTH": not plain}
+    flags |= {"HAS_LSE": False, "SHARD": not plain}
+    if not plain:
+        tensors["z_sum_ptr"] = "*fp32"
     got = compile_kernel(
         f"{MODULE}:cross_entropy_kernel",
         tensors,
@@ -39,3 +42,21 @@ def test_small_loss_kernels_compile() -> None:
     )
     tensors = {"x_ptr": "*bf16", "s_ptr": "*fp32"}
     assert compile_kernel(f"{MODULE}:scale_kernel", tensors, {"B": 2048}).stack == 0
+
+
+@pytest.mark.parametrize("V", [100, 32000, 151936])
+def test_kl_div_compiles(V: int) -> None:
+    from slipstream.kernels.loss.triton import launch
+
+    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    tensors = {"s_ptr": "*bf16", "t_ptr": "*bf16", "grad_ptr": "*bf16", "live_ptr": "*i1"}
+    tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
+    scalars = dict.fromkeys(("s_stride", "t_stride", "grad_stride"), "i32:16")
+    got = compile_kernel(
+        "slipstream.kernels.loss.triton.kl_div:kl_div_kernel",
+        tensors,
+        {"V": V, "BV": BV, "INNER": 8, "STAGES": launch.STAGES},
+        scalars={**scalars, "temperature": "fp32"},
+        warps=warps,
+    )
+    assert got.stack == 0

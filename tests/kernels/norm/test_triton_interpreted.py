@@ -69,6 +69,7 @@ def small_tiles() -> None:
     tiles.BACKWARD = (tiles.Row(8, 16, 4, 1, 1),)
     tiles.LOOPED = tiles.SPLIT = tiles.Row(8, 16, 4, 1, 1)
     launch._tile.cache_clear()
+    launch._FORWARD.clear()
 
 
 def main() -> None:
@@ -110,10 +111,10 @@ def check_operators() -> None:
 
     x, w = torch.randn(5, 8), torch.randn(8)
     n = Norm(1e-5, centre=True, keep_h=True)
-    torch.library.opcheck(op._forward_op, (x, w, None, x, x, *n, True))
-    torch.library.opcheck(op._forward_op, (x, None, None, None, None, *n, False))
-    y, h, stats = op._forward_op(x, w, w, x, x, *n, True)
-    args = (y, h, h, w, w, x, stats, torch.float32, *n, True, True)
+    torch.library.opcheck(op._forward_op, (x, w, None, x, x, *n, True, "triton"))
+    torch.library.opcheck(op._forward_op, (x, None, None, None, None, *n, False, "triton"))
+    y, h, stats = op._forward_op(x, w, w, x, x, *n, True, "triton")
+    args = (y, h, h, w, w, x, stats, torch.float32, *n, True, True, "triton")
     torch.library.opcheck(op._backward_op, args)
     leaves = [torch.randn(5, 8, requires_grad=True) for _ in range(2)]
 

@@ -7,9 +7,11 @@
     dz_t = f'(z_t) dy_t        dx_t = sum_k w_k dz_{t+k}        dw_k = sum_t dz_t x_{t-k}
 
 within a sequence; x before its start is the state, whose column W - m is m tokens before it. A
-program owns BD channels and every P-th tile of BT tokens. A thread holds its channels of each row
-of the tile, which are all loaded before the first store, so a row is read about once and nothing
-moves between threads. That is for tiles inside of a sequence; at its ends tokens go one by one.
+program owns BD channels and some tiles of BT tokens, forward one after the other, so that it keeps
+the last W - 1 rows, backward every P-th. A thread holds its channels of each row of the tile, which
+are all loaded before the first store, so a row is read about once and nothing moves between
+threads. Backward, and in packed sequences, that is for tiles inside of a sequence; at its ends
+tokens go one by one.
 
 Packed, `where` [2, T] has each token's age, its distance from the start of its sequence, and the
 sequence.
@@ -75,44 +77,88 @@ def _store_y(y_ptr, b_z, b_r, row, o_d, m_d, D: tl.constexpr, SILU: tl.constexpr
     tl.store(y_ptr + row * D + o_d, (b_z + b_r).to(y_ptr.dtype.element_ty), mask=m_d)
 
 
-@triton.jit(do_not_specialize=["T", "tiles"])
+@triton.jit
+def _before(x_ptr, s_ptr, row, t, n, o_d, m_d, D: tl.constexpr, W: tl.constexpr):
+    """x_{t-W+1} .. x_{t-1}, float32; those before the start of a row are the state or 0."""
+    xs = ()
+    for j in tl.static_range(W - 1):
+        back = W - 1 - j
+        p_x = x_ptr + (row - back) * D + o_d
+        b_x = tl.load(p_x, mask=m_d & (t >= back), other=0.0).to(tl.float32)
+        if s_ptr is not None:
+            p_s = s_ptr + (n * D + o_d) * W + t + j + 1
+            b_x += tl.load(p_s, mask=m_d & (t < back), other=0.0).to(tl.float32)
+        xs = xs + (b_x,)
+    return xs
+
+
+@triton.jit
+def _tile(x_ptr, i, tiles, T, o_d, m_d, D: tl.constexpr, BT: tl.constexpr):
+    """The rows of tile i, 0 where there is none."""
+    NT = tl.cdiv(T, BT)
+    t = i % NT * BT
+    row = (i // NT).to(tl.int64) * T + t
+    xs = ()
+    for r in tl.static_range(BT):
+        m = m_d & (t + r < T) & (i < tiles)
+        xs = xs + (tl.load(x_ptr + (row + r) * D + o_d, mask=m, other=0.0),)
+    return xs
+
+
+@triton.jit(do_not_specialize=["T", "tiles", "each"])
 def conv_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, where_ptr, y_ptr, T, tiles,
+    x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, where_ptr, y_ptr, T, tiles, each,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P D / BD); tiles: of all rows of the batch. x, r, y [B, T, D], w [D, W], s [N, D, W]"""
+    """Grid (P D / BD), each with so many of the tiles, one after the other, the next of which is on
+    its way while one is at work. tiles: of all rows of the batch, the last of a row may be short.
+    x, r, y [B, T, D], w [D, W], s [N, D, W]"""
     ND: tl.constexpr = (D + BD - 1) // BD
     o_d = tl.program_id(0) % ND * BD + tl.arange(0, BD)
     m_d = o_d < D
     ws = _taps(w_ptr, o_d, m_d, W)
     b_b = _bias(b_ptr, o_d, m_d, BD)
     NT = tl.cdiv(T, BT)
-    for i in range(tl.program_id(0) // ND, tiles, tl.num_programs(0) // ND):
+    first = tl.program_id(0) // ND * each
+    tiles = tl.minimum(tiles, first + each)
+    n_first, t_first = (first // NT).to(tl.int64), first % NT * BT
+    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
+    older = _before(x_ptr, s_ptr, n_first * T + t_first, t_first, n_first, o_d, m_d, D, W)
+    for i in range(first, tiles):
         i_b, t = i // NT, i % NT * BT
         row = i_b.to(tl.int64) * T + t
-        age, _ = _place(where_ptr, tl.minimum(t + BT, T) - 1, i_b, T)
-        if (t + BT <= T) & (age >= BT + W - 2):
-            xs = ()
-            for r in tl.static_range(BT + W - 1):
-                p_x = x_ptr + (row + r - W + 1) * D + o_d
-                xs = xs + (tl.load(p_x, mask=m_d, other=0.0),)
-            rs = ()
+        following = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
+        rs = ()
+        for r in tl.static_range(BT):
+            b_r = 0.0
+            if r_ptr is not None:
+                p_r = r_ptr + (row + r) * D + o_d
+                b_r = tl.load(p_r, mask=m_d & (t + r < T), other=0.0)
+            rs = rs + (b_r,)
+        inside = t >= 0
+        if where_ptr is not None:
+            # as old as that, the last token has all the others in its sequence
+            age, _ = _place(where_ptr, tl.minimum(t + BT, T) - 1, i_b, T)
+            inside = (t + BT <= T) & (age >= BT + W - 2)
+        elif t == 0:
+            older = _before(x_ptr, s_ptr, row, t, i_b.to(tl.int64), o_d, m_d, D, W)
+        rows = older + xs
+        if inside:
             for r in tl.static_range(BT):
-                b_r = 0.0
-                if r_ptr is not None:
-                    b_r = tl.load(r_ptr + (row + r) * D + o_d, mask=m_d, other=0.0)
-                rs = rs + (b_r,)
-            for r in tl.static_range(BT):
-                b_z = _dot(ws, xs, b_b, r, W)
-                _store_y(y_ptr, b_z, rs[r], row + r, o_d, m_d, D, SILU)
+                b_z = _dot(ws, rows, b_b, r, W)
+                _store_y(y_ptr, b_z, rs[r], row + r, o_d, m_d & (t + r < T), D, SILU)
         else:
-            for r in range(tl.minimum(T - t, BT)):
-                age, n = _place(where_ptr, t + r, i_b, T)
-                xs = _window(x_ptr, s_ptr, row + r, age, n, o_d, m_d, D, W)
+            for one in range(tl.minimum(T - t, BT)):
+                age, n = _place(where_ptr, t + one, i_b, T)
+                window = _window(x_ptr, s_ptr, row + one, age, n, o_d, m_d, D, W)
                 b_r = 0.0
                 if r_ptr is not None:
-                    b_r = tl.load(r_ptr + (row + r) * D + o_d, mask=m_d, other=0.0)
-                _store_y(y_ptr, _dot(ws, xs, b_b, 0, W), b_r, row + r, o_d, m_d, D, SILU)
+                    b_r = tl.load(r_ptr + (row + one) * D + o_d, mask=m_d, other=0.0)
+                _store_y(y_ptr, _dot(ws, window, b_b, 0, W), b_r, row + one, o_d, m_d, D, SILU)
+        older = ()
+        for j in tl.static_range(W - 1):
+            older = older + (rows[BT + j].to(tl.float32),)
+        xs = following
 
 
 @triton.jit

@@ -29,9 +29,9 @@ class Tile(NamedTuple):
     per_processor: int
 
 
-# 8 channels a thread forward, 4 backward, which has more rows in registers
-FORWARD = Tile(16, 512, 2, 4)
-BACKWARD = Tile(16, 256, 2, 4)
+# 4 channels a thread: forward the next tile is in registers too, backward there are more rows
+FORWARD = Tile(8, 256, 2, 8)
+BACKWARD = Tile(16, 256, 4, 10)
 
 
 def forward(
@@ -50,8 +50,9 @@ def forward(
     with on(x.device):
         where = None if cu_seqlens is None else _where(cu_seqlens, T)
         tile, P, tiles = _programs(FORWARD, x, W)
-        conv_fwd_kernel[(P * -(-D // tile.BD),)](
-            x, weight, bias, residual, state, where, y, T, tiles,
+        each = max(-(-tiles // P), 1)
+        conv_fwd_kernel[(-(-tiles // each) * -(-D // tile.BD),)](
+            x, weight, bias, residual, state, where, y, T, tiles, each,
             D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
         )  # fmt: skip
     return y, where
@@ -115,7 +116,7 @@ def _programs(tile: Tile, x: Tensor, width: int) -> tuple[Tile, int, int]:
     B, T, D = x.shape
     BD = min(tile.BD, max(32, 1 << (D - 1).bit_length()))
     warps = max(tile.warps * BD // tile.BD, 1)
-    BT = tile.BT if width <= 4 else tile.BT // 2
+    BT = tile.BT if width <= 4 or tile.BT == 8 else tile.BT // 2
     tiles = B * -(-T // BT)
     most = max(processors(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
     most = max(most // -(-D // BD), 1)

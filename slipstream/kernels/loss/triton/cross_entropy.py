@@ -3,81 +3,147 @@
 """Cross entropy of rows of V logits, and its gradient in the same program.
 
     z = scale * logits, then softcap * tanh(z / softcap) if there is a cap
-    lse = m + log(sum(exp(z - m)))      m, the largest so far, and the sum go through blocks of BV
+    lse = log(sum(exp(z)))
     loss = (1 - s) (lse - z[target]) + s (lse - mean(z)) + z_loss lse^2
     dz = (1 + 2 z_loss lse) exp(z - lse) - (1 - s) onehot(target) - s / V
     dlogits = weight dz scale (1 - (z / softcap)^2)
 
-A program has one row: its second pass, for dlogits, finds most of it in the L2 cache. dlogits may
-be the logits. Rows whose target is ignore_index have loss and gradient 0 and are not read.
+A program has one row and goes through it in blocks of BV, in base 2. Each thread keeps the largest
+and the sum of its own elements, of INNER neighbours at a time, so that threads meet but once a
+row. The second pass, for dlogits, goes from the end of the row to its start: what was read last is
+still in the L2 cache. It leaves out the target, which is written after the others. dlogits may be
+the logits. Rows whose target is ignore_index have loss and gradient 0 and are not read.
+
+Of a vocabulary in shards (SHARD) the logits are columns `first` to first + V. The first pass then
+writes lse, z[target] or 0, and sum(z) of its own columns; the second is given lse of all.
 """
 
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
-def _load_z(p, o_v, m, scale, softcap, CAP: tl.constexpr):
-    """z, and -inf where there is none."""
-    b_z = tl.load(p + o_v, mask=m, other=0.0).to(tl.float32) * scale
+def _base2(b_x, scale, softcap, CAP: tl.constexpr):
+    """z in base 2."""
     if CAP:
-        b_z = softcap * (2 * tl.sigmoid(2 * b_z / softcap) - 1)
-    return tl.where(m, b_z, float("-inf"))
+        return softcap * LOG2E * (2 * tl.sigmoid(2 * scale / softcap * b_x.to(tl.float32)) - 1)
+    return b_x.to(tl.float32) * (scale * LOG2E)
 
 
-@triton.jit(do_not_specialize=["ignore_index", "weight_stride"])
+@triton.jit
+def add_block(b_z, b_top, b_total):
+    """The largest and the sum of 2^(z - largest) of each thread's elements, with b_z's."""
+    b_new = tl.maximum(b_top, tl.max(b_z, 1))
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_total = b_total * tl.exp2(b_top - b_base) + tl.sum(tl.exp2(b_z - b_base[:, None]), 1)
+    return b_new, b_total
+
+
+@triton.jit
+def log_sum(b_top, b_total):
+    """log2 of the sum over all threads."""
+    top = tl.max(b_top, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return base + tl.log2(tl.sum(b_total * tl.exp2(b_top - base), 0))
+
+
+@triton.jit
+def _grad(b_z, lse, factor, each, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr):
+    b_d = factor * tl.exp2(b_z - lse)
+    if SMOOTH:
+        b_d -= each
+    if CAP:
+        b_t = b_z * (LN2 / softcap)
+        b_d *= 1 - b_t * b_t
+    return b_d
+
+
+@triton.jit(do_not_specialize=["ignore_index", "weight_stride", "first"])
 def cross_entropy_kernel(
-    logits_ptr, target_ptr, weight_ptr, loss_ptr, lse_ptr, grad_ptr,
-    stride, grad_stride, weight_stride, ignore_index, smoothing, softcap, z_loss, scale,
-    V: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
-    HAS_LSE: tl.constexpr, STAGES: tl.constexpr,
+    logits_ptr, target_ptr, weight_ptr, loss_ptr, lse_ptr, grad_ptr, z_sum_ptr,
+    stride, grad_stride, weight_stride, ignore_index, first,
+    smoothing, each, softcap, z_loss, scale,
+    V: tl.constexpr, BV: tl.constexpr, INNER: tl.constexpr, CAP: tl.constexpr,
+    SMOOTH: tl.constexpr, HAS_LSE: tl.constexpr, SHARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). Reads lse if it is there already, else writes it and loss where wanted."""
+    """Grid (rows). Reads lse if it is there already, else writes it and loss where wanted.
+
+    each: smoothing / the size of the whole vocabulary."""
     i = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + i)
     live = target != ignore_index
+    hits = live
+    if SHARD:
+        target -= first
+        hits = live & (target >= 0) & (target < V)
     target = tl.minimum(tl.maximum(target, 0), V - 1)
     p_row = logits_ptr + i * stride
-    o_v = tl.arange(0, BV)
+    o_v = tl.arange(0, BV // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
+    FULL: tl.constexpr = V // BV * BV
+    m_end = FULL + o_v < V
+    hit = _base2(tl.load(p_row + target, mask=hits, other=0.0), scale, softcap, CAP)
     if HAS_LSE:
-        lse = tl.load(lse_ptr + i)
+        lse = tl.load(lse_ptr + i) * LOG2E
     else:
-        hit = _load_z(p_row, target, live, scale, softcap, CAP)
-        # read by every warp before any of them overwrites it
-        tl.debug_barrier()
-        top, total, z_sum = float("-inf"), 0.0, 0.0
-        for v in tl.range(0, tl.where(live, V, 0), BV, num_stages=STAGES):
-            m = v + o_v < V
-            b_z = _load_z(p_row, v + o_v, m, scale, softcap, CAP)
-            higher = tl.maximum(top, tl.max(b_z, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(top - base) + tl.sum(tl.exp(b_z - base), 0)
+        b_top = tl.full([BV // INNER], float("-inf"), tl.float32)
+        b_total, b_sum = tl.zeros_like(b_top), tl.zeros_like(b_top)
+        for v in tl.range(0, tl.where(live, FULL, 0), BV, num_stages=STAGES):
+            b_x = tl.load(p_row + v + o_v, eviction_policy="evict_last")
+            b_z = _base2(b_x, scale, softcap, CAP)
+            b_top, b_total = add_block(b_z, b_top, b_total)
             if SMOOTH:
-                z_sum += tl.sum(tl.where(m, b_z, 0.0), 0)
-            top = higher
-        lse = tl.where(live, top + tl.log(total), 0.0)
-        loss = lse - (1 - smoothing) * hit + z_loss * lse * lse
-        if SMOOTH:
-            loss -= smoothing * z_sum / V
-        tl.store(loss_ptr + i, tl.where(live, loss, 0.0))
+                b_sum += tl.sum(b_z, 1)
+        if FULL < V:
+            b_x = tl.load(p_row + FULL + o_v, mask=m_end & live, other=0.0)
+            b_z = _base2(b_x, scale, softcap, CAP)
+            if SMOOTH:
+                b_sum += tl.sum(b_z, 1)  # of 0 beyond the end
+            b_top, b_total = add_block(tl.where(m_end, b_z, float("-inf")), b_top, b_total)
+        lse = tl.where(live, log_sum(b_top, b_total), 0.0)
+        z_sum = tl.sum(b_sum, 0) * LN2
+        if SHARD:
+            tl.store(loss_ptr + i, tl.where(hits, hit * LN2, 0.0))
+            tl.store(z_sum_ptr + i, z_sum)
+        else:
+            wide = lse * LN2
+            loss = wide - (1 - smoothing) * hit * LN2 + z_loss * wide * wide
+            if SMOOTH:
+                loss -= each * z_sum
+            tl.store(loss_ptr + i, tl.where(live, loss, 0.0))
         if lse_ptr is not None:
-            tl.store(lse_ptr + i, lse)
+            tl.store(lse_ptr + i, lse * LN2)
     if grad_ptr is not None:
         factor = scale
         if weight_ptr is not None:
             factor *= tl.load(weight_ptr + i * weight_stride)
-        for v in tl.range(0, V, BV, num_stages=STAGES):
-            m = v + o_v < V
-            b_z = _load_z(p_row, v + o_v, m & live, scale, softcap, CAP)
-            b_d = (1 + 2 * z_loss * lse) * tl.exp(b_z - lse)
-            b_d -= tl.where(v + o_v == target, 1 - smoothing, 0.0)
-            if SMOOTH:
-                b_d -= smoothing / V
-            if CAP:
-                b_t = b_z / softcap
-                b_d *= 1 - b_t * b_t
-            b_d = tl.where(live, b_d * factor, 0.0).to(grad_ptr.dtype.element_ty)
-            tl.store(grad_ptr + i * grad_stride + v + o_v, b_d, mask=m)
+        each *= factor
+        rising = factor * (1 + 2 * z_loss * (lse * LN2))
+        p_grad = grad_ptr + i * grad_stride
+        # the target is read by every warp before any of them overwrites it
+        tl.debug_barrier()
+        if FULL < V:
+            b_x = tl.load(p_row + FULL + o_v, mask=m_end & live, other=0.0)
+            b_z = _base2(b_x, scale, softcap, CAP)
+            b_d = tl.where(live, _grad(b_z, lse, rising, each, softcap, CAP, SMOOTH), 0.0)
+            tl.store(p_grad + FULL + o_v, b_d.to(grad_ptr.dtype.element_ty), mask=m_end)
+        for v in tl.range(0, tl.where(live, FULL, 0), BV, num_stages=STAGES):
+            o = FULL - BV - v + o_v
+            b_z = _base2(tl.load(p_row + o, eviction_policy="evict_first"), scale, softcap, CAP)
+            b_d = _grad(b_z, lse, rising, each, softcap, CAP, SMOOTH)
+            p = p_grad + o
+            tl.store(p, b_d.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
+        for v in range(0, tl.where(live, 0, FULL), BV):
+            tl.store(p_grad + v + o_v, tl.zeros_like(o_v).to(grad_ptr.dtype.element_ty))
+        d = factor * (1 - smoothing)
+        if CAP:
+            t = hit * (LN2 / softcap)
+            d *= 1 - t * t
+        d = _grad(hit, lse, rising, each, softcap, CAP, SMOOTH) - d
+        tl.debug_barrier()
+        tl.store(p_grad + target, d.to(grad_ptr.dtype.element_ty), mask=hits)
 
 
 @triton.jit(do_not_specialize=["N", "ignore_index"])

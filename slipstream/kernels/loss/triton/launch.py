@@ -5,6 +5,8 @@ The linear layer's rows go through in chunks of one buffer of logits, which beco
 in place; dweight is summed over the chunks in weight's dtype, by the product that adds to it.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,15 +18,24 @@ from slipstream.kernels.loss.triton.cross_entropy import (
     scale_kernel,
 )
 
-# largest V, columns of a block, warps; the second pass wants few rows in the L2 cache at a time;
-# a program has at most 1024 threads, and AMD's warps have 64
-MOST_WARPS = 16 if torch.version.hip else 32
-TILES = ((1024, 1024, 4), (4096, 4096, 4), (65536, 8192, 8), (1 << 62, 16384, MOST_WARPS))
+# largest V, columns of a block, warps: 32 elements a thread, whose loads are all on their way
+# before the first is used. On an H200 few warps a row are best for long rows too: 1.93 ms at
+# 8192 x 151936 with 4, 2.00 with 8, 2.13 with 16, 2.88 with 32 and 16 elements (docs/log.md).
+TILES = ((1024, 1024, 4), (1 << 62, 4096, 4))
 STAGES = 1
-# Bytes of the buffer of logits: at V 32000 2048 rows, at 151936 384.
-CHUNK_BYTES = 1 << 27
+# Bytes of the buffer of logits: at V 32000 4096 rows, at 151936 768. Each chunk reads and writes
+# all of dweight, so that a smaller buffer costs time.
+CHUNK_BYTES = 1 << 28
 # A product's tile has so many rows.
 ROW_MULTIPLE = 128
+
+
+class Shard(NamedTuple):
+    """Of a vocabulary of `size`, the columns from `first` on. z_sum: [N] float32, written."""
+
+    first: int
+    size: int
+    z_sum: Tensor | None = None
 
 
 def cross_entropy(
@@ -37,17 +48,19 @@ def cross_entropy(
     grad: Tensor | None = None,
     weight: Tensor | None = None,
     has_lse: bool = False,
+    shard: Shard | None = None,
 ) -> None:
     """One launch over logits [N, V], whose columns are adjacent.
 
     Args:
-        loss: [N] float32, written unless has_lse.
+        loss: [N] float32, written unless has_lse; with a shard z[target], or 0 if it is elsewhere.
         lse: [N] float32, read if has_lse, else written if given.
         grad: [N, V], written if given; it may be logits.
         weight: float32 [N] or [], factor of each row's gradient; None is 1.
     """
     N, V = logits.shape
     BV, warps = next((BV, warps) for most, BV, warps in TILES if most >= V)
+    size = V if shard is None else shard.size
     with on(logits.device):
         cross_entropy_kernel[(N,)](
             logits,
@@ -56,19 +69,24 @@ def cross_entropy(
             loss,
             lse,
             grad,
+            None if shard is None else shard.z_sum,
             logits.stride(0),
             0 if grad is None else grad.stride(0),
             0 if weight is None or weight.dim() == 0 else weight.stride(0),
             terms.ignore_index,
+            0 if shard is None else shard.first,
             terms.label_smoothing,
+            terms.label_smoothing / size,
             terms.softcap,
             terms.z_loss,
             terms.logit_scale,
             V,
             BV,
+            16 // logits.element_size(),
             terms.softcap != 0.0,
             terms.label_smoothing != 0.0,
             has_lse,
+            shard is not None,
             STAGES,
             num_warps=warps,
         )

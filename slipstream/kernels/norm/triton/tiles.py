@@ -30,13 +30,13 @@ class Tile:
 
 
 FORWARD = (
-    Row(4096, 4096, 4, 0, 1),
+    Row(4096, 2048, 4, 0, 1),
     Row(8192, 8192, 8, 0, 1),
     Row(32768, 16384, 16, 0, 1),
 )
 BACKWARD = (
     Row(4096, 4096, 8, 2, 3),
-    Row(16384, 8192, 16, 1, 2),
+    Row(16384, 16384, 16, 2, 1),
 )
 # Of a row that is longer than the last entry: columns of one round or program.
 LOOPED = Row(8192, 8192, 8, 0, 1)

@@ -1,0 +1,184 @@
+"""The KL divergence of a student's distribution from a teacher's, both behind a linear layer.
+
+    p = softmax(t / T), q = softmax(s / T)          t, s = hidden weight^T + bias, of each its own
+    loss = T^2 sum(p (log p - log q))               ds = T (q - p), nothing for the teacher
+
+One opaque operator, whose rows go through in chunks, so that no logits are held. For one number
+the gradient is made in the forward, if it is wanted.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core.guard import attempt
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.launching import is_triton
+from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
+
+Linear = tuple[Tensor, Tensor, Tensor | None]
+
+
+def kl_reference(s: Tensor, t: Tensor, live: Tensor | None, temperature: float) -> Tensor:
+    """logits [N, V] of student and teacher -> loss [N]; plain differentiable torch."""
+    q, p = (torch.log_softmax(x / temperature, -1) for x in (s, t))
+    rows = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2
+    return rows if live is None else torch.where(live, rows, 0)
+
+
+def kl_rows(
+    student: Linear,
+    teacher: Linear,
+    live: Tensor | None,
+    dloss: Tensor | None,
+    temperature: float,
+    grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """loss [N], and with `grads` dhidden [N, D], dweight [V, D], dbias [V] of the student, the last
+    two in float32 or float64; else three empty ones.
+
+    Args:
+        dloss: [N] or [], what comes into each row's loss; None is 1.
+    """
+    hidden, weight, bias = student
+    wide = _wide(hidden)
+    count, size = hidden.shape[0], weight.shape[0]
+    loss = hidden.new_empty(count, dtype=wide)
+    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
+    if grads:
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
+        dbias = weight.new_zeros(size if bias is not None else 0, dtype=wide)
+    step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // (2 * max(size, 1)), 1)
+    for i in range(0, count, step):
+        rows = slice(i, i + step)
+        q, p = (
+            torch.nn.functional.linear(x[rows], w, b).to(wide).div_(temperature).log_softmax(-1)
+            for x, w, b in (student, teacher)
+        )
+        some = None if live is None else live[rows]
+        each = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2
+        loss[rows] = each if some is None else each.masked_fill_(~some, 0)
+        if not grads:
+            continue
+        d = q.exp_().sub_(p.exp_()).mul_(temperature)
+        if dloss is not None:
+            d *= (dloss[rows] if dloss.dim() else dloss)[..., None]
+        if some is not None:
+            d = d.masked_fill_(~some[:, None], 0)
+        if bias is not None:
+            dbias += d.sum(0)
+        d = d.to(hidden.dtype)
+        torch.mm(d, weight, out=dhidden[rows])
+        dweight += d.t() @ hidden[rows]
+    return loss, dhidden, dweight, dbias
+
+
+def linear_kl_div(
+    student: Linear,
+    teacher: Linear,
+    live: Tensor | None,
+    temperature: float,
+    reduction: str,
+    impl: str,
+) -> Tensor:
+    """hidden [N, D], weight [V, D], bias [V] of each, whose D may differ -> loss [N] or []."""
+    if impl == "reference":
+        wide = _wide(student[0])
+        logits = [torch.nn.functional.linear(x, w, b).to(wide) for x, w, b in (student, teacher)]
+        rows = kl_reference(logits[0], logits[1], live, temperature)
+        return _reduced(rows, live, reduction)
+    given = any(x is not None and x.requires_grad for x in student)
+    grads = torch.is_grad_enabled() and given and reduction != "none"
+    rows = _Rows.apply(*student, *teacher, live, temperature, grads, impl)
+    return _reduced(rows, live, reduction)
+
+
+def _reduced(rows: Tensor, live: Tensor | None, reduction: str) -> Tensor:
+    """_Rows has one number where its gradient is made in the forward."""
+    if reduction == "none":
+        return rows
+    total = rows.sum()
+    if reduction == "sum":
+        return total
+    return total / (max(rows.shape[0], 1) if live is None else live.sum().clamp(min=1))
+
+
+class _Rows(torch.autograd.Function):
+    """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
+    expanded; a reduction is all that may follow."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *given, temperature, grads, impl = args
+        loss, *made = _CALL(*given, None, temperature, grads, impl)
+        ctx.save_for_backward(*given, *(made if grads else ()))
+        ctx.rest = temperature, True, impl
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        given, made = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        if not made:
+            _, *made = _CALL(*given, dloss.contiguous(), *ctx.rest)
+        elif dloss.numel():
+            made = [x * dloss[0] for x in made]
+        dhidden, dweight, dbias = made
+        dbias = None if given[2] is None else dbias.to(given[2].dtype)
+        dhidden, dweight = dhidden.to(given[0].dtype), dweight.to(given[1].dtype)
+        return dhidden, dweight, dbias, *[None] * 7
+
+
+def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *given, live, dloss, temperature, grads, impl = args
+    whole: Any = [None if t is None else t.contiguous() for t in given]
+    x, w, b, y, u, c = whole
+    rest = live, None if dloss is None else dloss.to(_wide(x)), temperature, grads
+    student, teacher = (x, w, b), (y, u, c)
+    if not is_triton(impl):
+        return kl_rows(student, teacher, *rest)
+
+    def kernels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from slipstream.kernels.loss.triton import kl_launch
+
+        return kl_launch.linear_rows(student, teacher, *rest)
+
+    def plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        loss, dhidden, dweight, dbias = kl_rows(student, teacher, *rest)
+        return loss, dhidden, dweight.to(w.dtype), dbias.to(w.dtype)
+
+    return attempt(
+        lambda: ("linear_kl_div.triton", x.dtype, w.shape[0]),
+        x.device,
+        kernels,
+        None if impl == "triton" else plain,
+        (),
+    )
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden, weight, bias, grads = args[0], args[1], args[2], args[-2]
+    loss = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+    if not grads:
+        return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+    kept = weight.dtype if is_triton(args[-1]) else _wide(hidden)  # of dweight and dbias
+    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=kept)
+    dweight = weight.new_empty(weight.shape, dtype=kept)
+    return loss, hidden.new_empty(hidden.shape), dweight, dbias
+
+
+_OP = define(
+    "linear_kl_div",
+    "(Tensor student, Tensor student_weight, Tensor? student_bias, Tensor teacher, "
+    "Tensor teacher_weight, Tensor? teacher_bias, Tensor? live, Tensor? dloss, "
+    "float temperature, bool grads, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    _impl,
+    _fake,
+)
+_CALL = shortcut(_OP)

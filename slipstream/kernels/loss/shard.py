@@ -1,0 +1,236 @@
+"""Cross entropy of a vocabulary in shards, one a rank of a process group, each with its columns.
+
+    lse = log of the sum over ranks of exp(lse of a rank's columns)
+    loss = (1 - s) (lse - z[target]) + s (lse - sum(z) / V) + z_loss lse^2
+
+Three numbers a row go between ranks: the largest lse of a rank, and then in one sum exp(lse -
+largest), z[target], which is with one rank only, and sum(z). The gradient of a rank's logits is its
+own. With the linear layer before it, what is known of hidden's gradient is a rank's share, and
+they are summed over ranks; weight's is its own. Collectives are not traced by torch.compile.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core.ids import expect_ids
+from slipstream.kernels.launching import is_triton
+from slipstream.kernels.loss.reference import Terms
+
+
+class Shard(NamedTuple):
+    """Columns `first` to `first + count` of `size`, of the ranks of `group`."""
+
+    first: int
+    count: int
+    size: int
+    group: Any
+
+    def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        dist.all_reduce(x, op, group=self.group)
+        return x
+
+
+class Columns(NamedTuple):
+    """Of each row, from a rank's columns: lse, z[target] or 0, sum(z); float32 or float64 [N]."""
+
+    lse: Tensor
+    hit: Tensor
+    z_sum: Tensor
+
+
+def equal_shards(count: int, group: Any) -> Shard:
+    """Every rank has `count` columns."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return Shard(rank * count, count, ranks * count, group)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, terms: Terms, shard: Shard, reduction: str, impl: str
+) -> Tensor:
+    """logits [N, count], target [N] of the whole vocabulary -> loss [N] or []."""
+    expect_ids("target", target, shard.size, terms.ignore_index)
+    return _reduced(_Rows.apply(logits, target, terms, shard, impl), target, terms, reduction)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    terms: Terms,
+    shard: Shard,
+    reduction: str,
+    impl: str,
+) -> Tensor:
+    """hidden [N, D] is the same on every rank; weight [count, D] and bias [count] are a rank's."""
+    expect_ids("target", target, shard.size, terms.ignore_index)
+    rows = _LinearRows.apply(hidden, weight, bias, target, terms, shard, impl)
+    return _reduced(rows, target, terms, reduction)
+
+
+def _reduced(rows: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    return rows.sum() / (target != terms.ignore_index).sum().clamp(min=1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _z(logits: Tensor, terms: Terms) -> Tensor:
+    z = _wide(logits) * terms.logit_scale
+    return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
+
+
+def _local(target: Tensor, terms: Terms, shard: Shard) -> tuple[Tensor, Tensor]:
+    """The column of each row's target here, and whether it is here."""
+    local = target - shard.first
+    inside = (target != terms.ignore_index) & (local >= 0) & (local < shard.count)
+    return torch.where(inside, local, 0), inside
+
+
+def columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard, impl: str) -> Columns:
+    if is_triton(impl):
+        from slipstream.kernels.loss.triton import launch
+
+        lse, hit, z_sum = (
+            torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
+            for _ in range(3)
+        )
+        here = launch.Shard(shard.first, shard.size, z_sum)
+        launch.cross_entropy(logits, target, terms, loss=hit, lse=lse, shard=here)
+        return Columns(lse, hit, z_sum)
+    z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
+    hit = torch.where(inside, z.gather(1, local[:, None])[:, 0], 0)
+    return Columns(torch.logsumexp(z, -1), hit, z.sum(-1))
+
+
+def combined(c: Columns, target: Tensor, terms: Terms, shard: Shard) -> tuple[Tensor, Tensor]:
+    """loss and lse of the whole vocabulary, [N]."""
+    live = target != terms.ignore_index
+    lse = torch.where(live, c.lse, 0)
+    top = shard.sum(lse.clone(), dist.ReduceOp.MAX)
+    top = torch.where(top.isinf(), 0, top)
+    parts = shard.sum(torch.stack([torch.exp(lse - top), c.hit, c.z_sum]))
+    lse = top + parts[0].log()
+    s = terms.label_smoothing
+    loss = lse - (1 - s) * parts[1] + terms.z_loss * lse.square()
+    if s:
+        loss = loss - s * parts[2] / shard.size
+    return torch.where(live, loss, 0), lse
+
+
+def dlogits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    shard: Shard,
+    dloss: Tensor,
+    impl: str,
+    out: Tensor,
+) -> Tensor:
+    """The gradient of a rank's logits, in `out`, which may be the logits."""
+    if is_triton(impl):
+        from slipstream.kernels.loss.triton import launch
+
+        launch.cross_entropy(
+            logits, target, terms, lse=lse, grad=out, weight=dloss, has_lse=True,
+            shard=launch.Shard(shard.first, shard.size),
+        )  # fmt: skip
+        return out
+    z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
+    d = (z - lse[:, None]).exp_().mul_((1 + 2 * terms.z_loss * lse)[:, None])
+    d -= terms.label_smoothing / shard.size
+    hit = torch.where(inside, terms.label_smoothing - 1, 0).to(d.dtype)
+    d.scatter_add_(1, local[:, None], hit[:, None])
+    if terms.softcap:
+        d *= 1 - (z / terms.softcap).square()
+    d *= (dloss * terms.logit_scale)[:, None]
+    return out.copy_(d.masked_fill_((target == terms.ignore_index)[:, None], 0))
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, terms: Terms, shard: Shard, impl: str
+    ) -> Tensor:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        target = target.contiguous()
+        loss, lse = combined(columns(logits, target, terms, shard, impl), target, terms, shard)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.rest = terms, shard, impl
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, lse = ctx.saved_tensors
+        terms, shard, impl = ctx.rest
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        dloss = dloss.contiguous()
+        return dlogits(logits, target, lse, terms, shard, dloss, impl, out), *[None] * 4
+
+
+class _LinearRows(torch.autograd.Function):
+    """Logits are made a chunk of rows at a time, again in backward; lse is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        terms: Terms,
+        shard: Shard,
+        impl: str,
+    ) -> Tensor:
+        target = target.contiguous()
+        found = [
+            columns(logits, target[rows], terms, shard, impl)
+            for rows, logits in _chunks(hidden, weight, bias)
+        ]
+        if not found:
+            found = [Columns(*(_wide(hidden.new_empty(0)) for _ in range(3)))]
+        every = Columns(*(torch.cat(x) for x in zip(*found)))
+        loss, lse = combined(every, target, terms, shard)
+        ctx.save_for_backward(hidden, weight, bias, target, lse)
+        ctx.rest = terms, shard, impl
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, lse = ctx.saved_tensors
+        terms, shard, impl = ctx.rest
+        dloss = dloss.expand(target.shape).contiguous()
+        dhidden = torch.zeros_like(hidden, dtype=_wide(hidden[:0]).dtype)
+        dweight = torch.zeros_like(weight)
+        dbias = None if bias is None else torch.zeros_like(_wide(bias))
+        for rows, logits in _chunks(hidden, weight, bias):
+            given = (target[rows], lse[rows], terms, shard, dloss[rows], impl)
+            d = dlogits(logits, *given, out=logits)
+            dhidden[rows] = d @ weight
+            dweight.addmm_(d.t(), hidden[rows])
+            if dbias is not None:
+                dbias += d.sum(0, dtype=dbias.dtype)
+        shard.sum(dhidden)
+        dbias = None if dbias is None or bias is None else dbias.to(bias.dtype)
+        return dhidden.to(hidden.dtype), dweight, dbias, *[None] * 4
+
+
+def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """Slices of rows, and their logits."""
+    step = max((1 << 26) // max(weight.shape[0], 1), 1)
+    linear: Callable = torch.nn.functional.linear
+    for i in range(0, hidden.shape[0], step):
+        yield slice(i, i + step), linear(hidden[i : i + step], weight, bias)

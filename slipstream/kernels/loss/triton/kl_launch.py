@@ -1,0 +1,76 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Launches of the KL divergence behind two linear layers: no synchronisation.
+
+The rows go through in chunks of two buffers of logits, the student's of which become their gradient
+in place.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import on
+from slipstream.kernels.loss.triton import launch
+from slipstream.kernels.loss.triton.kl_div import kl_div_kernel
+
+
+def kl_div(
+    s: Tensor,
+    t: Tensor,
+    live: Tensor | None,
+    weight: Tensor | None,
+    temperature: float,
+    loss: Tensor,
+    grad: Tensor | None,
+) -> None:
+    """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
+    N, V = s.shape
+    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    with on(s.device):
+        kl_div_kernel[(N,)](
+            s, t, live, weight, loss, grad, s.stride(0), t.stride(0),
+            0 if grad is None else grad.stride(0),
+            0 if weight is None or weight.dim() == 0 else weight.stride(0), temperature,
+            V, BV, 16 // s.element_size(), launch.STAGES, num_warps=warps,
+        )  # fmt: skip
+
+
+def linear_rows(
+    student: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor, Tensor, Tensor | None],
+    live: Tensor | None,
+    dloss: Tensor | None,
+    temperature: float,
+    grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As eager.kl_rows; gradients in the dtypes of what they belong to."""
+    hidden, weight, bias = student
+    N, V = hidden.shape[0], weight.shape[0]
+    loss = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
+    if grads:
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
+        dbias = weight.new_zeros(0 if bias is None else V, dtype=torch.float32)
+    step = launch._rows_of_chunk(N, V, 2 * hidden.element_size())
+    # rows that begin at multiples of 16 bytes are read 16 bytes at a time
+    buffers = hidden.new_empty(2, min(step, N), -(-V // 8) * 8)
+    for i in range(0, N, max(step, 1)):
+        rows = slice(i, i + step)
+        each = min(step, N - i)
+        s, t = buffers[0, :each, :V], buffers[1, :each, :V]
+        for out, (x, w, b) in ((s, student), (t, teacher)):
+            if b is None:
+                torch.mm(x[rows], w.t(), out=out)
+            else:
+                torch.addmm(b, x[rows], w.t(), out=out)
+        kl_div(
+            s, t, None if live is None else live[rows],
+            dloss if dloss is None or dloss.dim() == 0 else dloss[rows], temperature,
+            loss[rows], s if grads else None,
+        )  # fmt: skip
+        if not grads:
+            continue
+        if bias is not None:
+            dbias += s.sum(0, dtype=torch.float32)
+        torch.mm(s, weight, out=dhidden[rows])
+        dweight.addmm_(s.t(), hidden[rows])
+    return loss, dhidden, dweight, dbias if bias is None else dbias.to(bias.dtype)

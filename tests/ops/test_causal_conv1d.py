@@ -1,0 +1,73 @@
+"""The causal_conv1d package's calls, against torch's convolution."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+
+B, D, T, W = 3, 6, 11, 4
+
+
+def whole(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None = None) -> Tensor:
+    before = x.new_zeros(*x.shape[:2], W - 1) if before is None else before
+    padded = torch.cat([before, x], -1)
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]))
+
+
+def test_causal_conv1d_fn_matches_torch() -> None:
+    x, weight, bias = torch.randn(B, D, T), torch.randn(D, W), torch.randn(D)
+    got = causal_conv1d_fn(x, weight, bias, activation="silu", use_cache=False)
+    torch.testing.assert_close(got, whole(x, weight, bias))
+    before, out = torch.randn(B, D, W - 1), torch.empty(B, D, W - 1)
+    y, final = causal_conv1d_fn(
+        x, weight, bias, initial_states=before, return_final_states=True, final_states_out=out,
+        activation="swish",
+    )  # fmt: skip
+    torch.testing.assert_close(y, whole(x, weight, bias, before))
+    assert final is out and torch.equal(out, x[..., -W + 1 :])
+
+
+def test_causal_conv1d_fn_packed_equals_separate() -> None:
+    x, weight, bias = torch.randn(2, D, T), torch.randn(D, W), torch.randn(D)
+    lengths = ((5, 6), (1, 3, 7))
+    seq_idx = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
+    )
+    got = causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx.int(), activation="silu")
+    for row, y, sizes in zip(x, got, lengths):
+        parts = [whole(part[None], weight, bias)[0] for part in row.split(sizes, -1)]
+        torch.testing.assert_close(y, torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize("S", [W - 1, W, W + 3])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_causal_conv1d_update_continues(S: int, indexed: bool) -> None:
+    x, weight, bias = torch.randn(B, D, T), torch.randn(D, W), torch.randn(D)
+    pool = torch.randn(5, D, S)
+    index = torch.tensor([4, 0, 2]) if indexed else None
+    state = pool.clone() if indexed else pool[:B].clone()
+    mine = pool[index] if indexed else pool[:B]
+    options: dict[str, Any] = {"activation": "silu", "conv_state_indices": index}
+    first = causal_conv1d_update(x[..., 0], state, weight, bias, **options)
+    rest = causal_conv1d_update(x[..., 1:], state, weight, bias, **options)
+    want = whole(x, weight, bias, mine[..., S - W + 1 :])
+    torch.testing.assert_close(torch.cat([first[..., None], rest], -1), want)
+    torch.testing.assert_close(state[index] if indexed else state, x[..., -S:])
+    if indexed:
+        assert torch.equal(state[[1, 3]], pool[[1, 3]])
+
+
+def test_causal_conv1d_rejects_what_does_not_fit() -> None:
+    x, weight, state = torch.randn(B, D, T), torch.randn(D, W), torch.randn(B, D, W)
+    with pytest.raises(ValueError, match="seq_idx"):
+        causal_conv1d_fn(x, weight, seq_idx=torch.zeros(B, T).int(), return_final_states=True)
+    with pytest.raises(ValueError, match="initial_states: want shape"):
+        causal_conv1d_fn(x, weight, initial_states=state)
+    with pytest.raises(ValueError, match="conv_state: want at least 3"):
+        causal_conv1d_update(x[..., 0], state[..., :2], weight)
+    with pytest.raises(NotImplementedError, match="cache_seqlens"):
+        causal_conv1d_update(x[..., 0], state, weight, cache_seqlens=torch.zeros(B).int())
