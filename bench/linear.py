@@ -1,11 +1,14 @@
-"""The linear family on a CPU beside transformers' own torch code, in one run.
+"""The linear family beside its peers, in one run: fla-core on a GPU, else transformers on a CPU.
 
-    python bench/linear.py             times, prints, and appends to bench/results/linear_cpu.csv
+    python bench/linear.py             times, prints, and appends to bench/results/linear_*.csv
     python bench/linear.py --dry       without recording
+    python bench/linear.py --cpu       the CPU's rows where there is a GPU
+    python bench/linear.py --alone     on a GPU without fla-core, which tunes for minutes
+    python bench/linear.py --only gla  operators with this in their names; --part 1/3 a third of all
 
-Ours and the peer take turns on the same inputs, and the medians are compared: on a shared machine
-only their ratio means something. float32, B 1, T 2048, 8 heads, K = V = 128, queries and keys
-normalised inside as the models do.
+On a GPU: linear_peers.py. The rest is about a CPU. Ours and the peer take turns on the same inputs,
+and the medians are compared: on a shared machine only their ratio means something. float32, B 1,
+T 2048, 8 heads, K = V = 128, queries and keys normalised inside as the models do.
 """
 
 import argparse
@@ -20,6 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.nn.functional as F
 from record import record, table
+from rich.console import Console
+from rich.table import Table
 
 from slipstream import ops
 
@@ -108,16 +113,48 @@ def measure(operator: Callable, mode: str, repeats: int) -> tuple[float, float, 
         return (*alternate(ours, peer, repeats), difference)
 
 
+def show(rows: list[dict[str, object]]) -> None:
+    """One table; a row may lack columns."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    made = Table(*names)
+    for row in rows:
+        made.add_row(*(str(row.get(name, "")) for name in names))
+    Console(width=200).print(made)
+
+
+def on_gpu(args: argparse.Namespace) -> None:
+    import linear_peers
+
+    part, parts = map(int, args.part.split("/"))
+    rows = []
+    for row in linear_peers.rows(not args.alone, args.only, part, parts):
+        rows.append(row)
+        print(*row.values(), flush=True)
+    show(rows)
+    if not args.dry:
+        print("recorded in", record("linear_gpu_peers", rows))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="The linear family on a CPU beside transformers' own torch code"
-    )
-    parser.add_argument("--dry", action="store_true", help="do not record")
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("dry", "cpu", "alone"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--part", default="0/1")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
+    if torch.cuda.is_available() and not args.cpu:
+        on_gpu(args)
+    else:
+        on_cpu(args)
+
+
+def on_cpu(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     rows = []
     for name, operator, mode, promise in WORK:
+        if args.only not in name:
+            continue
         ours, peer, difference = measure(operator, mode, args.repeats)
         assert difference < 1e-4, f"{name}: differs from transformers by {difference}"
         rows.append(
@@ -131,8 +168,7 @@ def main() -> None:
             }
         )
         print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print()
-    print(table(rows))
+    show(rows)
     if not args.dry:
         print("recorded in", record("linear_cpu", rows))
 

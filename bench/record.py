@@ -18,7 +18,7 @@ def device_name() -> str:
 
 
 def record(name: str, rows: Sequence[Mapping[str, object]]) -> Path:
-    """Appends rows, with date, device and versions, to results/NAME.csv."""
+    """Appends rows, with date, device and versions, to results/NAME.csv; new columns go last."""
     path = RESULTS / f"{name}.csv"
     path.parent.mkdir(exist_ok=True)
     common = {
@@ -27,12 +27,18 @@ def record(name: str, rows: Sequence[Mapping[str, object]]) -> Path:
         "torch": torch.__version__,
     }
     full = [{**common, **row} for row in rows]
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(full[0]), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(full)
+    names = list(dict.fromkeys(name for row in full for name in row))
+    old: list[dict[str, str]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            known = list(reader.fieldnames or ())
+            old = list(reader)
+        names = [*known, *(name for name in names if name not in known)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*old, *full])
     return path
 
 

@@ -14,7 +14,13 @@ from slipstream.kernels.scan.op import scan
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 SHAPES = [(1, 8192, 2048), (8, 2048, 1024), (1, 65536, 1024), (64, 128, 1024)]  # B, T, D
 # B, T, D, lengths of packed sequences
-ODD = [(2, 5, 6, None), (2, 777, 700, None), (1, 900, 256, (0, 129, 1, 770, 0))]
+ODD = [
+    (2, 5, 6, None),
+    (2, 777, 900, None),
+    (1, 900, 800, (0, 129, 1, 770, 0)),
+    (2, 2100, 100, None),  # split
+    (1, 2900, 256, (0, 129, 1, 2770, 0)),
+]
 ROWS: list[dict[str, object]] = []
 
 
@@ -59,7 +65,7 @@ def row(what: str, shape: str, ms: float, bytes_moved: float, first_s: float = 0
 
 def save() -> None:
     if ROWS:
-        record("step_gpu", ROWS)
+        print("recorded in", record("step_gpu", ROWS))
 
 
 def compare(size: tuple, dtype: torch.dtype) -> list[float]:
@@ -113,17 +119,19 @@ def _times(label: str, fn: Callable[..., Any], shape: tuple[int, int, int]) -> N
 def sweep() -> None:
     from slipstream.kernels.scan.triton import launch
 
-    kept = launch.SEGMENT, launch.FORWARD[2], launch.BACKWARD[2]
-    for shape in SHAPES[:3]:
+    kept = launch.FORWARD, launch.BACKWARD
+    tiles = [(4, 64, 16, 4, 3), (4, 64, 16, 4, 2), (8, 64, 16, 4, 2), (4, 128, 16, 8, 2)]
+    tiles += [(8, 32, 32, 4, 2), (4, 32, 32, 4, 3), (2, 64, 16, 4, 3)]
+    for shape in SHAPES:
         line = []
-        for segment in (64, 128, 256, 512):
-            for rows in (4, 8):
-                launch.SEGMENT = segment
-                launch.FORWARD[2] = launch.Tile(rows, 256)
-                launch.BACKWARD[2] = launch.Tile(rows // 2, 256)
-                line.append(f"{segment}x{rows} {_sweep_one(*inputs(*shape))}")
+        for tile in tiles:
+            launch.FORWARD = launch.BACKWARD = launch.Tile(*tile)
+            try:
+                line.append(f"{tile} {_sweep_one(*inputs(*shape))}")
+            except Exception as e:
+                line.append(f"{tile} {type(e).__name__}")
         print(f"scan {shape}, fwd+bwd us:", ", ".join(line), flush=True)
-    launch.SEGMENT, launch.FORWARD[2], launch.BACKWARD[2] = kept
+    launch.FORWARD, launch.BACKWARD = kept
 
 
 def _sweep_one(x: Tensor, g: Tensor, dh: Tensor) -> str:

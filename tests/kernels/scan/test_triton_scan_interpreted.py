@@ -115,4 +115,7 @@ if __name__ == "__main__":
         check(*case)
         print(*case, "ok", flush=True)
     check_only_final()
+    launch.NARROW = 0  # nothing is split
+    check("segments", "mixed", torch.float32, True, False)
+    check("packed", "mixed", torch.float32, True, True)
     check_alone_equals_packed()

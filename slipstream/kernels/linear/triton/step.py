@@ -99,11 +99,13 @@ def linear_step_kernel(
     else:
         begin = i_n * T
         end = begin + T
-    b_s = tl.zeros((BK, BV), tl.float32)
+    # not a sum with 0, which would wait for the state before the first token's loads are issued
     if s_in_ptr is not None:
         o_s = o_v[None, :] * K + o_k[:, None] if IN_V_FIRST else o_k[:, None] * V + o_v[None, :]
         p_s = s_in_ptr + slot * in_slot + i_h.to(tl.int64) * in_head + o_s
-        b_s += tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+        b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    else:
+        b_s = tl.zeros((BK, BV), tl.float32)
     for t in range(begin, end):
         b_q = _row(q_ptr + t * row_q + i_k, o_k, m_k)
         b_k = _row(k_ptr + t * row_k + i_k, o_k, m_k)

@@ -1,9 +1,9 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Launches of the scan (scan.py): one for sequences of at most a segment, else three.
+"""Launches of the scan (scan.py): one, or three for long sequences of few channels.
 
-Tiles depend on widths and dtypes, the split on T alone and on nothing but a sequence's own length
-in its effect: a sequence's result is the same bits in every batch. Split, the inputs are read
-twice; memory beyond results is 3 / SEGMENT of x in float32.
+Tiles depend on dtypes, the split on T and D, and on nothing but a sequence's own length in its
+effect: a sequence's result is the same bits in every batch. Split, the inputs are read twice;
+memory beyond results is 3 / SEGMENT of x in float32.
 """
 
 from typing import NamedTuple
@@ -14,21 +14,24 @@ from torch import Tensor
 from slipstream.kernels.launching import INTERPRETED, on
 from slipstream.kernels.scan.triton.scan import scan_ends_kernel, scan_walk_kernel
 
-# Tokens a program walks. 1024 programs of 128 tokens and 256 channels are 8192 tokens of 4096.
-SEGMENT = 128
+# Tokens of a segment, and channels below which there are too few programs without any.
+SEGMENT = 1024
+NARROW = 768
 
 
 class Tile(NamedTuple):
-    """BT rows and BD channels, those of one warp with 16 bytes a lane: rows stay in a thread."""
+    """RUNS runs of RUN rows, and BD channels: 32 bytes of a row in 16 bits, a sector."""
 
-    BT: int
+    RUN: int
+    RUNS: int
     BD: int
+    warps: int
+    stages: int
 
 
-# bytes of the narrowest input -> tile; backward keeps twice as much in registers
-FORWARD = {2: Tile(8, 256), 4: Tile(16, 128)}
-BACKWARD = {2: Tile(4, 256), 4: Tile(8, 128)}
-INTERPRETER = Tile(4, 16)
+FORWARD = Tile(4, 64, 16, 4, 3)
+BACKWARD = Tile(4, 64, 16, 4, 2)
+INTERPRETER = Tile(2, 4, 16, 4, 1)
 
 
 class Back(NamedTuple):
@@ -85,27 +88,23 @@ def _scan(
     cu = None if cu is None else cu.contiguous()
     y, T, N = torch.empty_like(x), x.shape[1], _sequences(x, cu)
     sizes = (T, N, x.shape[2])
-    tile = _tile(back is not None, x, g)
+    tile = _tile(back is not None)
     with on(x.device):
-        if T <= SEGMENT:
+        if T <= SEGMENT or x.shape[2] >= NARROW:
             _walk(tile, sizes, N, x, g, y, s_in, s_out, None, cu, back)
             return y
         slots = x.shape[0] * -(-T // SEGMENT) if cu is None else T // SEGMENT + N
         sums, ends, after = x.new_empty(3, slots, x.shape[2], dtype=torch.float32).unbind()
         _ends(tile, sizes, slots, x, g, sums, ends, cu, back is not None)
-        wide = _tile(False, sums)
-        _walk(wide, sizes, N, ends, sums, after, s_in, None, None, cu, None, unit=SEGMENT)
+        _walk(_tile(False), sizes, N, ends, sums, after, s_in, None, None, cu, None, unit=SEGMENT)
         _walk(tile, sizes, slots, x, g, y, s_in, s_out, after, cu, back)
     return y
 
 
-def _tile(back: bool, *tensors: Tensor) -> Tile:
+def _tile(back: bool) -> Tile:
     if INTERPRETED:
         return INTERPRETER
-    narrowest = max(2, min(x.element_size() for x in tensors))
-    tile = (BACKWARD if back else FORWARD)[narrowest]
-    D = tensors[0].shape[-1]
-    return tile._replace(BD=min(tile.BD, max(16, 1 << (D - 1).bit_length())))
+    return BACKWARD if back else FORWARD
 
 
 def _ends(
@@ -129,11 +128,13 @@ def _ends(
         T,
         N,
         D=D,
-        BT=tile.BT,
+        RUN=tile.RUN,
+        RUNS=tile.RUNS,
+        STAGES=tile.stages,
         BD=tile.BD,
         L=SEGMENT,
         REVERSE=reverse,
-        num_warps=1,
+        num_warps=tile.warps,
     )
 
 
@@ -166,10 +167,12 @@ def _walk(
         T,
         N,
         D=D,
-        BT=tile.BT,
+        RUN=tile.RUN,
+        RUNS=tile.RUNS,
+        STAGES=tile.stages,
         BD=tile.BD,
         L=SEGMENT,
         UNIT=unit,
         REVERSE=back is not None,
-        num_warps=1,
+        num_warps=tile.warps,
     )

@@ -11,10 +11,13 @@ the end, x is dh, y is D, the whole gradient of h, and a_r is the decay of the t
 
 with the final state's gradient for D before row 0, where a is 1, and a_0 D_0 for the initial's.
 
-A tile of BT rows is a scan of maps y -> a y + x in the registers of a thread each, then takes in
-what comes from before it. A sequence is one walk over its tiles, or, where that leaves most of a
-device idle, segments of L tokens: `ends` makes of each the sum of its log decays and its y from a
-zero start, the kernel over those as rows makes the y after each, and then every segment walks.
+A tile is RUNS runs of RUN rows. A run is a scan of maps y -> a y + x in the registers of a thread,
+runs are scanned across threads by what they make as a whole, and all of it then takes in what comes
+before the tile. Tiles are loaded in advance, so that one program keeps a multiprocessor's share of
+the memory busy. A sequence is one walk over its tiles and reads everything once; or, where that
+leaves most of a device idle, segments of L tokens: `ends` makes of each the sum of its log decays
+and its y from a zero start, the kernel over those as rows makes the y after each, and then every
+segment walks.
 """
 
 import triton
@@ -25,6 +28,18 @@ import triton.language as tl
 def _then(a, x, b, y):
     """y -> a y + x, and after it y -> b y + y."""
     return a * b, b * x + y
+
+
+@triton.jit
+def _then_also_before(a, x, pa, px, b, y, pb, py):
+    """The same, and the map of all that is before the last."""
+    return a * b, b * x + y, a * pb, pb * x + py
+
+
+@triton.jit
+def _rows(r, RUN: tl.constexpr, RUNS: tl.constexpr):
+    """Rows of the tile from row r on, [RUNS, RUN, 1]: threads go along the first of these."""
+    return r + RUN * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, RUN)[None, :, None]
 
 
 @triton.jit
@@ -69,23 +84,30 @@ def _segment(cu_ptr, slot, T, N, L: tl.constexpr):
 def _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D: tl.constexpr, REVERSE: tl.constexpr):
     """Token, log decay and input of each row; those past `stop` leave y alone."""
     o_t = begin + (rows - 1 - o_r if REVERSE else o_r)
-    m = (o_r < stop)[:, None] & (o_d < D)[None, :]
-    p = o_t[:, None] * D + o_d[None, :]
+    m = (o_r < stop) & (o_d < D)[None, None, :]
+    p = o_t * D + o_d[None, None, :]
     b_x = tl.load(x_ptr + p, mask=m, other=0.0).to(tl.float32)
     if REVERSE:
-        b_g = tl.load(g_ptr + p + D, mask=m & (o_r > 0)[:, None], other=0.0).to(tl.float32)
+        b_g = tl.load(g_ptr + p + D, mask=m & (o_r > 0), other=0.0).to(tl.float32)
     else:
         b_g = tl.load(g_ptr + p, mask=m, other=0.0).to(tl.float32)
     return p, m, b_g, b_x
 
 
 @triton.jit
-def _advance(b_g, b_x, b_y, BT: tl.constexpr):
+def _advance(b_g, b_x, b_y, RUN: tl.constexpr, RUNS: tl.constexpr):
     """y of each row of a tile, and of its last, from that before the tile."""
-    b_a, b_h = tl.associative_scan((tl.exp(b_g), b_x), 0, _then)
-    b_h += b_a * b_y[None, :]
-    last = (tl.arange(0, BT) == BT - 1)[:, None]
-    return b_h, tl.sum(tl.where(last, b_h, 0.0), 0)
+    b_a, b_h = tl.associative_scan((tl.exp(b_g), b_x), 1, _then)
+    last = (tl.arange(0, RUN) == RUN - 1)[None, :, None]
+    b_al = tl.sum(tl.where(last, b_a, 0.0), 1)  # [RUNS, BD]
+    b_hl = tl.sum(tl.where(last, b_h, 0.0), 1)
+    b_pa, b_ph = tl.full(b_al.shape, 1.0, tl.float32), tl.zeros_like(b_hl)
+    both = (b_al, b_hl, b_pa, b_ph)
+    b_al, b_hl, b_pa, b_ph = tl.associative_scan(both, 0, _then_also_before)
+    b_h += b_a * (b_pa * b_y[None, :] + b_ph)[:, None, :]
+    b_hl += b_al * b_y[None, :]
+    last = (tl.arange(0, RUNS) == RUNS - 1)[:, None]
+    return b_h, tl.sum(tl.where(last, b_hl, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -98,7 +120,9 @@ def scan_ends_kernel(
     T,
     N,
     D: tl.constexpr,
-    BT: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    STAGES: tl.constexpr,
     BD: tl.constexpr,
     L: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -113,11 +137,11 @@ def scan_ends_kernel(
     b_y = tl.zeros((BD,), tl.float32)
     b_sum = tl.zeros((BD,), tl.float32)
     stop = tl.minimum(rows, (segment + 1) * L)
-    for r in range(tl.maximum(segment, 0) * L, stop, BT):
-        o_r = r + tl.arange(0, BT)
+    for r in tl.range(tl.maximum(segment, 0) * L, stop, RUN * RUNS, num_stages=STAGES):
+        o_r = _rows(r, RUN, RUNS)
         _, _, b_g, b_x = _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
-        b_sum += tl.sum(b_g, 0)
-        _, b_y = _advance(b_g, b_x, b_y, BT)
+        b_sum += tl.sum(tl.sum(b_g, 0), 0)
+        _, b_y = _advance(b_g, b_x, b_y, RUN, RUNS)
     tl.store(sum_ptr + slot * D + o_d, b_sum, mask=o_d < D)
     tl.store(end_ptr + slot * D + o_d, b_y, mask=o_d < D)
 
@@ -137,7 +161,9 @@ def scan_walk_kernel(
     T,
     N,
     D: tl.constexpr,
-    BT: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    STAGES: tl.constexpr,
     BD: tl.constexpr,
     L: tl.constexpr,
     UNIT: tl.constexpr,
@@ -165,17 +191,17 @@ def scan_walk_kernel(
         stop = tl.minimum(rows, (segment + 1) * L)
         if segment > 0:
             b_y = tl.load(after_ptr + (slot - 1) * D + o_d, mask=m_d, other=0.0)
-    for r in range(start, stop, BT):
-        o_r = r + tl.arange(0, BT)
+    for r in tl.range(start, stop, RUN * RUNS, num_stages=STAGES):
+        o_r = _rows(r, RUN, RUNS)
         p, m, b_g, b_x = _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
-        b_h, b_y = _advance(b_g, b_x, b_y, BT)
+        b_h, b_y = _advance(b_g, b_x, b_y, RUN, RUNS)
         tl.store(y_ptr + p, b_h.to(y_ptr.dtype.element_ty), mask=m)
         if dg_ptr is not None:
-            first = (o_r == rows - 1)[:, None]
+            first = o_r == rows - 1
             b_before = tl.load(h_ptr + p - D, mask=m & (~first), other=0.0).to(tl.float32)
             if initial_ptr is not None:
                 b_0 = tl.load(initial_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
-                b_before = tl.where(first, b_0[None, :], b_before)
+                b_before = tl.where(first, b_0[None, None, :], b_before)
             b_dg = b_h * b_before * tl.exp(tl.load(g_ptr + p, mask=m, other=0.0).to(tl.float32))
             tl.store(dg_ptr + p, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
     if s_out_ptr is not None:

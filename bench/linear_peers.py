@@ -1,0 +1,206 @@
+"""The linear family on a GPU beside fla-core: rows of PERF.md's table; bench/linear.py runs it.
+
+Ours and the peer at the same inputs in one process, bf16, medians with the L2 cache flushed between
+runs. Ours is compared first with the float64 chunkwise path on a part of those inputs, and with the
+peer's output on all of them. first: seconds of the first call, forward and backward. peak: of
+memory, inputs and gradients too.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream import ops
+
+COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
+A, C = (1, 8192, 96, 96), (1, 32768, 8, 8)
+Q1, Q2 = (1, 8192, 16, 64), (1, 32768, 2, 8)
+WIDTH, PART = 128, 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """names: the arguments, as INPUTS makes them. peer: fla's module, "" where it has nothing.
+
+    size: B, T, heads of q and k, heads of v.
+    """
+
+    op: str
+    label: str
+    size: tuple[int, int, int, int]
+    names: str
+    peer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+
+def _unit(*shape: int) -> Tensor:
+    return F.normalize(torch.randn(*shape, device="cuda"), dim=-1).bfloat16()
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _gate(*shape: int) -> Tensor:
+    return -0.1 * torch.rand(*shape, device="cuda")
+
+
+# By argument: how, heads of H | V, width or none.
+INPUTS: dict[str, tuple[Callable[..., Tensor], str, bool]] = {
+    "q": (_unit, "H", True),
+    "r": (_unit, "H", True),
+    "k": (_unit, "H", True),
+    "v": (_normal, "V", True),
+    "p": (_unit, "H", True),
+    "a": (_unit, "H", True),
+    "b": (lambda *shape: -0.5 * _unit(*shape), "H", True),
+    "g": (_gate, "V", False),
+    "beta": (lambda *shape: torch.rand(*shape, device="cuda").bfloat16(), "V", False),
+    "gk": (lambda *shape: _gate(*shape).bfloat16(), "V", True),
+    "w": (lambda *shape: (6 * _gate(*shape)).bfloat16(), "V", True),
+}
+CHANNEL = {"gk": "g"}
+ROWS = [
+    Row("linear_attn", "A", A, "q k v", "linear_attn", {"normalize": False}),
+    Row("linear_attn", "C", C, "q k v", "linear_attn", {"normalize": False}),
+    Row("retention", "A", A, "q k v", "retention"),
+    Row("retention", "C", C, "q k v", "retention"),
+    Row("simple_gla", "A", A, "q k v g", ""),  # fla refuses: its backward is miscompiled on sm_90
+    Row("gla", "A", A, "q k v gk", "gla", renamed=CHANNEL),
+    Row("gla", "C", C, "q k v gk", "gla", renamed=CHANNEL),
+    Row("delta_rule", "A", A, "q k v beta", "delta_rule"),
+    Row("gated_delta_rule", "Q1", Q1, "q k v g beta", "gated_delta_rule"),
+    Row("gated_delta_rule", "Q2", Q2, "q k v g beta", "gated_delta_rule"),
+    Row("comba", "A", A, "q k v p g beta", "comba"),
+    Row("kda", "A", A, "q k v gk beta", "kda", renamed=CHANNEL),
+    Row("rwkv7", "A", A, "r w k v a b", "rwkv7"),
+    Row("dplr_delta_rule", "A", A, "q k v a b gk", "generalized_delta_rule"),
+]
+
+
+def inputs(row: Row, part: bool) -> dict[str, Tensor]:
+    B, T, H, HV = row.size
+    if part:
+        B, T, H, HV = 1, PART, 2, 2 * HV // H
+    made = {}
+    for name in row.names.split():
+        make, heads, wide = INPUTS[name]
+        shape = (B, T, H if heads == "H" else HV, *((WIDTH,) if wide else ()))
+        made[row.renamed.get(name, name)] = make(*shape)
+    return made
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def against_float64(row: Row) -> float:
+    """The worst error of o and the gradients."""
+    fn, results = getattr(ops, f"chunk_{row.op}"), []
+    made = inputs(row, True)
+    do = _normal(1, PART, made["v"].shape[2], WIDTH)
+    for impl, wide in ((None, False), ("eager", True)):
+        given = {n: (x.double() if wide else x).requires_grad_() for n, x in made.items()}
+        o = fn(**given, **row.options, impl=impl)[0]
+        loss = (o.double() * do.double()).sum()
+        results.append([o.detach(), *torch.autograd.grad(loss, list(given.values()))])
+        made = {n: x.detach() for n, x in made.items()}
+    return max(error(x, y) for x, y in zip(*results))
+
+
+def bench(fn: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    timed: Any = do_bench
+    return timed(fn, warmup=20, rep=80, return_mode="median")
+
+
+class Provider:
+    """One side's operator at the inputs: output, times, first call, memory."""
+
+    def __init__(self, fn: Callable[..., Any], given: dict[str, Tensor], row: Row) -> None:
+        self.fn, self.given, self.options = fn, given, row.options
+        self.leaves = [x.requires_grad_() for x in given.values()]
+        self.do = torch.randn_like(given["v"])
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.fn(**self.given, **self.options)[0]
+
+    def both(self) -> Any:
+        return torch.autograd.grad(
+            self.fn(**self.given, **self.options)[0], self.leaves, self.do, allow_unused=True
+        )
+
+    def measure(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.both()
+        torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats()
+        self.both()
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        return {
+            "fwd": bench(self.forward),
+            "both": bench(self.both),
+            "first_s": first,
+            "peak_GiB": peak,
+        }
+
+
+def floors(given: dict[str, Tensor]) -> tuple[float, float]:
+    """ms: inputs read and outputs written once, forward and forward with backward."""
+    read = sum(x.numel() * x.element_size() for x in given.values())
+    out = given["v"].numel() * given["v"].element_size()
+    forward = read + out
+    return forward / COPY_BYTES_PER_MS, (forward + 2 * read + out) / COPY_BYTES_PER_MS
+
+
+def peer_of(row: Row) -> Callable[..., Any] | str:
+    """fla's operator, or why there is none."""
+    if not row.peer:
+        return "refuses"
+    try:
+        return getattr(importlib.import_module(f"fla.ops.{row.peer}"), f"chunk_{row.op}")
+    except (ImportError, AttributeError) as e:
+        return f"missing: {e}"[:40]
+
+
+def one(row: Row, peers: bool) -> dict[str, object]:
+    torch.manual_seed(0)
+    found: dict[str, object] = {"operator": row.op, "shape": row.label}
+    found["error"] = f"{against_float64(row):.1e}"
+    given = inputs(row, False)
+    ours = Provider(getattr(ops, f"chunk_{row.op}"), given, row)
+    mine, (f, both) = ours.measure(), floors(given)
+    found |= {name: round(x, 3) for name, x in mine.items()}
+    found |= {"x floor": f"{mine['fwd'] / f:.1f} {mine['both'] / both:.1f}"}
+    fla = peer_of(row) if peers else "not asked"
+    if isinstance(fla, str):
+        return found | {"fla": fla}
+    try:
+        theirs = Provider(fla, given, row)
+        measured = theirs.measure()
+        found |= {f"fla {name}": round(x, 3) for name, x in measured.items()}
+        found["differs"] = f"{error(theirs.forward(), ours.forward()):.1e}"
+        return found | {"fla": f"{measured['both'] / mine['both']:.2f} x"}
+    except Exception as e:
+        return found | {"fla": f"{type(e).__name__}: {str(e)[:40]}"}
+
+
+def rows(peers: bool, only: str, part: int, parts: int) -> Iterator[dict[str, object]]:
+    for row in [x for x in ROWS if only in x.op][part::parts]:
+        try:
+            yield one(row, peers)
+        except Exception as e:
+            failed = f"{type(e).__name__}: {str(e)[:60]}"
+            yield {"operator": row.op, "shape": row.label, "error": failed}
+        torch.cuda.empty_cache()
