@@ -58,7 +58,11 @@ def trace(
         with torch.no_grad():
             for function, ctx, out in reversed(functions):
                 outs = out if isinstance(out, tuple) else (out,)
-                function.backward(ctx, *(_gradient(x) for x in outs))
+                grads = [_gradient(x) for x in outs]
+                function.backward(ctx, *grads)
+                if len([x for x in grads if x is not None]) > 1:
+                    # as most calls do, which use the first result alone
+                    function.backward(ctx, grads[0], *[None] * (len(grads) - 1))
     return list(jobs.values())
 
 

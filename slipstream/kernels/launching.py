@@ -2,9 +2,12 @@
 
 import importlib.util
 import os
+import re
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,17 @@ from torch import Tensor
 from slipstream.core.library import fake
 from slipstream.core.plan import OR_PLAIN, Candidate, choose
 
+
+def _release() -> tuple[int, ...]:
+    """Triton's, as (3, 6), out of its source: importing it takes half a second."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return ()
+    found = re.search(r"__version__ = ['\"](\d+)\.(\d+)", Path(spec.origin).read_text())
+    return () if found is None else tuple(map(int, found.groups()))
+
+
+RELEASE = _release()
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -20,6 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GLUON = ((3, 6), (3, 7))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NOWHERE = nullcontext()
+_THREAD = threading.local()
 _NAMED = (
     Candidate("triton", "portable Triton kernels, on CUDA", lambda call: _refuses(*call)),
     Candidate("eager", "plain torch, on any device"),
@@ -78,17 +93,10 @@ def not_hopper(x: Tensor) -> str | None:
         return f"it runs on sm_90, and the tensors are on {x.device.type}"
     if torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "it is written for sm_90"
-    return _gluon()
-
-
-@cache
-def _gluon() -> str | None:
-    from importlib.metadata import version  # it takes long to import
-
-    found = version("triton")
-    if GLUON[0] <= tuple(int(x) for x in found.split(".")[:2]) <= GLUON[1]:
-        return None
-    return f"its language, Gluon, is not that of Triton {found} (it is of 3.6 and 3.7)"
+    if not GLUON[0] <= RELEASE <= GLUON[1]:
+        found = ".".join(map(str, RELEASE))
+        return f"its language, Gluon, is not that of Triton {found} (it is of 3.6 and 3.7)"
+    return None
 
 
 def precision() -> str:
@@ -98,9 +106,19 @@ def precision() -> str:
 
 def on(device: torch.device) -> AbstractContextManager:
     """Triton launches on the current device."""
+    if not hasattr(_THREAD, "bound"):
+        _bind(device)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOWHERE
     return torch.cuda.device(device)
+
+
+def _bind(device: torch.device) -> None:
+    """A thread of autograd has no CUDA context before it asks the runtime for something, and the
+    driver, which makes the descriptors for TMA, wants one."""
+    _THREAD.bound = True
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info(device)
 
 
 @cache

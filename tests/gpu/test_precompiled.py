@@ -19,8 +19,9 @@ def listen(*, src, cache_hit, **_):
 triton.knobs.compilation.listener = listen
 q, k, v = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
            for _ in range(3))
-g, beta = (torch.rand(2, 300, 4, device="cuda", requires_grad=True) for _ in range(2))
-ops.chunk_gated_delta_rule(q, k, v, -g, beta, impl="triton")[0].sum().backward()
+g = torch.rand(2, 300, 4, device="cuda", requires_grad=True)
+beta = torch.rand(2, 300, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+ops.chunk_gated_delta_rule(q, k, v, -g, beta)[0].sum().backward()
 torch.cuda.synchronize()
 print(compiled)
 """
