@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
 
-.PHONY: demo test test-all lint check venv
+.PHONY: demo test test-all lint check matrix venv
 
 venv: $(VENV)/.installed
 
@@ -38,3 +38,7 @@ lint: venv
 	$(RUN) tools/sizes.py
 
 check: lint test
+
+# every kernel for every architecture, without a GPU: docs/SUPPORT.md
+matrix: venv
+	$(VENV)/bin/slipstream matrix --record

@@ -16,9 +16,11 @@ from attention_gpu import LIMITS, PLAIN, SHAPES, bench, both_ways, error, oracle
 from record import record
 from torch.nn.attention import SDPBackend
 
+from slipstream.kernels.softmax.hopper.tiles import TRIED
 from slipstream.kernels.softmax.terms import Options, Terms
 
 PEERS = "flash fwd", "flash bwd", "cudnn fwd", "cudnn bwd"
+WORK = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "fused": 2.5}
 CHECK_SECONDS, TIMES_SECONDS = 80, 60
 SMALL = {**PLAIN, "H": 1, "HKV": 1, "T": 128, "S": 128}
 # by name, the simplest first: one run tells which feature is at fault
@@ -41,12 +43,17 @@ GROUPS = {
     "causal": ("causal", "heads", "many"),
     "packed": ("packed", "used"),
     "window": ("window", "apart", "softcap"),
+    "full": ("one tile", "full", "odd", "causal", "heads", "many"),
 }
 
 
-def check_group(D: int, group: str, dtype: torch.dtype = torch.bfloat16) -> None:
+def check_group(
+    D: int, group: str, dtype: torch.dtype = torch.bfloat16, fused: bool = False
+) -> None:
     from slipstream.kernels.softmax.hopper import launch
 
+    if fused:
+        launch.TILES[D] = launch.TILES[D]._replace(fused=TRIED[D]["fused"][1])
     limits = LIMITS["fp16" if dtype == torch.float16 else "bf16"]
     for name in GROUPS[group]:
         print(f"D{D} {name}:", end=" ", flush=True)
@@ -119,41 +126,68 @@ def _room(terms: Terms, o: Any, lse: Any, do: Any) -> tuple:
 
 
 def tried_group(D: int) -> None:
-    """Other tiles and grids of each kernel, at the table's first causal and full shape; ms."""
+    """Other tiles and grids of each kernel, at the first shapes, causal / full; TFLOP/s."""
     from slipstream.kernels.softmax.hopper import launch
-    from slipstream.kernels.softmax.hopper.tiles import TRIED
 
-    shape = next(s for s in SHAPES if s[3] == D)
-    B, T, H = shape[:3]
+    B, T, H = next(s for s in SHAPES if s[3] == D)[:3]
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     terms, do = Terms(*x[:3]), x[3]
     kept, first = launch.TILES[D], {}
     for part, tile in ((p, t) for p, row in TRIED[D].items() for t in row):
         launch.TILES[D] = kept._replace(**{part: tile})
         line = []
-        for options in (Options(D**-0.5, -1, 0), Options(D**-0.5)):
+        for causal in (True, False):
+            options = Options(D**-0.5, -1, 0 if causal else -1)
+            flops = WORK[part] * 4 * B * H * T * T * D / (2 if causal else 1)
             try:
-                ms, out = tried(part, terms, options, do)
-                first.setdefault((part, options), out)
-                off = max(error(a, b.double()) for a, b in zip(out, first[part, options]))
-                line.append(f"{ms:.3f} (off {off:.0e})")
+                fn = tried(part, terms, options, do)
+                out = [x.clone() for x in fn()]
+                same = all(torch.equal(x, y) for x, y in zip(out, fn()))
+                off = [error(x, y.double()) for x, y in zip(out, first.setdefault(causal, out))]
+                word = f"(off {max(off):.0e}{'' if same else ' DIFFERS'})"
+                line.append(f"{flops / bench(fn) / 1e9:.0f} {word}")
             except Exception as e:
                 line.append(f"{type(e).__name__} {str(e)[:80]}")
+        if tile == TRIED[D][part][-1]:
+            first.clear()
         launch.TILES[D] = kept
-        print(f"D{D} {part} {tuple(tile)}: {' / '.join(line)}", flush=True)
+        print(f"D{D} {part} {tile and tuple(tile)}: {' / '.join(line)}", flush=True)
 
 
-def tried(part: str, terms: Terms, options: Options, do: Any) -> tuple[float, list[Any]]:
-    """ms of a part, and its results."""
+def tried(part: str, terms: Terms, options: Options, do: Any) -> Any:
+    """What runs a part and returns its results."""
     from slipstream.kernels.softmax.hopper import launch
 
-    o, lse = launch.forward(terms, options)
     if part == "forward":
-        return bench(functools.partial(launch.forward, terms, options)), [o]
+        return lambda: launch.forward(terms, options)
+    o, lse = launch.forward(terms, options)
+    if part == "fused":
+        return lambda: list(launch.backward(terms, options, o, lse, do, None).values())
     dq, dk, dv, base, delta = _room(terms, o, lse, do)
     out = [dq] if part == "dq" else [dk, dv]
-    fn = functools.partial(getattr(launch, f"_{part}"), terms, options, do, *out, base, delta)
-    return bench(fn), out
+
+    def run() -> list[Any]:
+        getattr(launch, f"_{part}")(terms, options, do, *out, base, delta)
+        return out
+
+    return run
+
+
+def warm_group(D: int, causal: bool) -> None:
+    """Compiles what tried_group times."""
+    from slipstream.kernels.softmax.hopper import launch
+
+    x = [torch.randn(1, 256, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    kept, options = launch.TILES[D], Options(D**-0.5, -1, 0 if causal else -1)
+    for part, row in TRIED[D].items():
+        for tile in row:
+            launch.TILES[D] = kept._replace(**{part: tile})
+            try:
+                tried(part, Terms(*x[:3]), options, x[3])()
+                torch.cuda.synchronize()
+            except Exception as e:
+                print(f"D{D} {part} {tile}: {type(e).__name__} {str(e)[:80]}", flush=True)
+            launch.TILES[D] = kept
 
 
 def host_group() -> None:
@@ -185,6 +219,10 @@ def child(task: str) -> None:
         times_group(int(rest), False)
     elif kind == "tried":
         tried_group(int(rest))
+    elif kind == "warm":
+        warm_group(int(rest.split(",")[0]), rest.endswith("causal"))
+    elif kind == "fused":
+        check_group(int(rest), "full", fused=True)
     else:
         host_group()
 
@@ -213,16 +251,23 @@ def _end(task: str, process: subprocess.Popen, limit: float) -> str:
 def main(check: bool, times: bool, peers: bool, tried: bool) -> None:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     if check:
-        tasks = [f"check:{D},{g},bfloat16" for g in GROUPS for D in (128, 64, 256)]
+        tasks = [f"check:{D},{g},bfloat16" for g in list(GROUPS)[:4] for D in (128, 64, 256)]
         tasks.append("check:128,causal,float16")
         start = time.perf_counter()
         running = [(task, _start(task)) for task in tasks]
         for task, process in running:
             print(_end(task, process, CHECK_SECONDS - (time.perf_counter() - start)), flush=True)
         print(f"checks {time.perf_counter() - start:.0f} s", flush=True)
+    if tried:
+        tasks = [f"warm:{D},{n}" for D in (64, 128) for n in ("causal", "full")]
+        running = [(task, _start(task)) for task in ("fused:128", "fused:64", *tasks)]
+        start = time.perf_counter()
+        for task, process in running:
+            left = TIMES_SECONDS - (time.perf_counter() - start)
+            print(_end(task, process, left), flush=True)
     tasks = ["host:"] * times
     tasks += [f"{'times' if peers else 'ours'}:{D}" for D in (128, 64, 256)] * times
-    tasks += [f"tried:{D}" for D in (128, 64, 256)] * tried
+    tasks += [f"tried:{D}" for D in (128, 64)] * tried
     for task in tasks:
         line = _end(task, _start(task), TIMES_SECONDS)
         print(line.replace(" | ", "\n") if line.count(" | ") else line, flush=True)

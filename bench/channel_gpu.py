@@ -1,7 +1,7 @@
 """Decay per channel (gla, rwkv6, gsa) on a GPU: right at odd sizes, then how fast.
 
 python bench/channel_gpu.py            # the comparison with the float64 reference, then the times
-python bench/channel_gpu.py --check    # only the comparison
+python bench/channel_gpu.py --check    # only the comparison, all cases at once
 python bench/channel_gpu.py --times    # only the times, and those of each kernel
 python bench/channel_gpu.py --peer     # the times, and those of fla's chunk_gla
 python bench/channel_gpu.py --sweep    # tiles of each kernel, against the results of the table's
@@ -9,9 +9,11 @@ python bench/channel_gpu.py --sweep    # tiles of each kernel, against the resul
 
 import argparse
 import dataclasses
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from launches import per_kernel
@@ -22,7 +24,7 @@ from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import channel_launch as launch
 from slipstream.kernels.linear.triton import channel_tiles, channel_walks, tiles
-from slipstream.ops import chunk_gla, chunk_gsa, chunk_rwkv6
+from slipstream.ops import chunk_gla, chunk_gsa, chunk_linear_attn, chunk_rwkv6
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 # of outputs, of gradients, of those of gates
@@ -50,6 +52,7 @@ SHAPES = {
     "gla C": ("g", BF16, (1, 32768, 8, 8, 128, 128)),
     "rwkv6 A": ("u", BF16, (1, 8192, 96, 96, 128, 128)),
     "gsa A 64 slots": ("gsa", BF16, (1, 8192, 96, 96, 128, 128)),
+    "linear_attn /sum": ("sum", BF16, (8, 2048, 16, 16, 128, 128)),
 }
 SLOTS = 64
 
@@ -110,31 +113,72 @@ def compare(form: str, dtype: torch.dtype, gate: torch.dtype, size: tuple, lengt
     return {n: error(runs[0][n], x) if same[n] else float("nan") for n, x in want.items()}
 
 
-def check(seconds: float) -> bool:
-    """One line a case: the worst error of each result over the gates."""
-    fine, start = True, time.perf_counter()
-    for form, dtype, gate, size, lengths in ODD:
-        label = f"{form:2} {str(dtype)[6:]:8} gates {str(gate)[6:]:8} {size}"
-        label += " packed" if lengths else ""
-        if time.perf_counter() - start > seconds:
-            print(label, "left out: no time", flush=True)
-            continue
-        worst: dict[str, tuple[float, str]] = {}
-        try:
-            for kind in GATES:
-                for name, e in compare(form, dtype, gate, size, lengths, kind).items():
-                    if not e <= worst.get(name, (-1.0, ""))[0]:
-                        worst[name] = (e, kind)
-        except Exception as e:
-            print(label, f"RAISED {type(e).__name__}: {str(e)[:150]}".replace("\n", " "))
-            fine = False
-            continue
-        line = []
-        for name, (e, kind) in worst.items():
-            limit = LIMITS[dtype][{"o": 0, "final": 0, "g": 2, "gv": 2}.get(name, 1)]
-            fine &= e <= limit
-            line.append(f"{name} {e:.1e}" + ("" if e <= limit else f" WRONG {kind}"))
-        print(label, ", ".join(line), flush=True)
+def check_case(index: int) -> bool:
+    """One line: the worst error of each result over the gates."""
+    form, dtype, gate, size, lengths = ODD[index]
+    label = f"{form:2} {str(dtype)[6:]:8} gates {str(gate)[6:]:8} {size}"
+    label += " packed" if lengths else ""
+    worst: dict[str, tuple[float, str]] = {}
+    for kind in GATES:
+        for name, e in compare(form, dtype, gate, size, lengths, kind).items():
+            if not e <= worst.get(name, (-1.0, ""))[0]:
+                worst[name] = (e, kind)
+    return tell(label, dtype, worst)
+
+
+def tell(
+    label: str, dtype: torch.dtype, worst: dict[str, tuple[float, str]], slack: float = 1.0
+) -> bool:
+    line, fine = [], True
+    for name, (e, kind) in worst.items():
+        limit = slack * LIMITS[dtype][{"o": 0, "final": 0, "g": 2, "gv": 2}.get(name, 1)]
+        fine &= e <= limit
+        line.append(f"{name} {e:.1e}" + ("" if e <= limit else f" WRONG {kind}"))
+    print(label, ", ".join(line), flush=True)
+    return fine
+
+
+def check_operator(name: str) -> bool:
+    """An operator of several runs in bfloat16, beside itself in float32 on the same numbers."""
+    T = 500
+    q, k, v = (torch.randn(2, T, 4, 128, device="cuda", dtype=BF16) for _ in range(3))
+    x, fn, state = {"q": q, "k": k, "v": v}, cast(Any, chunk_linear_attn), cast(Any, None)
+    if name == "gsa":
+        x["s"] = torch.randn(2, T, 4, SLOTS, device="cuda", dtype=BF16)
+        x["g"] = gates("weak", 2, T, 4, SLOTS, dtype=FP32)
+        state = tuple(torch.randn(2, 4, *n, device="cuda") for n in ((128, SLOTS), (SLOTS, 128)))
+        fn = cast(Any, chunk_gsa)
+    else:
+        x |= {"q": q.abs(), "k": k.abs()}
+        state = (torch.randn(2, 4, 128, 128, device="cuda"), torch.rand(2, 1, 4, 128).cuda())
+    do, results = torch.randn_like(v), []
+    for dtype in (BF16, FP32):
+        leaves = {n: t.detach().to(dtype if n != "g" else FP32) for n, t in x.items()}
+        leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+        o, final = fn(**leaves, initial_state=state, output_final_state=True)
+        grads = torch.autograd.grad(o, list(leaves.values()), do.to(dtype))
+        results.append({"o": o, **dict(zip(("s0", "s1"), final)), **dict(zip(leaves, grads))})
+    worst = {n: (error(got, results[1][n]), "") for n, got in results[0].items()}
+    # in a softmax the errors of scores count by the scores' size, also those of rounded inputs
+    return tell(f"{name} bfloat16 beside float32", BF16, worst, 3.0 if name == "gsa" else 1.0)
+
+
+OPERATORS = ("gsa", "linear_attn")
+
+
+def check() -> bool:
+    """Every case in a process of its own, since it compiles anew."""
+    cases = [*map(str, range(len(ODD))), *OPERATORS]
+    torch.cuda.init()
+    run = [sys.executable, __file__, "--case"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*run, case], **pipes) for case in cases]
+    fine = True
+    for case, process in zip(cases, started):
+        out, err = process.communicate(timeout=600)
+        why = "" if out.strip() else f"case {case} RAISED {err.strip().splitlines()[-1:]}"
+        print(out.strip() or why[:300], flush=True)
+        fine &= process.returncode == 0
     return fine
 
 
@@ -156,6 +200,8 @@ def first(fn: Callable[[], Any]) -> float:
 def operator(form: str, x: dict[str, Any], impl: str = "triton") -> Tensor:
     if form == "gsa":
         return chunk_gsa(**x, impl=impl)[0]
+    if form == "sum":
+        return chunk_linear_attn(**x, impl=impl)[0]
     if form == "u":
         return chunk_rwkv6(r=x["q"], k=x["k"], v=x["v"], w=x["g"], u=x["u"], impl=impl)[0]
     return chunk_gla(**x, impl=impl)[0]
@@ -165,8 +211,10 @@ def arguments(label: str) -> tuple[str, dict[str, Tensor]]:
     """The operator's tensors, which want gradients."""
     form, gate, size = SHAPES[label]
     kind = "mixed" if "mixed" in label else "weak"
-    terms = inputs("g" if form == "gsa" else form, kind, BF16, gate, size)
+    terms = inputs("g" if form in ("gsa", "sum") else form, kind, BF16, gate, size)
     x = {n: t for n, t in terms._asdict().items() if t is not None}
+    if form == "sum":
+        x = {"q": x["q"].abs(), "k": x["k"].abs(), "v": x["v"]}
     if form == "gsa":
         B, T, H = size[:3]
         x["s"] = torch.randn(B, T, H, SLOTS, device="cuda", dtype=BF16)
@@ -232,7 +280,7 @@ def times(peer: bool) -> None:
         try:
             form, x = arguments(label)
             rows.append(show(label, "slipstream", measure(lambda x, f=form: operator(f, x), x)))
-            if form != "gsa" and "fp32" not in label:
+            if form not in ("gsa", "sum") and "fp32" not in label:
                 kernels(label, x)
         except Exception as e:
             print(label, f"RAISED {type(e).__name__}: {str(e)[:200]}".replace("\n", " "))
@@ -268,8 +316,10 @@ def host_time() -> None:
 
 WALK = ("sm_90", 2, 128)
 SWEEP = [  # what takes the place of a row of the tables
-    ("prepare", channel_tiles.Part(64, 4, 2)),
-    ("prepare", channel_tiles.Part(64, 8, 1)),
+    ("prepare", channel_tiles.Part(64, 4, 1)),
+    ("prepare", channel_tiles.Part(32, 4, 3)),
+    ("prepare", channel_tiles.Part(128, 8, 1)),
+    ("grads", channel_tiles.Part(32, 4, 1)),
     ("grads", channel_tiles.Part(64, 8, 1)),
     ("walk", tiles.Tile(64, 64, 4, 3, tma=True)),
     ("walk", tiles.Tile(64, 64, 8, 2, tma=True)),
@@ -318,14 +368,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("check", "times", "peer", "sweep"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--seconds", type=float, default=60, help="after which no case is begun")
+    parser.add_argument("--case", help="one of the comparison's")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.case:
+        by_name = options.case in OPERATORS
+        fine = check_operator(options.case) if by_name else check_case(int(options.case))
+        raise SystemExit(0 if fine else "WRONG")
     print(torch.cuda.get_device_name(), torch.__version__)
     everything = not (options.check or options.times or options.peer or options.sweep)
     fine = True
     if options.check or everything:
-        fine = check(options.seconds)
+        fine = check()
     if options.times or options.peer or everything:
         host_time()
         times(options.peer)

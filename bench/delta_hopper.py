@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +82,13 @@ CHECKS = {
     "back": ("back", Case(1, 640, 2, 4, 128, 128, **STATE)),
     "back to -50": ("back", Case(2, 333, 2, 4, 128, 128, "mixed", True)),
     "back, packed": ("back", Case(1, 400, 2, 4, 128, 128, **STATE, lengths=PACKED)),
+    "keep, segments": ("keep", Case(1, 700, 2, 4, 128, 128, "weak", False, (300, 0, 70, 330), 128)),
+    "back, segments": ("back", Case(1, 700, 2, 4, 128, 128, "weak", False, (300, 0, 70, 330), 128)),
     "back, K 64": ("back", Case(2, 333, 1, 2, 64, 64, "reset", True)),
+    "op": ("op", Case(2, 333, 2, 4, 128, 128, **STATE)),
+    "op, packed": ("op", Case(1, 400, 2, 4, 128, 128, **STATE, lengths=PACKED)),
+    "op, split": ("op", Case(1, 16384, 2, 4, 128, 128, "weak")),
+    "op, crowded": ("op", Case(1, 200, 70, 70, 128, 128)),
     "back, many": ("back", Case(1, 2048, 70, 70, 128, 128, "weak", dtype=torch.float16)),
 }
 TIMES = {
@@ -220,8 +225,7 @@ class Calls:
             self.segment = (case.segment, slots)
 
     def solve(self) -> Any:
-        with mock.patch.object(self.portable, "_sm90", return_value=None, create=True):
-            return self.portable._solve(self.terms)
+        return self.portable._solve(self.terms)
 
     def solve90(self) -> Any:
         r, rows = (torch.empty_like(x) for x in self.solved)
@@ -245,12 +249,15 @@ class Calls:
 
     def keep(self) -> dict[str, Tensor]:
         w = torch.empty_like(self.terms.v)
-        self.ours.walk(self.terms, *self.solved, 1.0, w, states=self.states, s_in=self.s_in)
-        return {"w": w, "states": self.states[used(self.terms)]}
+        given = {"s_in": self.s_in, "segment": self.segment}
+        self.ours.walk(self.terms, *self.solved, 1.0, w, states=self.states, **given)
+        return {"w": w, "states": self.states}
 
     def back(self) -> dict[str, Tensor]:
         dv = torch.empty_like(self.terms.v)
-        dinitial = dv.new_empty(self.terms.state_shape, dtype=torch.float32)
+        dinitial = None
+        if self.segment is None:
+            dinitial = dv.new_empty(self.terms.state_shape, dtype=torch.float32)
         self.ours.walk_back(
             self.terms,
             self.do,
@@ -260,8 +267,21 @@ class Calls:
             self.states,
             s_in=self.dfinal,
             s_out=dinitial,
+            segment=self.segment,
         )
-        return {"dv": dv, "dinitial": dinitial, "dstates": self.states[used(self.terms)]}
+        made = {"dv": dv, "dstates": self.states}
+        return made if dinitial is None else {**made, "dinitial": dinitial}
+
+    def op(self) -> dict[str, Tensor]:
+        """How far the operator is from portable's."""
+        from slipstream.kernels.linear.hopper import launch
+
+        both = []
+        for each in (launch, self.portable):
+            o, final = each.forward(self.terms, self.scale)
+            grads = each.backward(self.terms, self.do, self.dfinal, self.scale)
+            both.append({"o": o, "final": final, **{n: grads[n] for n in "qkv"}})
+        return {f"{n}'": o.new_tensor(error(x, both[1][n].double())) for n, x in both[0].items()}
 
     def forward(self) -> Any:
         self.solved = self.solve90()
@@ -280,12 +300,13 @@ def check(name: str) -> str:
     want = oracle(terms, calls.scale, calls.do, calls.dfinal)
     if calls.segment is not None:
         calls.s_in = met(terms, want["states"], *calls.segment)
+        calls.dfinal = met(terms, want["dstates"], *calls.segment, after=True)
     fn = getattr(calls, kind)
     start = time.perf_counter()
-    got = fn()
+    got = only_used(terms, fn())
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    again = fn()
+    again = only_used(terms, fn())
     same = all(torch.equal(*(y[n].nan_to_num() for y in (got, again))) for n in got)
     found = {n: error(x, want[n]) if n in want else x.item() for n, x in got.items()}
     ok = same and all(e <= LIMIT for e in found.values())
@@ -314,15 +335,25 @@ def used(terms: Terms) -> list[int]:
     ]
 
 
-def met(terms: Terms, states: Tensor, segment: int, slots: int) -> Tensor:
-    """The state [K, V] that each segment meets, in its slot, from those before each chunk."""
+def only_used(terms: Terms, got: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of states only those of chunks: a copy, which is no part of the kernel's time."""
+    return {n: x[used(terms)] if n.endswith("states") else x for n, x in got.items()}
+
+
+def met(terms: Terms, states: Tensor, segment: int, slots: int, after: bool = False) -> Tensor:
+    """The state [K, V] that each segment meets, in its slot, from those before each chunk.
+
+    Or, from those after each chunk, the last one's.
+    """
     given = states.new_full((slots, *states.shape[1:]), float("nan"))
     each, packed, chunk = -(-terms.q.shape[1] // segment), terms.cu_seqlens is not None, 0
     for n, begin, length in bounds_of(terms):
         first = begin // segment + n if packed else n * each
+        chunks = -(-length // CHUNK)
         for i in range(-(-length // segment)):
-            given[first + i] = states[chunk + i * (segment // CHUNK)]
-        chunk += -(-length // CHUNK)
+            past = min((i + 1) * (segment // CHUNK), chunks)
+            given[first + i] = states[chunk + (past - 1 if after else i * (segment // CHUNK))]
+        chunk += chunks
     return given.mT.float().contiguous()
 
 
@@ -349,6 +380,8 @@ def times(name: str) -> str:
     terms = inputs(case)
     calls = Calls(terms, case)
     portable, solved, scale = calls.portable, calls.solved, calls.scale
+    from slipstream.kernels.linear.hopper import launch
+
     like = torch.empty_like(terms.v)
 
     def portable_back() -> None:
@@ -366,17 +399,16 @@ def times(name: str) -> str:
             calls.terms, solved, scale, like, states=calls.states, s_in=calls.s_in
         ),
         "p_back": portable_back,
-        "op": lambda: portable.forward(calls.terms, scale),
+        "op": lambda: launch.forward(calls.terms, scale),
+        "op_back": lambda: launch.backward(calls.terms, calls.do, None, scale),
         "p_forward": lambda: portable.forward(calls.terms, scale),
+        "p_backward": lambda: portable.backward(calls.terms, calls.do, None, scale),
     }
     row: dict[str, object] = {"shape": name}
     for label, fn in fns.items():
-        # once portable's launches choose these kernels: not where its own are wanted
-        own = mock.patch.object(portable, "_sm90", return_value=None, create=True)
         try:
-            with own if label.startswith("p_") else nullcontext():
-                fn()
-                row[label] = round(bench(fn), 4)
+            fn()
+            row[label] = round(bench(fn), 4)
         except Exception as e:
             if "CUDA" in str(e):
                 raise
@@ -410,8 +442,8 @@ def solve_registers(name: str) -> str:
     case = TIMES[name]
     calls = Calls(inputs(case), case)
     line = []
-    for most in (None, 168, 128, 96):
-        with mock.patch.dict(calls.ours.SOLVE, {} if most is None else {"maxnreg": most}):
+    for most in (168, 128):
+        with mock.patch.dict(calls.ours.SOLVE, {"maxnreg": most}):
             line.append(f"{most} {bench(calls.solve90):.4f}")
     made = calls.portable.options
 

@@ -6,6 +6,7 @@ python bench/dplr_gpu.py --times    # kda, rwkv7 and dplr, and each of their ker
 python bench/dplr_gpu.py --check --part 0/2   # half of the groups
 python bench/dplr_gpu.py --times --peer   # beside fla, which tunes for minutes at first
 python bench/dplr_gpu.py --sweep    # tiles of each kernel, their results too
+python bench/dplr_gpu.py --sweep --kernels scores,grads
 """
 
 import argparse
@@ -342,16 +343,17 @@ def candidate(kind: str, index: int) -> None:
     print(f"{worst:.0e}")
 
 
-def sweep(kind: str) -> None:
+def sweep(kind: str, names: list[str]) -> None:
     """One kernel's tile (B, warps, stages) at a time in place of the table's: ms, difference."""
-    started = [start("--candidate", str(n), "--kind", kind) for n in range(len(CANDIDATES))]
-    off = {row: finish(process, row) for row, process in zip(CANDIDATES, started)}
+    chosen = [n for n, (name, _) in enumerate(CANDIDATES) if name in names]
+    started = [start("--candidate", str(n), "--kind", kind) for n in chosen]
+    off = {CANDIDATES[n]: finish(process, n) for n, process in zip(chosen, started)}
     terms = inputs(kind, TIMED, "weak", torch.bfloat16, state=False)
     kept = dplr_tiles.TILES[SWEPT]
     rows = []
-    for name, tiles in SWEEP.items():
+    for name in names:
         line = []
-        for row in tiles:
+        for row in SWEEP[name]:
             try:
                 put(name, row)
                 ms = bench(stages(terms, terms.q.shape[-1] ** -0.5)[name])
@@ -379,6 +381,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--kind", default="kda")
+    parser.add_argument("--kernels", default=",".join(SWEEP))
     parser.add_argument("--group", type=int)
     parser.add_argument("--candidate", type=int)
     options = parser.parse_args()
@@ -391,7 +394,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     if options.sweep:
         for kind in ("kda", "dplr"):
-            guarded(sweep, kind)
+            guarded(sweep, kind, options.kernels.split(","))
         return
     fine = check(options.part) if options.check or not options.times else True
     if options.times or not options.check:

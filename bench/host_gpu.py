@@ -2,7 +2,7 @@
 
     python bench/host_gpu.py          a line an operator: all of it, and what it is without launches
 
-Tensors are small, so that the device never makes the host wait. "no launch": Triton's JIT replaced
+Tensors are small, so that the device never makes the host wait. "no launch": launches replaced
 by nothing, so checks, plans, the operator and torch.empty are left. "first": the first call, with
 compilation, the guard's child and the probe.
 """
@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from slipstream import ops
 from slipstream.core import guard
+from slipstream.kernels.kept import Found, Kept
 
 DEVICE = torch.device("cuda", 0)
 BARS = {"chunk_gated_delta_rule": 80, "recurrent_step": 40, "rms_norm": 20}
@@ -72,6 +73,10 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """Instead of a launch."""
 
 
+def none_of(kept: Kept, grid: tuple[int, ...]) -> Call:
+    return nothing
+
+
 def main() -> None:
     here = guard.machine(DEVICE)
     assert here is not None
@@ -85,7 +90,11 @@ def main() -> None:
             first = time.perf_counter() - start
             whole, rest = host(call), float("nan")
             if "backward" not in name:
-                with mock.patch.object(JITFunction, "run", nothing):
+                with (
+                    mock.patch.object(Kept, "__getitem__", none_of),
+                    mock.patch.object(Found, "launch", nothing),
+                    mock.patch.object(JITFunction, "run", nothing),
+                ):
                     rest = host(call)
         except Exception as error:  # the others still run
             print(f"{name:24} {type(error).__name__}: {str(error)[:120]}")

@@ -1,8 +1,9 @@
 """The failures this library was born from: the same calls, shapes and flags, and what happens here.
 
 What needs a device is in gpu/test_old_failures.py; here kernels are compiled ahead of time for the
-architectures that failed, and the same calls run on the CPU. The fifth failure, a float32 product
-of 128 x 32 x 32, is with the matmul.
+architectures that failed, and the same calls run on the CPU. Our own float32 product of
+128 x 32 x 32 is with the matmul. What other Triton releases do is in core/faults.py and found by
+`slipstream matrix --triton`.
 """
 
 from collections import Counter
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from slipstream import layers, ops
-from slipstream.core.faults import blocking
+from slipstream.core import guard
+from slipstream.core import ids as watched
+from slipstream.core.faults import applying, blocking
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from tests.operators import relative_error
 
@@ -123,6 +126,43 @@ def test_what_volta_cannot_do_in_bf16_is_known_by_release(release: str, arch: st
         assert fault is None
 
 
+@compiles
+def test_what_triton_3_3_cannot_do_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention and attention in 16 bits: no product of 16-bit operands reaches the compiler."""
+    from slipstream.core import trace as tracing
+    from slipstream.core.machine import Machine
+
+    old = Machine("sm_75", "3.3.1", "12.4.127", passive=True, remembers=False)
+    monkeypatch.setattr(tracing, "elsewhere", lambda arch, remembers: old)
+    for operator, dtype in (
+        (ops.chunk_retention, torch.bfloat16),
+        (ops.attention, torch.float16),
+    ):
+
+        def call(device: torch.device, operator: Any = operator, dtype: Any = dtype) -> Any:
+            q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=dtype) for _ in "qkv")
+            return operator(q, k, v, impl="triton")
+
+        jobs = tracing.trace(call, "sm_75")
+        assert jobs and all(set(job.tensors.values()) == {"*fp32"} for job in jobs)
+
+
+@compiles
+def test_fp32_product_of_128_x_32_x_32_by_descriptors() -> None:
+    """WGMMA type or shape is not supported: an abort under Triton 3.2, known as such."""
+    from slipstream.core.aot import compile_kernel
+
+    got = compile_kernel(
+        "tests.core.planted:descriptor_product_kernel",
+        {"x_desc": "tensordesc<fp32[128, 32]>", "y_desc": "tensordesc<fp32[32, 32]>"}
+        | {"o_ptr": "*fp32"},
+        {},
+        target="sm_90",
+    )
+    assert got.instructions["tma"] > 0 and got.instructions["wgmma"] > 0
+    assert "wgmma-fp32-shape" in {x.name for x in applying("sm_90", "3.2.0")}
+
+
 WIDTHS = [(128, 64), (64, 128), (192, 128)]
 
 
@@ -175,3 +215,17 @@ def test_token_ids_beyond_the_vocabulary(mixer: str) -> None:
     ids = torch.randint(50, 150, (1, 8))
     with pytest.raises(ValueError, match=r"id \d+ at position \(0, 0\) .* vocabulary of 50"):
         model(ids, labels=ids)
+
+
+def test_the_next_call_of_any_operator_raises_for_what_a_kernel_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on CUDA: a kernel leaves position + 1, id, size, last length and the name's number."""
+    monkeypatch.setattr(watched, "_watches", [])
+    monkeypatch.setattr(watched, "_by_index", {})
+    slots = watched.slots_for(torch.zeros(1, dtype=torch.long))
+    slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
+    call: Any = (lambda: ("norm.triton",), torch.device("cpu"), lambda: "ran", None, ())
+    with pytest.raises(ValueError, match=r"input_ids: id 149 at position \(1, 1\) .* of 50"):
+        guard.attempt(*call)
+    assert guard.attempt(*call) == "ran"

@@ -87,7 +87,8 @@ _WIDE = ("gate", "bounded", "state")
 class Sample:
     """tensors: as the module says. states: dims of the initial state, a tuple of them for several.
 
-    options: further arguments. grouped: takes more heads of v than of q.
+    options: further arguments. grouped: takes more heads of v than of q. fixed: names of arguments
+    that get no gradient.
     """
 
     op: str
@@ -95,6 +96,7 @@ class Sample:
     states: str | tuple[str, ...] = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     grouped: bool = True
+    fixed: str = ""
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -128,6 +130,7 @@ class Sample:
     def call(self, args: Mapping[str, Any], impl: str | None = None) -> list[Tensor]:
         """Its outputs, states too, as one list."""
         options = dict(self.options)
+        args = {**args, **{name: args[name].detach() for name in self.fixed.split()}}
         if impl is not None and "impl" in self.takes:
             options["impl"] = impl
         if "output_final_state" in self.takes:
@@ -204,7 +207,11 @@ SAMPLES = [
     Sample("token_shift", "x=BTD"),
     Sample("cross_entropy", "logits=TZ target=T:ids"),
     Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:ids"),
-    Sample("linear_kl_div", "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"),
+    Sample(
+        "linear_kl_div",
+        "student=TD student_weight=ZD teacher=TD teacher_weight=ZD",
+        fixed="teacher teacher_weight",
+    ),
     Sample("matmul", "a=TD b=DC"),
     Sample("embedding", "input_ids=BT:ids weight=ZD"),
 ]

@@ -16,6 +16,7 @@ import torch
 
 from slipstream.core import machine as machines
 from slipstream.core.faults import applying
+from slipstream.core.ids import WrongId, raise_pending
 from slipstream.core.machine import Guarded, Kind, Machine, Unusable, in_words, machine
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ def attempt(
 ) -> T:
     """run(*args), or instead(*args) where this machine's compilers fail at it.
 
+    First it raises for a wrong token id that an earlier call's kernel has found.
+
     Args:
         kind_of: what a verdict holds for, and is remembered by; asked only where one is wanted.
         instead: None where the user asked for this implementation by name.
@@ -52,7 +55,9 @@ def attempt(
 
     Raises:
         NotImplementedError: it failed, and there is no `instead`.
+        ValueError: as core.ids.raise_pending.
     """
+    raise_pending()
     here = machine(device)
     if here is None:
         return run(*args)
@@ -99,6 +104,8 @@ def _admit(
         here.probing.add(kind)
         try:
             found = apart(probe, device)
+        except WrongId:
+            raise  # of an earlier call, found meanwhile
         except Exception as error:
             if reason := _blame(error):
                 raise Unusable(reason) from error

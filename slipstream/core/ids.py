@@ -1,8 +1,9 @@
 """Token ids against the vocabulary: reading outside of it is the commonest way to a crash.
 
 On the CPU a wrong id is an error at once. On a device a kernel leaves it in host memory that the
-device writes into and nobody has to fetch; what calls next finds it by one read of a word there,
-and only then waits for the device. SLIPSTREAM_CHECK=sync waits in every call instead.
+device writes into and nobody has to fetch; the operator that is called next, whichever it is
+(core/guard.py:attempt), finds it by one read of a word there, and only then waits for the device.
+SLIPSTREAM_CHECK=sync waits in every call instead.
 """
 
 import ctypes
@@ -21,6 +22,10 @@ NAMES = ("input_ids", "target")
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,
 # size, length of the last dimension or 0 if it is the only one, number of the name.
 SLOTS, WORDS = 4096, 5
+
+
+class WrongId(ValueError):
+    """An id outside of the vocabulary: names it, its position and the vocabulary's size."""
 
 
 def expect_ids(name: str, ids: Tensor, size: int, ignore_index: int | None = None) -> None:
@@ -131,8 +136,8 @@ _watches: list[_Watch] = []
 _by_index: dict[int, _Watch] = {}
 
 
-def _error(name: str, i: int, where: tuple[int, ...], size: int) -> ValueError:
-    return ValueError(f"{name}: id {i} at position {where} is outside the vocabulary of {size}")
+def _error(name: str, i: int, where: tuple[int, ...], size: int) -> WrongId:
+    return WrongId(f"{name}: id {i} at position {where} is outside the vocabulary of {size}")
 
 
 def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:

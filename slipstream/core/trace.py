@@ -155,7 +155,8 @@ def _pretending(
         for target, name, value in (
             (torch.autograd.Function, "apply", classmethod(apply)),
             # no autograd graph: a build of torch without CUDA cannot make it
-            (FakeTensor, "requires_grad", property(Tensor.is_floating_point)),
+            (FakeTensor, "requires_grad", property(_wants_gradient)),
+            (FakeTensor, "detach", _detach),
             (fake_tensor, "init_gpu_context", lambda device: None),
             (FakeTensor, "data_ptr", lambda x: 0),
             (FakeTensor, "__getitem__", _getitem),
@@ -178,6 +179,16 @@ def _pretending(
         fake.cache_enabled = False  # it would give outputs the gradients they pretend to want
         enter(_Implementations())
         yield torch.device("cuda", index), functions
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() and not hasattr(x, "detached")
+
+
+def _detach(x: Tensor) -> Tensor:
+    y: Any = Tensor.detach(x)
+    y.detached = True
+    return y
 
 
 def _properties(arch: Arch) -> Any:

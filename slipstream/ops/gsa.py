@@ -5,9 +5,9 @@ from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.autocast import autocast_dtype
-from slipstream.kernels.linear.call import Options
+from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
-from slipstream.ops._wide import result_dtype, run_wide, widen
+from slipstream.ops._wide import result_dtype, run_to_float32, run_wide, widen
 
 States = tuple[Tensor, Tensor]
 
@@ -107,6 +107,8 @@ def _run(
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
     _check(q, k, v, s, g)
+    dtype, group = result_dtype(q), q.shape[2] // k.shape[2]
+    narrow = g is not None and _stays_narrow(q, dtype, options)
     if g is None:
         if cu_seqlens is not None or initial_state is not None:
             given = "initial_state" if cu_seqlens is None else "cu_seqlens"
@@ -115,7 +117,6 @@ def _run(
                 "pass g, or each sequence whole and alone"
             )
         s, g = _abc(s, options.reverse)
-    dtype, group = result_dtype(q), q.shape[2] // k.shape[2]
     keys = values = None
     if initial_state is not None:
         _check_states(initial_state, k, v, s, cu_seqlens, options.state_v_first)
@@ -125,13 +126,28 @@ def _run(
         keys, values = (
             None if x is None else x.repeat_interleave(group, dim=1) for x in (keys, values)
         )
+    if narrow:
+        q, k, v, s = (x.to(dtype) for x in (q, k, v, s))
     slots = Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu_seqlens)
-    scores, keys = run_wide(slots, options, recurrent=recurrent, names={"v": "s", "gv": "g"})
-    reads = Terms(scores.softmax(-1), s, v, g=g, initial_state=values, cu_seqlens=cu_seqlens)
-    o, values = run_wide(reads, options._replace(scale=1.0), recurrent=recurrent)
+    reads = Terms(q, s, v, g=g, initial_state=values, cu_seqlens=cu_seqlens)
+    names, once = {"v": "s", "gv": "g"}, options._replace(scale=1.0)
+    if narrow:
+        scores, keys = run_to_float32(slots, options, recurrent=recurrent, names=names)
+        keys = keys if options.output_final_state else None
+        reads = reads._replace(q=scores.softmax(-1).to(dtype))
+        o, values = run(reads, once, recurrent=recurrent)
+    else:
+        scores, keys = run_wide(slots, options, recurrent=recurrent, names=names)
+        o, values = run_wide(reads._replace(q=scores.softmax(-1)), once, recurrent=recurrent)
     if keys is None or values is None:
         return o.to(dtype), None
     return o.to(dtype), (keys[:, ::group], values[:, ::group])
+
+
+def _stays_narrow(q: Tensor, dtype: torch.dtype, options: Options) -> bool:
+    """Whether only the scores are float32 (_wide.py)."""
+    plain = not (options.reverse or options.state_v_first or options.impl == "reference")
+    return plain and q.is_cuda and dtype in (torch.bfloat16, torch.float16)
 
 
 def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,16 @@ def test_a_probe_that_cannot_run_decides_nothing(here: guard.Machine) -> None:
     assert here.unusable(KIND) is None
 
 
+def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guard.Machine) -> None:
+    def probe() -> str | None:
+        raise guard.WrongId("input_ids: id 9 at position (0,) is outside the vocabulary of 5")
+
+    with pytest.raises(ValueError, match="id 9"):
+        attempt(lambda: "ran", probe=probe)
+    assert KIND not in here.admitted and not here.probing
+    assert attempt(lambda: "ran") == "ran"
+
+
 def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
     old = guard.Machine("sm_70", "3.6.0", "13.0.88", passive=True)

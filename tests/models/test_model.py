@@ -160,6 +160,7 @@ def test_model_gradient_checkpointing_changes_nothing(name: str) -> None:
 # dynamo instantiates autograd functions itself
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_model_training_step_compiles_fullgraph(name: str) -> None:
+    torch.compiler.reset()  # the limit of recompilations is one for all models
     m, ids = model(name).train(), tokens(2, 20)
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
     assert_same(compiled(ids, labels=ids).loss, m(ids, labels=ids).loss)

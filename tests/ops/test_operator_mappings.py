@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.ops import gsa as gsa_module
+from slipstream.ops import linear_attn as linear_attn_module
 from tests.recurrences import (
     CHANNEL,
     HV,
@@ -146,6 +148,34 @@ def test_linear_attn_normalize_rounds_16_bit_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(o, want.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_linear_attn_normalize_in_two_runs(
+    v_first: bool, reverse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What GPUs do in bfloat16, in float64: the same result, states and gradients."""
+    args, cu_seqlens = positive(), torch.tensor([0, 3, T])
+    args = {name: x[:1].requires_grad_() for name, x in args.items()}
+    kv = randn(2, HV, *((V, K) if v_first else (K, V))).requires_grad_()
+    z = randn(2, 1, HV, K).exp().requires_grad_()
+    leaves, found = (*args.values(), kv, z), []
+    for two in (False, True):
+        monkeypatch.setattr(linear_attn_module, "_two_are_faster", lambda q, two=two: two)
+        o, state = ops.chunk_linear_attn(
+            **args,
+            initial_state=(kv, z),
+            output_final_state=True,
+            state_v_first=v_first,
+            reverse=reverse,
+            cu_seqlens=cu_seqlens,
+        )
+        results = (o, *state)
+        loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in results)
+        found.append((*results, *torch.autograd.grad(loss, leaves)))
+    for one, two in zip(*found, strict=True):
+        near(two, one)
+
+
 def test_linear_attn_rejects_the_other_form_of_state() -> None:
     args, kv, z = positive(), randn(B, HV, K, V), randn(B, 1, HV, K)
     with pytest.raises(TypeError, match=r"initial_state: want a tuple .* normalize, got Tensor"):
@@ -219,6 +249,23 @@ def test_gsa_is_its_two_recurrences(fn: Callable, scale: float | None) -> None:
     turned = tuple(x.mT for x in states)
     o, out = fn(**args, g=g, initial_state=turned, state_v_first=True, **options)
     same((o, tuple(x.mT for x in out)), want, 1e-11)
+
+
+@pytest.mark.parametrize("fn", both("gsa"))
+def test_gsa_with_scores_alone_in_float32(fn: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs do in 16 bits: results, states and gradients up to 16-bit rounding."""
+    args = {name: x.bfloat16().requires_grad_() for name, x in slots().items()}
+    g, leaves, found = log_decay(B, T, H, M).float().requires_grad_(), list(args.values()), []
+    states = randn(B, H, K, M).float(), randn(B, H, M, V).float()
+    for narrow in (False, True):
+        monkeypatch.setattr(gsa_module, "_stays_narrow", lambda *_, narrow=narrow: narrow)
+        o, ends = fn(**args, g=g, initial_state=states, output_final_state=True)
+        assert o.dtype == torch.bfloat16
+        loss = sum((x.float() ** 2).sum() for x in (o, *ends))
+        found.append((o, *ends, *torch.autograd.grad(loss, [*leaves, g])))
+    for wide, narrow in zip(*found, strict=True):
+        error = (narrow.double() - wide.double()).norm() / wide.double().norm()
+        assert error < 0.01
 
 
 @pytest.mark.parametrize("fn", both("gsa"))

@@ -2,8 +2,8 @@
 
 slipstream::linear_forward and slipstream::linear_backward take the terms in their order; `chunk` is
 the chunk size, 0 for token by token; `impl` names the implementation, or several to try in order,
-"triton|eager". Outputs have a fixed number:
-o, the final state; and the gradients of the differentiable terms given, in their order.
+"triton|eager"; `wide` asks for o in float32. Outputs have a fixed number: o, the final state; and
+the gradients of the differentiable terms given, in their order.
 """
 
 from collections.abc import Callable
@@ -32,27 +32,33 @@ _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Te
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    *given, scale, chunk, impl = args
+    *given, scale, chunk, impl, wide = args
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
-        return _empty_forward(terms)
+        return _empty_forward(terms, wide)
     impl, _, rest = impl.partition("|")
     if impl == "eager":
+        terms = _in_float32(terms) if wide else terms
         if chunk == 0:
             return recurrent_forward(terms, scale)
         return chunk_forward(terms, scale, chunk)
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
 
     def run(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
-        return _launches(impl, terms, by_token).forward(terms, scale)
+        launches = _launches(impl, terms, by_token)
+        if not wide:
+            return launches.forward(terms, scale)
+        if getattr(launches, "WIDE", False):
+            return launches.forward(terms, scale, torch.float32)
+        return launches.forward(_in_float32(terms), scale)
 
     def instead(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
-        return _forward(*terms, scale, chunk, rest)
+        return _forward(*terms, scale, chunk, rest, wide)
 
     return guard.attempt(
         lambda: kind(terms, impl, by_token),
         terms.q.device,
-        partial(_widened, run) if guard.widens(terms.q) else run,
+        partial(_widened, run, wide) if guard.widens(terms.q) else run,
         instead if rest else None,
         (terms, scale),
         lambda: probe.mismatch(terms, impl, by_token, linear),
@@ -88,10 +94,10 @@ def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
     return launch
 
 
-def _widened(run: Callable, terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def _widened(run: Callable, wide: bool, terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """With products of float32 operands, where the compiler can do no others."""
     o, final = run(_in_float32(terms), scale)
-    return o.to(terms.q.dtype), final
+    return o if wide else o.to(terms.q.dtype), final
 
 
 def _in_float32(terms: Terms) -> Terms:
@@ -99,9 +105,9 @@ def _in_float32(terms: Terms) -> Terms:
     return Terms(*cast(Any, wide))
 
 
-def _empty_forward(terms: Terms) -> tuple[Tensor, Tensor]:
+def _empty_forward(terms: Terms, wide: bool) -> tuple[Tensor, Tensor]:
     """No tokens, no sequences or no width: the state stays, nothing is read."""
-    o = terms.q.new_zeros(terms.v.shape)
+    o = terms.q.new_zeros(terms.v.shape, dtype=terms.dtype if wide else None)
     state = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
     return o, state if terms.initial_state is None else state.copy_(terms.initial_state)
 
@@ -156,8 +162,8 @@ def _gradients(
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    terms = Terms(*args[: len(Terms._fields)])
-    o = terms.q.new_empty(terms.v.shape)
+    terms, wide = Terms(*args[: len(Terms._fields)]), args[-1]
+    o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
     return o, terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
 
 
@@ -175,7 +181,10 @@ def _with_gradient(terms: Terms, gate_gradient: bool) -> list[str]:
 
 _OPTIONS = "float scale, int chunk, str impl"
 _forward_op: Callable = define(
-    "linear_forward", f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward
+    "linear_forward",
+    f"({_TERMS}, {_OPTIONS}, bool wide) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
 )
 _backward_op: Callable = define(
     "linear_backward",
@@ -188,28 +197,31 @@ _call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scale: float, chunk: int, impl: str, *given: Any) -> Any:
+    def forward(ctx: Any, scale: float, chunk: int, impl: str, wide: bool, *given: Any) -> Any:
         ctx.save_for_backward(*given)
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
-        return _call_forward(*given, scale, chunk, impl)
+        return _call_forward(*given, scale, chunk, impl, wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
         given = ctx.saved_tensors
         if dout is None and dfinal is None:
-            return (None,) * (3 + len(given))
+            return (None,) * (4 + len(given))
         terms = Terms(*given)
-        gate_gradient = ctx.needs_input_grad[3 + Terms._fields.index("g")]
+        gate_gradient = ctx.needs_input_grad[4 + Terms._fields.index("g")]
         grads = _call_backward(*given, dout, dfinal, *ctx.options, gate_gradient)
         named = dict(zip(_with_gradient(terms, gate_gradient), grads))
         by_term = [named.get(name) for name in DIFFERENTIABLE]
-        return (None, None, None, *by_term, None)
+        return (None, None, None, None, *by_term, None)
 
 
-def linear(terms: Terms, scale: float, chunk: int, impl: str) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], with gradients."""
+def linear(
+    terms: Terms, scale: float, chunk: int, impl: str, wide: bool = False
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in q's dtype, or wide in float32 for q of 16 bits, and the final state
+    [N, HV, K, V], with gradients."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms):
-        return _Linear.apply(scale, chunk, impl, *terms)
-    return _call_forward(*terms, scale, chunk, impl)
+        return _Linear.apply(scale, chunk, impl, wide, *terms)
+    return _call_forward(*terms, scale, chunk, impl, wide)

@@ -75,8 +75,8 @@ def jobs(case: tuple, make: str) -> list[Job]:
 def check(job: Job) -> Compiled:
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
-    # a scalar or two that a part wants later; never in a loop
-    assert got.stack <= 16, f"{job.name}: {got.stack} bytes spilled"
+    # what a part wants before or after its loop; never in it
+    assert got.stack <= 48, f"{job.name}: {got.stack} bytes spilled"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
     return got
@@ -96,7 +96,7 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms(CASES["gated"], "cpu")
     assert "sm_90" in str(plan.refuses(given))
-    monkeypatch.setattr(plan, "_is_here", lambda device: True)
+    monkeypatch.setattr(plan, "not_hopper", lambda x: None)
     assert plan.refuses(given) is None
     wide = F.pad(given.q, (0, 8))
     assert "multiple of 64" in str(plan.refuses(given._replace(q=wide, k=wide)))

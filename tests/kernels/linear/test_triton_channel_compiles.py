@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 OPERATORS = ("chunk_gla", "chunk_rwkv6", "chunk_gsa")
 # Of kernels that spill in 16 bits at all, in bytes: the gradients by levels a twelfth of the loop's
 # instructions.
-SPILLS = {"channel_level_grads_kernel": 1408, "channel_grads_kernel": 704}
+SPILLS = {"channel_level_grads_kernel": 1792, "channel_grads_kernel": 704}
 PLAIN = Shape(K=128, V=128)
 _COMPILED: dict[str, Compiled] = {}
 

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from slipstream.core.arch import ARCHS
-from slipstream.kernels.softmax.hopper.plan import HAVE_GLUON
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.softmax.hopper.tiles import TILES, TRIED
 from slipstream.kernels.softmax.terms import Options, Terms
 
-pytestmark = pytest.mark.skipif(not HAVE_GLUON, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
 
 # bytes of stack a thread, all outside of the inner loops
 SPILLS = 192
@@ -52,17 +55,31 @@ def test_packed_attention_compiles(D: int, options: Options) -> None:
     check(call_of(D, options, packed=True))
 
 
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("part", [pytest.param("forward", marks=pytest.mark.slow), "fused"])
+def test_what_is_tried_compiles(D: int, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tile in TRIED[D][part][1:]:
+        monkeypatch.setitem(TILES, D, TILES[D]._replace(**{part: tile}))
+        call = call_of(D, Options(0.1, -1, 0), packed=False)
+        check(
+            call,
+            SPILLS + 256 if part == "fused" else SPILLS,
+            only="bwd" if part == "fused" else "fwd",
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_softcap_compiles(D: int) -> None:
     check(call_of(D, Options(0.1, -1, 0, 5.0), packed=True), SPILLS + 192)
 
 
-def check(call: Any, spills: int = SPILLS) -> None:
+def check(call: Any, spills: int = SPILLS, only: str = "") -> None:
     from slipstream.core.trace import trace
 
     jobs = [j for j in trace(call, "sm_90", backward=False) if j.name.endswith("sm90_kernel")]
-    assert len(jobs) == 3
+    jobs = [j for j in jobs if only in j.name]
+    assert len(jobs) == (1 if only else 3)
     for job in jobs:
         got = job.compile()
         assert got.shared <= ARCHS["sm_90"].shared, job.name

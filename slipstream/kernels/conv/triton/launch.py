@@ -17,6 +17,7 @@ from slipstream.kernels.conv.triton.conv import (
     conv_update_kernel,
     conv_where_kernel,
 )
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on, processors
 
 
@@ -51,7 +52,7 @@ def forward(
         where = None if cu_seqlens is None else _where(cu_seqlens, T)
         tile, P, tiles = _programs(FORWARD, x, W)
         each = max(-(-tiles // P), 1)
-        conv_fwd_kernel[(-(-tiles // each) * -(-D // tile.BD),)](
+        kept(conv_fwd_kernel)[(-(-tiles // each) * -(-D // tile.BD),)](
             x, weight, bias, residual, state, where, y, T, tiles, each,
             D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
         )  # fmt: skip
@@ -75,13 +76,13 @@ def backward(
     with on(x.device):
         tile, P, tiles = _programs(BACKWARD, x, W)
         part = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
-        conv_bwd_kernel[(P * -(-D // tile.BD),)](
+        kept(conv_bwd_kernel)[(P * -(-D // tile.BD),)](
             dy, x, weight, bias, state, where, dx, part, T, tiles,
             D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
         )  # fmt: skip
         if state is not None:
             dstate = torch.empty_like(state)
-            conv_state_bwd_kernel[(-(-D // 128), state.shape[0])](
+            kept(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](
                 dy, x, weight, bias, state, cu_seqlens, dstate, T, D, W, 128, silu, num_warps=2
             )
         sums = part.sum(0)
@@ -104,7 +105,7 @@ def update(
     y = torch.empty_like(x)
     BD, BW = 128, 1 << (W - 1).bit_length()
     with on(x.device):
-        conv_update_kernel[(-(-D // BD), N)](
+        kept(conv_update_kernel)[(-(-D // BD), N)](
             x, state, weight, bias, residual, indices, y, *state.stride(), state.shape[0],
             D, W, BD, BW, silu, num_warps=2,
         )  # fmt: skip
@@ -128,5 +129,5 @@ def _where(cu_seqlens: Tensor, T: int) -> Tensor:
     N = cu_seqlens.shape[0] - 1
     where = torch.empty(2, T, dtype=torch.int32, device=cu_seqlens.device)
     grid = (-(-T // 1024),)
-    conv_where_kernel[grid](cu_seqlens, where, T, N, N.bit_length(), 1024, num_warps=4)
+    kept(conv_where_kernel)[grid](cu_seqlens, where, T, N, N.bit_length(), 1024, num_warps=4)
     return where

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
+from slipstream.kernels.kept import kept
 from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
@@ -17,7 +18,7 @@ from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
 
 STAGES = 3
-SOLVE = {"num_warps": 4}
+SOLVE = {"num_warps": 4, "maxnreg": 128}  # four programs fit a multiprocessor
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -25,7 +26,7 @@ def solve(terms: Terms, r: Tensor, rows: Tensor) -> None:
     """r [B, T, HV, C] and rows [chunks, HV, 1 or 2, C] are written."""
     T, HV = terms.v.shape[1:3]
     H, K = terms.q.shape[2:]
-    launch: Any = delta_solve_sm90_kernel[(rows.shape[0] * HV,)]
+    launch: Any = kept(delta_solve_sm90_kernel)[(rows.shape[0] * HV,)]
     launch(
         terms.k,
         terms.g,
@@ -60,7 +61,7 @@ def walk(
     """out: o, or w where states are wanted. segment: tokens of one, and how many there are."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = delta_walk_sm90_kernel[_grid(terms, segment)]
+    launch: Any = kept(delta_walk_sm90_kernel)[_grid(terms, segment)]
     launch(
         _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
         _tiles(terms.k, H * K, CHUNK, K),
@@ -74,8 +75,9 @@ def walk(
         s_out,
         terms.cu_seqlens,
         scale,
+        *_sizes(terms, segment),
         KEEP=states is not None,
-        **_sizes(terms, s_in, s_out, segment),
+        **_flags(terms, s_in, s_out, segment),
     )
 
 
@@ -94,7 +96,7 @@ def walk_back(
 ) -> None:
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = delta_walk_back_sm90_kernel[_grid(terms, segment)]
+    launch: Any = kept(delta_walk_back_sm90_kernel)[_grid(terms, segment)]
     launch(
         _tiles(terms.q, H * K, CHUNK, K),
         _tiles(terms.k, H * K, CHUNK, K),
@@ -108,7 +110,8 @@ def walk_back(
         s_out,
         terms.cu_seqlens,
         scale,
-        **_sizes(terms, s_in, s_out, segment),
+        *_sizes(terms, segment),
+        **_flags(terms, s_in, s_out, segment),
     )
 
 
@@ -117,20 +120,19 @@ def _grid(terms: Terms, segment: tuple[int, int] | None) -> tuple[int]:
     return (V // TILE_V * HV * (terms.sequences if segment is None else segment[1]),)
 
 
-def _sizes(
+def _sizes(terms: Terms, segment: tuple[int, int] | None) -> tuple[int, ...]:
+    """T, N, HV, H, tokens of a segment."""
+    T, HV = terms.v.shape[1:3]
+    return T, terms.sequences, HV, terms.q.shape[2], T if segment is None else segment[0]
+
+
+def _flags(
     terms: Terms, s_in: Tensor | None, s_out: Tensor | None, segment: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """What both walks take by name."""
-    T, HV, V = terms.v.shape[1:]
-    H, K = terms.q.shape[2:]
+    """What both walks are compiled for."""
     return {
-        "T": T,
-        "N": terms.sequences,
-        "HV": HV,
-        "H": H,
-        "segment": T if segment is None else segment[0],
-        "K": K,
-        "V": V,
+        "K": terms.q.shape[-1],
+        "V": terms.v.shape[-1],
         "BV": TILE_V,
         "C": CHUNK,
         "ST": STAGES,

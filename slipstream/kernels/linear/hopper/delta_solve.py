@@ -3,9 +3,10 @@
     L[i, j] = [i = j] + [i > j] (k_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
 
 by the steps of the portable delta_solve.py: blocks of 16 rows on the diagonal by substitution, then
-X - X M X twice. Here the rows of a block lie in a thread and the columns in lanes, so that a step
-of the substitution exchanges one number a thread; products take both halves of their operands, and
-those on the right of a level are in shared memory before its first product.
+X - X M X twice, with M those blocks of L that join pairs. X has blocks on its diagonal alone, so
+that X M is the same blocks of X L. Here the rows of a block lie in a thread and the columns in
+lanes, so that a step of the substitution exchanges one number a thread; products take both halves
+of their operands, and those on the right of a level are in shared memory before its first product.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -28,15 +29,15 @@ LOWEST = gl.constexpr(-128.0)
 
 @gluon.jit
 def halves(b):
-    """b rounded to bf16 (ties away from 0), and the rest of it, rounded too."""
-    high = ((b.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+    """b cut to bf16, and the rest of it, rounded."""
+    high = (b.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(gl.bfloat16), (b - high).to(gl.bfloat16)
 
 
 @gluon.jit
-def product(left_high, left_low, right_high, right_low, zero):
-    """Left by right in float32, but for 2^-16 of it."""
-    b = warpgroup_mma(left_high, right_low, zero, use_acc=False, is_async=True)
+def product(left_high, left_low, right_high, right_low, b, ADD: gl.constexpr):
+    """Left by right in float32, but for 2^-16 of it or less; on top of b if ADD."""
+    b = warpgroup_mma(left_high, right_low, b, use_acc=ADD, is_async=True)
     b = warpgroup_mma(left_low, right_high, b, is_async=True)
     b = warpgroup_mma(left_high, right_high, b, is_async=True)
     return warpgroup_mma_wait(0, deps=(b,))
@@ -129,27 +130,27 @@ def delta_solve_sm90_kernel(
     if HAS_GATE:
         b_a = b_a * gl.exp2(gl.where(seen, G_i[:, None] - G_j[None, :], float("-inf")))
     b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+    a_high, a_low = halves(b_a)
+    ms.index(0).store(a_high)
+    ms.index(1).store(a_low)
     b_x = invert_blocks(b_a, block, C // BASE, BASE)
     for level in gl.static_range(2):
         r_block = (o_i // (BASE << level))[:, None]
         below = (r_block == (o_j // (BASE << level))[None, :] + 1) & (r_block % 2 == 1)
         x_high, x_low = halves(b_x)
-        m_high, m_low = halves(gl.where(below, b_a, 0.0))
         gl.thread_barrier()
-        ms.index(0).store(m_high)
-        ms.index(1).store(m_low)
         ms.index(2).store(x_high)
         ms.index(3).store(x_low)
         fence_async_shared()
         gl.thread_barrier()
         b_p = product(
             gl.convert_layout(x_high, aa), gl.convert_layout(x_low, aa),
-            ms.index(0), ms.index(1), zero,
+            ms.index(0), ms.index(1), zero, False,
         )  # fmt: skip
-        p_high, p_low = halves(b_p)
-        b_x -= product(
+        p_high, p_low = halves(gl.where(below, -b_p, 0.0))
+        b_x = product(
             gl.convert_layout(p_high, aa), gl.convert_layout(p_low, aa),
-            ms.index(2), ms.index(3), zero,
+            ms.index(2), ms.index(3), b_x, True,
         )  # fmt: skip
     o_c = gl.arange(0, C, gl.SliceLayout(0, rl))
     p_r = r_ptr + token * C + o_t[:, None] * (HV * C) + o_c[None, :]

@@ -59,7 +59,7 @@ def load_part(
 
 @gluon.jit
 def prepare_part(
-    ks, vs, rs, ws, full, w_full, w_empty, p_rows, stride, length, n,
+    ks, vs, rs, ws, full, w_full, x_full, p_rows, stride, length, n,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """-W = -(R diag(exp(G))) k into shared memory."""
@@ -67,11 +67,11 @@ def prepare_part(
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(0, ra))
     zero = gl.zeros([C, K], gl.float32, wl)
+    if HAS_GATE:
+        b_G = gl.load(p_rows + C + o_c)
     for i in range(n):
         s = i % ST
         w = i % 2
-        if HAS_GATE:
-            b_G = gl.load(p_rows + i * stride + C + o_c)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
             clear(ks.index(s), length - i * C, C, K)
@@ -83,8 +83,11 @@ def prepare_part(
         if HAS_GATE:
             b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(ks.dtype)
         b_w = warpgroup_mma(b_r, ks.index(s), zero, use_acc=False, is_async=True)
+        if HAS_GATE:
+            b_G = gl.load(p_rows + gl.minimum(i + 1, n - 1) * stride + C + o_c)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        mbarrier.wait(w_empty.index(w), ((i // 2) & 1) ^ 1)
+        # the walk has left what it makes of the W that was there
+        mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)
         ws.index(w).store((-b_w).to(ks.dtype))
         fence_async_shared()
         mbarrier.arrive(w_full.index(w), count=1)
@@ -92,7 +95,7 @@ def prepare_part(
 
 @gluon.jit
 def walk_part(
-    ks, vs, rs, ws, ss, xs, full, empty, w_full, w_empty, x_full, x_empty, p_rows, stride,
+    ks, vs, rs, ws, ss, xs, full, empty, w_full, x_full, x_empty, p_rows, stride,
     s_in_ptr, s_out_ptr, o_s, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
@@ -110,13 +113,13 @@ def walk_part(
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
     zero = gl.zeros([BV, C], gl.float32, xl)
+    b_beta = gl.load(p_rows + o_c)
+    if HAS_GATE:
+        b_G = gl.load(p_rows + C + o_c)
+        G_C = gl.load(p_rows + (2 * C - 1))
     for i in range(n):
         s = i % ST
         w = i % 2
-        b_share = gl.load(p_rows + i * stride + o_c)
-        if HAS_GATE:
-            b_G = gl.load(p_rows + i * stride + C + o_c)
-            G_C = gl.load(p_rows + i * stride + (2 * C - 1))
         # prepare has seen the stage full, and may have cleared its tail
         mbarrier.wait(w_full.index(w), (i // 2) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
@@ -128,11 +131,18 @@ def walk_part(
         b_w = warpgroup_mma(
             gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_w, is_async=True
         )
-        mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
-        ss.index(w).store(b_sb)
+        b_share = b_beta
         if HAS_GATE:
             b_s *= gl.exp2(G_C)
             b_share *= gl.exp2(G_C - b_G)
+        # the next chunk's, which come from afar
+        p = p_rows + gl.minimum(i + 1, n - 1) * stride
+        b_beta = gl.load(p + o_c)
+        if HAS_GATE:
+            b_G = gl.load(p + C + o_c)
+            G_C = gl.load(p + (2 * C - 1))
+        mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
+        ss.index(w).store(b_sb)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         b_left = (b_w * b_share[None, :]).to(ks.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
@@ -142,7 +152,6 @@ def walk_part(
             xs.index(w).store(b_w.to(ks.dtype))
         fence_async_shared()
         mbarrier.arrive(x_full.index(w), count=1)
-        mbarrier.arrive(w_empty.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if HAS_S_OUT:
@@ -167,15 +176,13 @@ def read_part(
     zero_a = gl.zeros([C, C], gl.float32, al)
     zero_o = gl.zeros([C, BV], gl.float32, ol)
     seen = o_i[:, None] >= o_j[None, :]
+    b_beta = gl.load(p_rows + o_j)
+    if HAS_GATE:
+        G_i = gl.load(p_rows + C + o_i)
+        G_j = gl.load(p_rows + C + o_j)
     for i in range(n):
         s = i % ST
         b = i % 2
-        p = p_rows + i * stride
-        b_beta = gl.load(p + o_j)
-        if HAS_GATE:
-            G_i = gl.load(p + C + o_i)
-            G_j = gl.load(p + C + o_j)
-            G_t = gl.load(p + C + o_t)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
         # once from shared memory for two products, whose operands are what limits its pace
@@ -189,12 +196,18 @@ def read_part(
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
         b_a = gl.convert_layout(b_a.to(ks.dtype), aa)
+        p = p_rows + gl.minimum(i + 1, n - 1) * stride
+        b_beta = gl.load(p + o_j)
+        if HAS_GATE:
+            b_start = gl.exp2(gl.convert_layout(G_i, gl.SliceLayout(1, ol)))
+            G_i = gl.load(p + C + o_i)
+            G_j = gl.load(p + C + o_j)
         mbarrier.wait(x_full.index(b), (i // 2) & 1)
         b_q = gl.convert_layout(b_q, aa)
         b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         if HAS_GATE:
-            b_o = b_o * gl.exp2(G_t)[:, None]
+            b_o = b_o * b_start[:, None]
         b_o = warpgroup_mma(b_a, xs.index(b).permute((1, 0)), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(x_empty.index(b), count=1)
@@ -278,7 +291,6 @@ def delta_walk_sm90_kernel(
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
     full = ring(1, ST)
     w_full = ring(1, 2)
-    w_empty = ring(1, 2)
     x_full = ring(1, 2)
     x_empty = ring(1, 2)
     NV: gl.constexpr = V // BV
@@ -292,7 +304,7 @@ def delta_walk_sm90_kernel(
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
-    chunk = first * HV + i_h
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
     stride = HV * (ROWS * C)
     p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
     o_s = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
@@ -302,15 +314,15 @@ def delta_walk_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ws, ss, xs, full, empty, w_full, w_empty, x_full, x_empty, p_rows,
-                    stride, s_in_ptr, s_out_ptr, o_s, n,
+                    ks, vs, rs, ws, ss, xs, full, empty, w_full, x_full, x_empty, p_rows, stride,
+                    s_in_ptr, s_out_ptr, o_s, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
                     HAS_S_OUT, KEEP)),
                 (keep_part, (
                     states_desc, o_desc, o_ptr, ss, xs, x_full, x_empty, row, chunk, HV, HV * V,
                     v_col, i_v, length, n, V, BV, C)),
                 (prepare_part, (
-                    ks, vs, rs, ws, full, w_full, w_empty, p_rows, stride, length, n,
+                    ks, vs, rs, ws, full, w_full, x_full, p_rows, stride, length, n,
                     K, BV, C, ST, HAS_GATE)),
                 (load_part, (
                     k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, full, empty, full, empty,
@@ -329,8 +341,8 @@ def delta_walk_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ws, ss, xs, full, empty, w_full, w_empty, x_full, x_empty, p_rows,
-                    stride, s_in_ptr, s_out_ptr, o_s, n,
+                    ks, vs, rs, ws, ss, xs, full, empty, w_full, x_full, x_empty, p_rows, stride,
+                    s_in_ptr, s_out_ptr, o_s, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
                     HAS_S_OUT, KEEP)),
                 (read_part, (
@@ -338,12 +350,12 @@ def delta_walk_sm90_kernel(
                     x_empty, p_rows, stride, row, HV * V, v_col, length, n, scale,
                     K, BV, C, ST, HAS_GATE)),
                 (prepare_part, (
-                    ks, vs, rs, ws, full, w_full, w_empty, p_rows, stride, length, n,
+                    ks, vs, rs, ws, full, w_full, x_full, p_rows, stride, length, n,
                     K, BV, C, ST, HAS_GATE)),
                 (load_part, (
                     k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, full, empty, q_full, q_empty,
                     row, n, k_col, v_col, r_col, C, ST, True)),
             ],
             [4, 4, 1],
-            [144, 128, 24],
+            [160, 120, 24],
         )  # fmt: skip

@@ -65,21 +65,23 @@ def prepare_part(
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    o_r = gl.arange(0, C, gl.SliceLayout(0, ra))
     zero_a = gl.zeros([C, C], gl.float32, al)
     zero_w = gl.zeros([C, K], gl.float32, wl)
     seen = o_i[:, None] >= o_j[None, :]
+    p = p_rows + gl.maximum(n - 1, 0) * stride
+    b_beta = gl.load(p + o_j)
+    if HAS_GATE:
+        G_i = gl.load(p + C + o_i)
+        G_j = gl.load(p + C + o_j)
+        G_C = gl.load(p + (2 * C - 1))
     for i in range(n):
         s = i % ST
         w = i % 2
         left = length - (n - 1 - i) * C
-        p = p_rows + (n - 1 - i) * stride
-        b_beta = gl.load(p + o_j)
-        b_share = gl.load(p + o_r)
+        b_share = b_beta
         if HAS_GATE:
-            G_i = gl.load(p + C + o_i)
-            G_j = gl.load(p + C + o_j)
-            b_share *= gl.exp2(gl.load(p + (2 * C - 1)) - gl.load(p + C + o_r))
+            b_share *= gl.exp2(G_C - G_j)
+        b_share = gl.convert_layout(b_share, gl.SliceLayout(0, ra))
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if left < C:
             clear(qs.index(s), left, C, K)
@@ -99,6 +101,13 @@ def prepare_part(
             between = G_i[:, None] - G_j[None, :]
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(ks.dtype)
+        # the next chunk's, which come from afar
+        p = p_rows + gl.maximum(n - 2 - i, 0) * stride
+        b_beta = gl.load(p + o_j)
+        if HAS_GATE:
+            G_i = gl.load(p + C + o_i)
+            G_j = gl.load(p + C + o_j)
+            G_C = gl.load(p + (2 * C - 1))
         b_z = warpgroup_mma(
             gl.convert_layout(b_a, aa), rs.index(s), zero_a, use_acc=False, is_async=True
         )
@@ -125,21 +134,19 @@ def walk_part(
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
-    o_d = gl.arange(0, C, gl.SliceLayout(0, ya))
     o_s = o_s + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
     zero = gl.zeros([BV, C], gl.float32, yl)
+    if HAS_GATE:
+        p = p_rows + gl.maximum(n - 1, 0) * stride
+        b_G = gl.load(p + C + o_c)
+        G_C = gl.load(p + (2 * C - 1))
     for i in range(n):
         s = i % ST
         w = i % 2
-        p = p_rows + (n - 1 - i) * stride
-        if HAS_GATE:
-            b_G = gl.load(p + C + o_c)
-            d_G = gl.load(p + C + o_d)
-            G_C = gl.load(p + (2 * C - 1))
         # prepare has seen the stage full, and may have cleared its tail
         mbarrier.wait(p_full.index(w), (i // 2) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
@@ -156,13 +163,18 @@ def walk_part(
         mbarrier.arrive(s_full.index(0), count=1)
         b_d = ds.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
         if HAS_GATE:
-            b_d *= gl.exp2(d_G)[None, :]
+            b_start = gl.exp2(b_G)
+            b_d *= gl.convert_layout(b_start, gl.SliceLayout(0, ya))[None, :]
             b_s *= gl.exp2(G_C)
+            # the next chunk's, which come from afar
+            p = p_rows + gl.maximum(n - 2 - i, 0) * stride
+            b_G = gl.load(p + C + o_c)
+            G_C = gl.load(p + (2 * C - 1))
         b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s), b_s, is_async=True)
         b_y = warpgroup_mma_wait(1, deps=(b_y,))
         b_left = -b_y
         if HAS_GATE:
-            b_left *= gl.exp2(b_G)[None, :]
+            b_left *= b_start[None, :]
         b_left = gl.convert_layout(b_left.to(ks.dtype), ya)
         b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
         mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
@@ -181,7 +193,7 @@ def keep_part(
     states_desc, y_desc, y_ptr, ss, ys, s_full, s_empty, y_full, y_empty, row, chunk, HV, y_row,
     v_col, i_v, length, n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """dS' after each chunk, and dv."""
+    """dS' after each chunk, and dv: each is waited for once the next one is on its way."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
     o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
@@ -190,16 +202,19 @@ def keep_part(
         t = c * C
         mbarrier.wait(s_full.index(0), i & 1)
         copy_out(states_desc, [(chunk + c * HV) * V + i_v, 0], ss.index(0))
-        store_wait(0)
-        mbarrier.arrive(s_empty.index(0), count=1)
+        if i > 0:
+            store_wait(1)
+            mbarrier.arrive(y_empty.index(0), count=1)
         mbarrier.wait(y_full.index(0), i & 1)
         if t + C <= length:
             copy_out(y_desc, [row + t, v_col], ys.index(0))
+            store_wait(1)
         else:
             p_y = y_ptr + (row + t + o_t).to(gl.int64)[:, None] * y_row + (v_col + o_v)[None, :]
             gl.store(p_y, ys.index(0).load(layout), mask=(o_t < length - t)[:, None])
-        store_wait(0)
-        mbarrier.arrive(y_empty.index(0), count=1)
+            store_wait(0)
+        mbarrier.arrive(s_empty.index(0), count=1)
+    store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
@@ -261,7 +276,7 @@ def delta_walk_back_sm90_kernel(
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
-    chunk = first * HV + i_h
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
     stride = HV * (ROWS * C)
     p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
     o_s = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
@@ -282,5 +297,5 @@ def delta_walk_back_sm90_kernel(
                 v_col, r_col, C, ST)),
         ],
         [4, 4, 1],
-        [80, 168, 24],
+        [64, 200, 24],
     )  # fmt: skip

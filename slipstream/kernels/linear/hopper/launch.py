@@ -1,10 +1,15 @@
-"""The delta rule on sm_90: its inverse and the walk for o are kernels here, the rest portable."""
+"""The delta rule on sm_90: its inverse and its walks are kernels here, the rest portable.
+
+Of the walks that keep states, portable ones fit a multiprocessor twice, these once: those are
+taken where there are more programs than multiprocessors.
+"""
 
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
+from slipstream.kernels.linear.triton.delta_plan import crowded, slots_of
 from slipstream.kernels.linear.triton.launch import Split
 
 
@@ -26,12 +31,38 @@ def _walk(
     scale: float,
     o: Tensor,
     *,
+    states: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     split: Split | None = None,
 ) -> None:
-    segment = None if split is None else (split.tokens, split.slots)
-    sm90.walk(terms, *solved, scale, o, s_in=s_in, s_out=s_out, segment=segment)
+    ends = {"states": states, "s_in": s_in, "s_out": s_out}
+    if states is not None and crowded(terms, slots_of(terms, split)):
+        portable._walk(terms, solved, scale, o, **ends, split=split)
+    else:
+        sm90.walk(terms, *solved, scale, o, **ends, segment=_segment(split))
 
 
-_OWN = portable.Own(sm90.solve, _walk)
+def _walk_back(
+    terms: Terms,
+    do: Tensor,
+    solved: portable.Solved,
+    scale: float,
+    dv: Tensor,
+    dstates: Tensor,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    split: Split | None,
+) -> None:
+    if crowded(terms, slots_of(terms, split)) or do.data_ptr() % 16:
+        portable._walk_back(terms, do, solved, scale, dv, dstates, s_in, s_out, split)
+    else:
+        ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
+        sm90.walk_back(terms, do, *solved, scale, dv, dstates, **ends)
+
+
+def _segment(split: Split | None) -> tuple[int, int] | None:
+    return None if split is None else (split.tokens, split.slots)
+
+
+_OWN = portable.Own(sm90.solve, _walk, _walk_back)

@@ -151,6 +151,27 @@ def is_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
 
 
 @triton.jit
+def all_safe(
+    p_decay,
+    total,
+    each,
+    K: tl.constexpr,
+    ALL: tl.constexpr,
+    BOUND: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Whether all chunks of this program are, of [0, total) every num_programs-th, each // `each`.
+
+    One load for up to MOST chunks: a program that only looked at one would cost as much.
+    """
+    at = tl.program_id(0) + tl.arange(0, MOST) * tl.num_programs(0)
+    o_k = tl.arange(0, ALL)
+    m = (at < total)[:, None] & (o_k < K)[None, :]
+    p_decay += (at // each).to(tl.int64)[:, None] * K + o_k[None, :]
+    return tl.min(tl.min(tl.load(p_decay, mask=m, other=1.0), 1), 0) >= tl.exp2(-BOUND * LOG2E)
+
+
+@triton.jit
 def safe_base(b_g, LEVELS: tl.constexpr, BOUND: tl.constexpr):
     """The largest blocks that are safe: LEVELS if the chunk is one, else by the lowest gate."""
     lowest = tl.min(tl.min(b_g, 1), 0)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_grads import channel_grads_kernel
@@ -47,6 +48,12 @@ from slipstream.kernels.linear.triton.tiles import power_of_two
 # What the gates of a block that channel_decay.py calls safe add up to at least, negated: its
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
+
+# forward takes the dtype of o (op.py)
+WIDE = True
+# Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
+MOST = 16
+FILL = 528
 
 
 @cache
@@ -185,17 +192,21 @@ def _made(work: Work, room: Tensor | None = None) -> Prepared:
     more = (terms.cu_seqlens, *sizes(work), k.shape[2])
     part = work.tile.prepare
     options: dict[str, Any] = {**_options(work, part), "K": K}
-    channel_prepare_kernel[HV * work.chunks,](*inputs, *made, *more, **options)
+    kept(channel_prepare_kernel)[HV * work.chunks,](*inputs, *made, *more, **options)
     if made.a is not None:
-        options |= {**_bound(work), "LEVELS": C.bit_length() - 1}
-        channel_scores_kernel[HV * work.chunks,](*inputs, made.decay, made.a, *more, **options)
+        total = HV * work.chunks
+        options |= {**_bound(work), "LEVELS": C.bit_length() - 1, "MOST": MOST, "num_stages": 1}
+        more = (terms.cu_seqlens, total, *more[1:])
+        kept(channel_scores_kernel)[_programs(total),](
+            *inputs, made.decay, made.a, *more, **options
+        )
     return made
 
 
 def _pairs(work: Work) -> Tensor:
     HV, V, C, part = work.g.shape[2], work.v.shape[-1], work.tile.C, work.tile.prepare
     p = work.k.new_empty(work.chunks, HV, C, C)
-    channel_pairs_kernel[HV * work.chunks,](
+    kept(channel_pairs_kernel)[HV * work.chunks,](
         work.v,
         work.do,
         p,
@@ -217,7 +228,7 @@ def _pairs(work: Work) -> Tensor:
 def _grads(work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None) -> None:
     """named: dqs and dke, and what there is of the other tensors of channel_grads.py."""
     part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
-    grid = (-(-K // part.BK) * work.g.shape[2] * work.chunks,)
+    total = -(-K // part.BK) * work.g.shape[2] * work.chunks
     args = (
         work.q if "dk" in named else None,
         work.k,
@@ -228,12 +239,17 @@ def _grads(work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor 
         made.decay,
         work.terms.cu_seqlens,
         scale,
-        *sizes(work),
-        work.k.shape[2],
     )
+    more = (*sizes(work), work.k.shape[2])
     options: dict[str, Any] = {**_options(work, part), **_bound(work), "K": K}
-    channel_grads_kernel[grid](*args, **options)
-    channel_level_grads_kernel[grid](*args, **options, LEVELS=C.bit_length() - 1)
+    kept(channel_grads_kernel)[total,](*args, *more, **options)
+    options |= {"LEVELS": C.bit_length() - 1, "MOST": MOST}
+    kept(channel_level_grads_kernel)[_programs(total),](*args, total, *more, **options)
+
+
+def _programs(total: int) -> int:
+    """Of a kernel whose programs take up to MOST chunks: as many as fill a GPU, if there are."""
+    return max(-(-total // MOST), min(total, FILL))
 
 
 def _options(work: Work, part: Part) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.channel_decay import (
     after,
     after_back,
+    all_safe,
     back_to_gates,
     decay,
     gate_parts,
@@ -34,7 +35,7 @@ from slipstream.kernels.linear.triton.delta_solve import find_chunk
 from slipstream.kernels.linear.triton.walk import _block
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "HV", "HK"])
+@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
 def channel_level_grads_kernel(
     q_ptr,  # [tokens, HK, K]
     k_ptr,  # [tokens, HK, K]
@@ -51,6 +52,7 @@ def channel_level_grads_kernel(
     decay_ptr,  # [chunks, HV, K]
     cu_ptr,  # [N + 1]
     scale,
+    total,
     T,
     N,
     HV,
@@ -58,6 +60,7 @@ def channel_level_grads_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     ALL: tl.constexpr,
+    MOST: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
@@ -67,22 +70,43 @@ def channel_level_grads_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
+    """grid (at least total / MOST,): BK channels of one chunk and value head a turn.
+
+    total: tiles of K times chunks times value heads.
+    """
     if not GROUPED:
         HK = HV
+    NK: tl.constexpr = (K + BK - 1) // BK
+    if all_safe(decay_ptr, total, NK, K, ALL, BOUND, MOST):
+        return
+    for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        at = tl.cast(turn // NK, tl.int64)
+        if not is_safe(decay_ptr + at * K, K, ALL, BOUND):
+            _grads(
+                q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
+                dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+                K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _grads(
+    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
+    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BK channels of one chunk and value head."""
     NK: tl.constexpr = (K + BK - 1) // BK
     HAS_DK: tl.constexpr = dk_ptr is not None
     ONE: tl.constexpr = 1 if PARTS == 2 else PARTS  # 16 bits
     TWO: tl.constexpr = 2 if PARTS == 1 else PARTS
-    pid = tl.program_id(0)
-    i_h = (pid // NK) % HV
-    slot = pid // NK // HV
-    at = slot.to(tl.int64) * HV + i_h
-    if is_safe(decay_ptr + at * K, K, ALL, BOUND):
-        return
+    i_h = (turn // NK) % HV
+    slot = turn // NK // HV
+    at = tl.cast(turn // NK, tl.int64)
     begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
-    o_k = (pid % NK) * BK + tl.arange(0, BK)
+    o_k = (turn % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
     rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.channel_decay import (
     after,
+    all_safe,
     decay,
     gate_parts,
     in_block,
@@ -79,15 +80,17 @@ def channel_prepare_kernel(
         o_k = tile * BK + tl.arange(0, BK)
         o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
         m_o = m_c[:, None] & (o_k < K)[None, :]
-        b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        # all loads before the first store, past which none is moved
         b_g = _block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        if q_ptr is not None:
+            b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_g, b_parts = gate_parts(b_g, PARTS)
         b_end = b_k * decay(after(rows, C), b_parts, PARTS, PRECISION)
         b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
         tl.store(ke_ptr + o_o, b_end.to(ke_ptr.dtype.element_ty), mask=m_o)
         tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
         if q_ptr is not None:
-            b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
             if BEFORE:
                 b_own += _own(b_q, b_k, u_ptr, i_h, o_k, K)
             b_start = b_q * decay(until(rows, BEFORE), b_parts, PARTS, PRECISION)
@@ -100,7 +103,7 @@ def channel_prepare_kernel(
         _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, C, BEFORE)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "HK"])
+@triton.jit(do_not_specialize=["total", "T", "N", "HV", "HK"])
 def channel_scores_kernel(
     q_ptr,  # [tokens, HK, K]
     k_ptr,  # [tokens, HK, K]
@@ -109,6 +112,7 @@ def channel_scores_kernel(
     decay_ptr,  # [chunks, HV, K]
     a_ptr,  # [chunks, HV, C, C]
     cu_ptr,  # [N + 1]
+    total,
     T,
     N,
     HV,
@@ -116,6 +120,7 @@ def channel_scores_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     ALL: tl.constexpr,
+    MOST: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
@@ -125,15 +130,31 @@ def channel_scores_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (HV * chunks,): A of one chunk and value head that is not safe as a whole."""
+    """grid (at least total / MOST,): A of the chunks and heads that are not safe as a whole.
+
+    total: chunks times value heads.
+    """
     if not GROUPED:
         HK = HV
-    pid = tl.program_id(0)
-    i_h = pid % HV
-    slot = pid // HV
-    at = slot.to(tl.int64) * HV + i_h
-    if is_safe(decay_ptr + at * K, K, ALL, BOUND):
+    if all_safe(decay_ptr, total, 1, K, ALL, BOUND, MOST):
         return
+    for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        if not is_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
+            _scores(
+                q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
+                K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _scores(
+    q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A of one chunk and value head."""
+    i_h = at % HV
+    slot = at // HV
     begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
@@ -164,7 +185,7 @@ def channel_scores_kernel(
             b_x = (tl.where(is_later(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
             b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
             b_a += tl.where(siblings(rows, level), b_xx, 0.0)
-    _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, C, True)
+    _store_scores(a_ptr + tl.cast(at, tl.int64) * (C * C), b_a, b_own, rows, C, True)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ TILES = {
     ("sm_70", 2): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
     ("sm_80", 2): ChannelTile(64, Part(32, 4, 1), Part(32, 4, 1)),
     ("sm_80", 4): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
-    ("sm_90", 2): ChannelTile(64, Part(64, 4, 1), Part(64, 4, 1)),
+    ("sm_90", 2): ChannelTile(64, Part(64, 4, 3), Part(64, 4, 1)),
     ("sm_90", 4): ChannelTile(64, Part(64, 4, 1), Part(64, 4, 1)),
     ("interpreter", 4): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
 }

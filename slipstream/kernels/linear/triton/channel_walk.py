@@ -18,13 +18,18 @@ state's rows decay (ROWS) for dqs and dke, its columns for o and dv.
 The gradient of a gate takes z = sum over V of D S * dS' of its chunk (channel_grads.py). With
 Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke * dke is its z, and
 z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums, and every SPAN chunks the
-state, from which the dk walk takes Z anew, since differences lose digits.
+state, from which the dk walk takes Z anew, since differences lose digits. Where D is below what is
+lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
 """
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.walk import _place, _rows, _store, first_chunk_of
+
+# of 16 bits and of float32
+FORGOTTEN = tl.constexpr(2.0**-10)
+FORGOTTEN_FP32 = tl.constexpr(2.0**-22)
 
 
 @triton.jit
@@ -163,7 +168,8 @@ def channel_walk_kernel(
                     b_y = tl.dot(b_x, b_a, b_y, input_precision=PRECISION)
             if ROWS:
                 p_decay = decay_ptr + chunk.to(tl.int64) * X + o_x
-                b_s *= tl.load(p_decay, mask=o_x < X, other=0.0)[:, None]
+                b_decay = tl.load(p_decay, mask=o_x < X, other=0.0)
+                b_s *= b_decay[:, None]
             else:
                 p_decay = decay_ptr + chunk.to(tl.int64) * D + o_d
                 b_decay = tl.load(p_decay, mask=o_d < D, other=0.0)
@@ -177,7 +183,8 @@ def channel_walk_kernel(
                 b_sum = tl.sum(tl.trans(b_other).to(tl.float32) * b_y, 1)
                 o_z = chunk.to(tl.int64) * X + o_x
                 if REVERSE:
-                    b_z -= b_sum
+                    lost = FORGOTTEN_FP32 if b_x.dtype == tl.float32 else FORGOTTEN
+                    b_z = tl.where(b_decay < lost, 0.0, b_z - b_sum)
                     tl.store(z_ptr + o_z, b_z, mask=o_x < X)
                     b_z += tl.load(sums_ptr + o_z, mask=o_x < X, other=0.0)
                 else:

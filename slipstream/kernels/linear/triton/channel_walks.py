@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_tiles import ChannelTile, choose_walk
@@ -105,7 +106,7 @@ def met(walk: Walk, work: Work, made: Prepared) -> Walk:
     ends = Walk(walk.r, walk.w, walk.x, s_out=states, total=total, reverse=walk.reverse)
     launch(ends, work, made)
     size, block = states[0, 0].numel(), 1024
-    channel_scan_kernel[-(-size // block) * HV * terms.sequences,](
+    kept(channel_scan_kernel)[-(-size // block) * HV * terms.sequences,](
         states,
         total,
         walk.s_in,
@@ -151,7 +152,7 @@ def launch(walk: Walk, work: Work, made: Prepared, sums: Sums | None = None) -> 
         if tiles is not None and a is not None:
             a = _squares(a)
     r, w, x, y, other = tiles or rows
-    channel_walk_kernel[-(-X // tile.BX) * HV * (N if split is None else split.slots),](
+    kept(channel_walk_kernel)[-(-X // tile.BX) * HV * (N if split is None else split.slots),](
         r,
         w,
         x,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_grads import delta_grads_kernel
@@ -44,10 +45,14 @@ class Solved(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What launches the inverse and the walk for o instead of _solve's kernel and _walk."""
+    """What launches the inverse and both walks instead of _solve's kernel, _walk, _walk_back.
+
+    But not for the ends of segments.
+    """
 
     solve: Callable[[Terms, Tensor, Tensor], None]
     walk: Callable[..., None]
+    walk_back: Callable[..., None]
 
 
 def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
@@ -99,8 +104,9 @@ def backward(
             after = None
         w, dv = (torch.empty_like(do) for _ in range(2))
         states, dstates = states_like(terms), states_like(terms)
-        _walk(terms, solved, scale, w, states=states, s_in=met, split=split)
-        _walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
+        walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
+        walk(terms, solved, scale, w, states=states, s_in=met, split=split)
+        walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
         grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale)
     if dstate is not None:
         grads["initial_state"] = dstate
@@ -135,7 +141,7 @@ def _solve(terms: Terms, own: Own | None = None) -> Solved:
         return Solved(r, rows)
     # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
     inner = precision() if exact else "halves" if tile.tma else "tf32"
-    launch: Any = delta_solve_kernel[(slots * HV,)]
+    launch: Any = kept(delta_solve_kernel)[(slots * HV,)]
     launch(
         terms.k,
         terms.p,
@@ -183,7 +189,7 @@ def _join(
     tile, BK = tile_of(terms)
     BV = tile.walk.B
     inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
-    launch: Any = delta_scan_kernel[(-(-V // BV) * HV * terms.sequences,)]
+    launch: Any = kept(delta_scan_kernel)[(-(-V // BV) * HV * terms.sequences,)]
     launch(
         states,
         M,
@@ -236,7 +242,7 @@ def _walk(
         [BK, BK, BK, part.B, tile.C, part.B],
     )
     tiles = -(-V // part.B) + (-(-K // part.B) if make == "ends" else 0)
-    launch: Any = delta_walk_kernel[(tiles * HV * slots,)]
+    launch: Any = kept(delta_walk_kernel)[(tiles * HV * slots,)]
     launch(
         q,
         k,
@@ -295,7 +301,7 @@ def _walk_back(
         [terms.q, terms.k, terms.p, do, solved.r, dv],
         [BK, BK, BK, BV, tile.C, BV],
     )
-    launch: Any = delta_walk_back_kernel[(-(-V // BV) * HV * slots,)]
+    launch: Any = kept(delta_walk_back_kernel)[(-(-V // BV) * HV * slots,)]
     launch(
         q,
         k,
@@ -359,7 +365,7 @@ def _grads(
         [BV, BV, BV, BK, BK, BK],
     )
     given = [square(s, BV, BK) if tma else s for s in (states, dstates)]
-    launch: Any = delta_grads_kernel[(HV * states.shape[0],)]
+    launch: Any = kept(delta_grads_kernel)[(HV * states.shape[0],)]
     launch(
         terms.q,
         terms.k,

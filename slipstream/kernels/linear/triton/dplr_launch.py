@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import Part
@@ -188,7 +189,7 @@ def _prepare(terms: Terms, scale: float, *, keep: bool) -> Prepared:
 
     def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
         flags |= {"BK": part.B, "BV": part.B, **options, **_options(terms, part)}
-        kernel[(slots * HV,)](*given, *made, *args, *sizes, **flags)
+        kept(kernel)[(slots * HV,)](*given, *made, *args, *sizes, **flags)
 
     gated = terms.g is not None
     run(dplr_prepare_kernel, tile.prepare, HAS_GATE=gated, LIMIT=WHOLE[v.dtype])
@@ -216,7 +217,7 @@ def _walk(
     tile, WIDE = _tile_of(terms)
     keep = states is not None
     part = tile.keep if keep else tile.walk
-    launch: Any = dplr_walk_kernel[(-(-V // part.B) * HV * terms.sequences,)]
+    launch: Any = kept(dplr_walk_kernel)[(-(-V // part.B) * HV * terms.sequences,)]
     launch(
         None if prepared.k is None else terms.v,
         None if keep else prepared.q,
@@ -258,7 +259,7 @@ def _walk_back(
     T, HV, V = terms.v.shape[1:]
     tile, WIDE = _tile_of(terms)
     part = tile.back
-    launch: Any = dplr_walk_back_kernel[(-(-V // part.B) * HV * terms.sequences,)]
+    launch: Any = kept(dplr_walk_back_kernel)[(-(-V // part.B) * HV * terms.sequences,)]
     launch(
         do,
         prepared.q,
@@ -300,7 +301,7 @@ def _scores(
         NK = -(-terms.q.shape[-1] // tile.grads.B)
         dbeta = do.new_empty(NK + 1, B, T, HV, dtype=torch.float32)
     own = do.new_empty(prepared.qb.shape[0], HV, 2, tile.C, dtype=torch.float32)
-    launch: Any = dplr_scores_kernel[(prepared.qb.shape[0] * HV,)]
+    launch: Any = kept(dplr_scores_kernel)[(prepared.qb.shape[0] * HV,)]
     launch(
         terms.v,
         do,
@@ -355,7 +356,7 @@ def _grads(
     def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
         flags |= {"K": K, "V": V, "WIDE": WIDE, "BK": part.B, "BV": part.B}
         grid = (-(-K // part.B) * HV * walked.x.shape[0],)
-        kernel[grid](
+        kept(kernel)[grid](
             *ins, *outs, *args, *sizes, **flags, **_gate_options(terms), **_options(terms, part)
         )
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on as _on
 from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
@@ -151,7 +152,7 @@ def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None) -> Tensor:
     dg = torch.empty(B, T, HV, dtype=terms.g.dtype, device=terms.g.device)
     NX, spans, _ = sums.z.shape
     BH = 16
-    gate_gradient_kernel[-(-HV // BH) * spans,](
+    kept(gate_gradient_kernel)[-(-HV // BH) * spans,](
         sums.q_rows,
         sums.k_rows,
         sums.z,
@@ -197,7 +198,7 @@ def _met(walk: Walk, terms: Terms, split: Split) -> Walk:
     _launch(ends, terms, 1.0, split)
     block = 1024
     cu = terms.cu_seqlens
-    state_scan_kernel[-(-(K * V) // block) * HV * terms.sequences,](
+    kept(state_scan_kernel)[-(-(K * V) // block) * HV * terms.sequences,](
         states,
         total,
         walk.s_in,
@@ -275,7 +276,7 @@ def _launch(
     if tile.tma and cu is None:
         tiles = _descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
     *rows, qk_rows = tiles or rows
-    linear_walk_kernel[-(-X // tile.BX) * HV * slots,](
+    kept(linear_walk_kernel)[-(-X // tile.BX) * HV * slots,](
         *rows,
         g,
         walk.s_in,

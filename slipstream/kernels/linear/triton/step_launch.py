@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.launch import _on
 from slipstream.kernels.linear.triton.step import linear_step_kernel
@@ -108,7 +109,7 @@ def _launch(
         in_slot, in_head = (0, 0) if s_in is None else s_in.stride()[:2]
         in_v_first = s_in is not None and not _rows_first(s_in)
     with _on(o.device):
-        linear_step_kernel[-(-V // BV) * HV * terms.sequences,](
+        kept(linear_step_kernel)[-(-V // BV) * HV * terms.sequences,](
             q,
             k,
             v,

@@ -8,6 +8,7 @@ in place.
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
 from slipstream.kernels.loss.triton import launch
 from slipstream.kernels.loss.triton.kl_div import kl_div_kernel
@@ -26,7 +27,7 @@ def kl_div(
     N, V = s.shape
     BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
     with on(s.device):
-        kl_div_kernel[(N,)](
+        kept(kl_div_kernel)[(N,)](
             s, t, live, weight, loss, grad, s.stride(0), t.stride(0),
             0 if grad is None else grad.stride(0),
             0 if weight is None or weight.dim() == 0 else weight.stride(0), temperature,

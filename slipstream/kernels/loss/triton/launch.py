@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on, processors
 from slipstream.kernels.loss.reference import Terms
 from slipstream.kernels.loss.triton.cross_entropy import (
@@ -62,7 +63,7 @@ def cross_entropy(
     BV, warps = next((BV, warps) for most, BV, warps in TILES if most >= V)
     size = V if shard is None else shard.size
     with on(logits.device):
-        cross_entropy_kernel[(N,)](
+        kept(cross_entropy_kernel)[(N,)](
             logits,
             target,
             weight,
@@ -96,7 +97,9 @@ def inverse_count(target: Tensor, ignore_index: int) -> Tensor:
     """1 / how many targets count, float32 []."""
     out = torch.empty((), dtype=torch.float32, device=target.device)
     with on(target.device):
-        inverse_count_kernel[(1,)](target, out, target.shape[0], ignore_index, 4096, num_warps=8)
+        kept(inverse_count_kernel)[(1,)](
+            target, out, target.shape[0], ignore_index, 4096, num_warps=8
+        )
     return out
 
 
@@ -105,7 +108,7 @@ def scale_(x: Tensor, s: Tensor) -> Tensor:
     s = s.to(torch.float32)
     with on(x.device):
         programs = min(processors(x.get_device()) * 8, -(-x.numel() // 2048))
-        scale_kernel[(programs,)](x, s, x.numel(), 2048, num_warps=4)
+        kept(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
     return x
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on, processors
 from slipstream.kernels.matmul.config import TMA_BYTES, MatmulConfig
 from slipstream.kernels.matmul.hopper.matmul import matmul_sm90_kernel
@@ -44,7 +45,7 @@ def matmul(t: Terms, c: MatmulConfig) -> Tensor:
     columns = TMA_BYTES // out.element_size()
     tiles = -(-M // 128) * -(-N // BN)
     with on(out.device):
-        matmul_sm90_kernel[(min(tiles, processors(out.get_device())),)](
+        kept(matmul_sm90_kernel)[(min(tiles, processors(out.get_device())),)](
             _descriptor(a, (BK, 64) if a_t else (64, BK)),
             _descriptor(b, (BK, BN) if b_rows else (BN, BK)),
             _descriptor(out, (64, min(BN, columns))),

@@ -5,6 +5,7 @@ a copy of a factor neither of whose strides is 1."""
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import INTERPRETED, on
 from slipstream.kernels.matmul.config import MatmulConfig
 from slipstream.kernels.matmul.terms import Terms
@@ -25,7 +26,7 @@ def matmul(t: Terms, c: MatmulConfig) -> Tensor:
         precision = "ieee"
     tiles = -(-M // c.block_m) * -(-N // c.block_n)
     with on(a.device):
-        matmul_kernel[(tiles,)](
+        kept(matmul_kernel)[(tiles,)](
             a, b, None if t.bias is None else t.bias.contiguous(), residual, sa, sb, out, M, N, K,
             a.stride(0 if not a_t else 1), b.stride(0 if not b_t else 1),
             0 if residual is None else residual.stride(0),

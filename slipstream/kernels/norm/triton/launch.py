@@ -6,11 +6,12 @@ multiple of the multiprocessors.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import Found, found, kept
 from slipstream.kernels.launching import on, processors, shared_memory
 from slipstream.kernels.norm.terms import Norm, h_dtype, stores_h
 from slipstream.kernels.norm.triton import tiles
@@ -50,9 +51,8 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
 class _Forward:
     """A forward launch for inputs of given shapes and dtypes: all of it but the tensors.
 
-    Triton takes longer to find a kernel by its two dozen arguments than to launch it, so the one
-    that was found is kept: it is the same for the same arguments, if all tensors begin at
-    multiples of 16 bytes, which is what it was compiled for.
+    The kernel that Triton found is kept here (kernels/kept.py): it is the same for the same inputs,
+    if all tensors begin at multiples of 16 bytes, which is what it was compiled for.
     """
 
     def __init__(self, x: Tensor, residual: Tensor | None, n: Norm, save: bool) -> None:
@@ -79,19 +79,19 @@ class _Forward:
             wide == x.dtype,
             tile.stages,
         )
-        self.kept: Any = None
+        self.found: Found | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         places = 0
         for t in tensors:
             if t is not None:
                 places |= t.data_ptr()
-        if self.kept is not None and places % 16 == 0:
-            self.kept[self.grid](*tensors, *self.rest)
+        if self.found is not None and places % 16 == 0:
+            self.found.launch(self.grid, (*tensors, *self.rest))
             return
-        found = norm_fwd_kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
+        compiled = norm_fwd_kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
         if places % 16 == 0:
-            self.kept = found
+            self.found = found(compiled)
 
 
 _FORWARD: dict[tuple, _Forward] = {}
@@ -104,12 +104,12 @@ def _forward_of(
 ) -> _Forward:
     given = (residual, *others)
     key = (x.shape, x.dtype, x.get_device(), n, save, *(t if t is None else t.dtype for t in given))
-    found = _FORWARD.get(key)
-    if found is None:
+    forward = _FORWARD.get(key)
+    if forward is None:
         if len(_FORWARD) >= _MOST:
             _FORWARD.clear()
-        found = _FORWARD[key] = _Forward(x, residual, n, save)
-    return found
+        forward = _FORWARD[key] = _Forward(x, residual, n, save)
+    return forward
 
 
 def forward(
@@ -171,11 +171,11 @@ def backward(
         sums = None
         if blocks > 1:
             sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
-            norm_sums_kernel[(R * groups,)](
+            kept(norm_sums_kernel)[(R * groups,)](
                 dy, h, weight, gate, stats, sums, R, groups, D, tile.BD, n.centre,
                 n.zero_centered, **gated, num_warps=8,
             )  # fmt: skip
-        norm_bwd_kernel[(P, blocks, groups)](
+        kept(norm_bwd_kernel)[(P, blocks, groups)](
             dy,
             dh,
             h,
@@ -204,7 +204,7 @@ def backward(
         dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
         dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
         if parts.shape[0]:
-            norm_dweight_kernel[(-(-width // 64), parts.shape[0])](
+            kept(norm_dweight_kernel)[(-(-width // 64), parts.shape[0])](
                 parts, dweight, dbias, P, width, 32, 64, num_warps=4
             )
     return Grads(dx, dr, dweight, dbias, dgate)

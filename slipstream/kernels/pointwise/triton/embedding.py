@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.core.ids import SLOTS, slots_for
 from slipstream.core.ids_triton import last_length, report
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
 
 COLUMNS = 1024
@@ -57,7 +58,7 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     R = BR * -(-N // (BR * SLOTS))
     slots = slots_for(ids)
     with on(weight.device):
-        embedding_kernel[(-(-N // R), -(-D // BD))](
+        kept(embedding_kernel)[(-(-N // R), -(-D // BD))](
             ids, weight, y, slots, weight.stride(0), N, R, V, last_length(ids), D, BR, BD,
             num_warps=4,
         )  # fmt: skip

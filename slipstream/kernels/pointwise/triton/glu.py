@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
 
 COLUMNS = 1024
@@ -100,7 +101,7 @@ def _run(
     BR = ELEMENTS // BD
     stride = 0 if up is None else up.stride(0)
     with on(gate.device):
-        glu_kernel[(-(-R // BR), -(-D // BD))](
+        kept(glu_kernel)[(-(-R // BR), -(-D // BD))](
             gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=4
         )
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
 
 ELEMENTS = 2048
@@ -85,7 +86,7 @@ def turn(
     stride_cos = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
     stride_position = T if positions is not None and positions.shape[0] > 1 else 0
     with on(x.device):
-        rotary_kernel[(B * T, -(-H // BH))](
+        kept(rotary_kernel)[(B * T, -(-H // BH))](
             x, cos, sin, positions, y, *x.stride()[:3], stride_cos, stride_position, T,
             cos.shape[0], H, D, HALF, BH, BP, interleaved, back, num_warps=4,
         )  # fmt: skip

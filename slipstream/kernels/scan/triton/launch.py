@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import INTERPRETED, on
 from slipstream.kernels.scan.triton.scan import scan_ends_kernel, scan_walk_kernel
 
@@ -119,7 +120,7 @@ def _ends(
     reverse: bool,
 ) -> None:
     T, N, D = sizes
-    scan_ends_kernel[-(-D // tile.BD) * slots,](
+    kept(scan_ends_kernel)[-(-D // tile.BD) * slots,](
         x,
         g,
         sums,
@@ -153,7 +154,7 @@ def _walk(
     unit: int = 1,
 ) -> None:
     T, N, D = sizes
-    scan_walk_kernel[-(-D // tile.BD) * programs,](
+    kept(scan_walk_kernel)[-(-D // tile.BD) * programs,](
         x,
         g,
         y,

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
+from slipstream.kernels.kept import kept
+from slipstream.kernels.softmax.hopper.backward_fused import softmax_bwd_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_kv import softmax_dkv_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_kv_wide import softmax_dkv_wide_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_q import softmax_dq_sm90_kernel
 from slipstream.kernels.softmax.hopper.forward import softmax_fwd_sm90_kernel
 from slipstream.kernels.softmax.hopper.tiles import (
-    MAXNREG,
     REGISTERS,
     SECTION,
     TILES,
@@ -26,7 +27,7 @@ from slipstream.kernels.softmax.triton import decode_launch
 from slipstream.kernels.softmax.triton import launch as portable
 from slipstream.kernels.softmax.triton.device import bound, factor_and_cap, multiprocessors, on
 
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     desc_v, at_v = _matrix(v, tile.B)
     grid, sizes = _sizes(terms, options, tile)
     with on(q.device):
-        softmax_fwd_sm90_kernel[grid](
+        kept(softmax_fwd_sm90_kernel)[grid](
             desc_q,
             desc_k,
             desc_v,
@@ -56,11 +57,13 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
             *at_q,
             *at_k,
             *at_v,
+            NC=tile.rows // 64,
             BN=tile.B,
             D=D,
             DV=D,
             ST=tile.buffers[0],
-            **_flags(terms, options),
+            AHEAD=tile.ahead,
+            **_flags(terms, options, tile.rows // 64),
         )
     return o, lse
 
@@ -83,8 +86,11 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with on(q.device):
         portable.row_sums(o, do, lse, dlse, base, delta)
-        _dq(terms, options, do, dq, base, delta)
-        _dkv(terms, options, do, dk, dv, base, delta)
+        if TILES[q.shape[-1]].fused and _in_turns(terms, options):
+            dq = _fused(terms, options, do, dk, dv, base, delta)
+        else:
+            _dq(terms, options, do, dq, base, delta)
+            _dkv(terms, options, do, dk, dv, base, delta)
     return {"q": dq, "k": dk, "v": dv}
 
 
@@ -96,7 +102,7 @@ def _dq(
     x = (terms.q, 64), (terms.k, tile.B), (terms.v, tile.B), (do, 64)
     descs, ats = zip(*(_matrix(*each) for each in x))
     grid, sizes = _sizes(terms, options, tile)
-    softmax_dq_sm90_kernel[grid](
+    kept(softmax_dq_sm90_kernel)[grid](
         *descs,
         dq,
         base,
@@ -129,7 +135,7 @@ def _dkv(
     descs, ats = zip(*(_matrix(*each) for each in x))
     grid, sizes = _sizes(terms, options, tile, of_keys=True)
     kernel = softmax_dkv_wide_sm90_kernel if D == 256 else softmax_dkv_sm90_kernel
-    kernel[grid](
+    kept(kernel)[grid](
         *descs,
         dk,
         dv,
@@ -147,7 +153,53 @@ def _dkv(
     )
 
 
-def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+def _in_turns(terms: Terms, options: Options) -> bool:
+    """Whether backward_fused.py can tell who adds to a tile of dq: all keys at the last queries."""
+    offsets = terms.cu_q, terms.cu_k, terms.lengths
+    return options.left < 0 and all(x is None for x in offsets)
+
+
+def _fused(
+    terms: Terms,
+    options: Options,
+    do: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    base: Tensor,
+    delta: Tensor,
+) -> Tensor:
+    B, T, H, D = do.shape
+    tile = TILES[D].fused
+    assert tile is not None
+    x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
+    descs, ats = zip(*(_matrix(*each) for each in x))
+    tiles = -(-T // tile.B)
+    sums = torch.zeros(B, tiles * tile.B, H, D, dtype=torch.float32, device=do.device)
+    turns = torch.zeros(B, H, tiles, dtype=torch.int32, device=do.device)
+    grid, sizes = _sizes(terms, options, tile, of_keys=True, of_both=True)
+    kept(softmax_bwd_sm90_kernel)[grid](
+        *descs,
+        _matrix(sums, 64, D if tile.B == 128 else D // 2)[0],
+        turns,
+        dk,
+        dv,
+        base,
+        delta,
+        *factor_and_cap(options),
+        options.scale,
+        *sizes,
+        *(n for at in ats for n in at),
+        BM=tile.B,
+        D=D,
+        ST=tile.buffers[0],
+        **_flags(terms, options),
+    )
+    return sums[:, :T].to(do.dtype, memory_format=torch.contiguous_format)
+
+
+def _matrix(
+    x: Tensor, rows: int, columns: int = 0
+) -> tuple[TensorDescriptor, tuple[int, int, int]]:
     """x [B, T, H, D] as a matrix in tiles of `rows`, and where a batch and a head begin in it."""
     B, T, H, D = x.shape
     if not _suits(x):
@@ -157,7 +209,9 @@ def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int
     b, h = b if B > 1 else 0, h if H > 1 else 0
     rb, (rh, ch) = b // t, (h // t, 0) if h % t == 0 else (0, h)
     shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
-    return TensorDescriptor(x, shape, [t, 1], [rows, D], _layout(rows, D, x.dtype)), (rb, rh, ch)
+    columns = columns or D
+    layout = _layout(rows, columns, x.dtype)
+    return TensorDescriptor(x, shape, [t, 1], [rows, columns], layout), (rb, rh, ch)
 
 
 def _suits(x: Tensor) -> bool:
@@ -181,7 +235,7 @@ def _offsets(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _sizes(
-    terms: Terms, options: Options, tile: Tile, of_keys: bool = False
+    terms: Terms, options: Options, tile: Tile, of_keys: bool = False, of_both: bool = False
 ) -> tuple[tuple[int], tuple]:
     """The grid and the arguments from T to right."""
     q, k = terms.q, terms.k
@@ -191,14 +245,15 @@ def _sizes(
     tiles = -(-total // tile.rows) if cu is None else total // tile.rows + N
     pairs = heads if cu is not None else heads * N
     walked = (T * H // HKV) if of_keys else -(-S * HKV // H)
-    section = max(1, min(pairs, SECTION // (walked * 2 * q.shape[-1] * q.element_size())))
+    width = (4 if of_both else 2) * q.shape[-1] * q.element_size()
+    section = max(1, min(pairs, SECTION // (walked * width)))
     units = tiles * pairs
     sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), section, units)
     grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
     return grid, (*sizes, bound(options.left), bound(options.right))
 
 
-def _flags(terms: Terms, options: Options) -> dict[str, Any]:
+def _flags(terms: Terms, options: Options, warpgroups: int = 2) -> dict[str, Any]:
     """common.py's flags, and registers."""
     given = (
         options.left >= 0,
@@ -209,4 +264,6 @@ def _flags(terms: Terms, options: Options) -> dict[str, Any]:
         terms.cu_k is not None,
     )
     flags = sum(1 << i for i, x in enumerate(given) if x)
-    return {"FLAGS": flags, **REGISTERS, "num_warps": 4, "maxnreg": MAXNREG}
+    consumer, producer, at_most = REGISTERS[warpgroups]
+    registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": at_most}
+    return {"FLAGS": flags, "num_warps": 4, **registers}

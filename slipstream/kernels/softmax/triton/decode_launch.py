@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.softmax.cache import Cache
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton.decode import (
@@ -58,7 +59,7 @@ def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
     slopes, table = call.slopes, call.table
     slopes = None if slopes is None else slopes.float().contiguous()
     with on(q.device):
-        softmax_decode_kernel[(parts * tiles * HKV * B,)](
+        kept(softmax_decode_kernel)[(parts * tiles * HKV * B,)](
             q,
             k,
             v,
@@ -101,7 +102,7 @@ def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        softmax_join_kernel[(B * T * H,)](
+        kept(softmax_join_kernel)[(B * T * H,)](
             part,
             lses,
             call.sinks,
@@ -132,7 +133,7 @@ def append(
     B, T, HKV, D = k.shape
     DV, size = v.shape[-1], k_cache.shape[1]
     with on(k.device):
-        softmax_append_kernel[(HKV * T * B,)](
+        kept(softmax_append_kernel)[(HKV * T * B,)](
             k_cache,
             v_cache,
             k.contiguous(),

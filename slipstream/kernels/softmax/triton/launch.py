@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kept import kept
 from slipstream.kernels.softmax.cache import Cache
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton import decode_launch
@@ -53,7 +54,7 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     tile = _tiles_of(terms, options).forward
     with on(q.device):
         sums = _gate_sums(terms)
-        softmax_fwd_kernel[_grid(terms, tile.BM, H)](
+        kept(softmax_fwd_kernel)[_grid(terms, tile.BM, H)](
             q,
             terms.k,
             v,
@@ -91,7 +92,7 @@ def backward(
     with on(q.device):
         row_sums(o, do, lse, dlse, base, delta)
         sums = _gate_sums(terms)
-        softmax_dq_kernel[_grid(terms, tiles.dq.BM, H)](
+        kept(softmax_dq_kernel)[_grid(terms, tiles.dq.BM, H)](
             q,
             k,
             v,
@@ -104,7 +105,7 @@ def backward(
             *_rest(terms, options, _tiles(terms, tiles.dq.BM)),
             **_flags(terms, options, tiles.dq),
         )
-        softmax_dkv_kernel[_grid(terms, tiles.dkv.BN, k.shape[2], of_keys=True)](
+        kept(softmax_dkv_kernel)[_grid(terms, tiles.dkv.BN, k.shape[2], of_keys=True)](
             q,
             k,
             v,
@@ -227,7 +228,7 @@ def _gate_sums(terms: Terms) -> tuple[Tensor | None, Tensor | None]:
     B, S, H = g.shape
     high, low = torch.empty(2, B, H, S, dtype=torch.float32, device=g.device)
     grid = (H * (B if terms.cu_k is None else terms.sequences),)
-    softmax_gate_sums_kernel[grid](
+    kept(softmax_gate_sums_kernel)[grid](
         g, high, low, terms.cu_k, S, H, *g.stride(), C=_GATES, PACKED=terms.cu_k is not None
     )
     return high, low
@@ -237,7 +238,7 @@ def _gate_gradient(terms: Terms, rows: Tensor | None, columns: Tensor | None) ->
     assert terms.g is not None
     dg = terms.g.new_empty(terms.g.shape)
     T, H = terms.q.shape[1:3]
-    softmax_gate_grad_kernel[(H * terms.sequences,)](
+    kept(softmax_gate_grad_kernel)[(H * terms.sequences,)](
         rows,
         columns,
         dg,
@@ -260,7 +261,7 @@ def row_sums(
 ) -> None:
     B, T, H, DV = o.shape
     tiles = -(-T // _DELTA_ROWS)
-    softmax_delta_kernel[(tiles * H * B,)](
+    kept(softmax_delta_kernel)[(tiles * H * B,)](
         o.contiguous(),
         do,
         lse,

@@ -1,0 +1,180 @@
+"""Launches that do not ask Triton again which kernel the arguments want.
+
+Triton takes longer to find a kernel by its two dozen arguments than to launch it. `kept(kernel)` is
+launched like the kernel, and remembers what Triton found by all that it decides by: dtypes, which
+arguments are None, constexprs and options, and of an integer whether it is 1 or a multiple of 16.
+What is rare is left to Triton: tensors that do not begin at a multiple of 16 bytes, integers of
+more than 32 bits, subclasses of tensors, and other types. So is all in the interpreter and on AMD's
+GPUs, where the size of the memory behind a tensor counts too.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from operator import attrgetter, itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+
+Pick = Callable[[tuple], tuple]
+# In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
+RUNS = "3.6."
+_dtype = attrgetter("dtype")
+# by the identity of kernels, which it keeps alive
+_KEPT: dict[int, Any] = {}
+
+
+def kept(kernel: Any) -> Any:
+    """The kernel, but for the time that a launch takes."""
+    try:
+        return _KEPT[id(kernel)]
+    except KeyError:
+        pass
+    if INTERPRETED or not HAVE_TRITON or torch.version.hip:
+        return kernel
+    from triton import JITFunction
+
+    if not isinstance(kernel, JITFunction):
+        return kernel
+    return _KEPT.setdefault(id(kernel), Kept(kernel))
+
+
+class Places(NamedTuple):
+    """Positional arguments by what counts of them, for given types of all."""
+
+    tensors: Pick
+    numbers: Pick  # integers; narrow: all of them that Triton looks at no further
+    narrow: Pick
+    values: Pick
+    described: Pick
+
+
+class Found:
+    """What Triton compiled for some arguments; `rest` are the last of them, constexprs."""
+
+    def __init__(self, compiled: Any, rest: tuple = ()) -> None:
+        from triton import __version__, knobs
+        from triton.runtime import driver
+
+        self._compiled, self._rest, self._run = compiled, rest, None
+        self._driver: Any = driver
+        self._hooks = knobs.runtime
+        if __version__.startswith(RUNS):
+            self._run = compiled.run
+            self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
+
+    def launch(self, grid: tuple[int, ...], args: tuple) -> None:
+        """grid: all three of its sizes."""
+        hooks = self._hooks
+        if self._run is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            self._compiled[grid](*args, *self._rest)  # with what a profiler wants to know
+            return
+        active = self._driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        self._run(*grid, stream, *self._handles, *args, *self._rest)
+
+
+def found(compiled: Any, rest: tuple = ()) -> Found | None:
+    """None where there is nothing to keep: core/trace.py or a hook has stopped the launch, or it
+    was not compiled for what its key says (kept)."""
+    if not HAVE_TRITON or INTERPRETED or torch.version.hip:
+        return None
+    from triton.compiler import CompiledKernel
+
+    return Found(compiled, rest) if type(compiled) is CompiledKernel else None
+
+
+class Kept:
+    """A JIT function, and what it was compiled to by key_of the arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.runtime import driver
+
+        self.kernel = kernel
+        self._driver: Any = driver
+        self._places: dict[tuple, Places | None] = {}
+        self._found: dict[tuple, Found] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*args: Any, **named: Any) -> None:
+            key = self.key_of(args, named)
+            kept = None if key is None else self._found.get(key)
+            if kept is not None:
+                kept.launch((*grid, 1, 1)[:3], args)
+                return
+            compiled = self.kernel[grid](*args, **named)
+            if key is not None:
+                self._keep(key, compiled, len(args), named)
+
+        return run
+
+    def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
+        """Of all that decides which kernel it is; None where this does not tell."""
+        types = tuple(map(type, args))
+        try:
+            places = self._places[types]
+        except KeyError:
+            places = self._places[types] = self._places_of(types)
+        if places is None:
+            return None
+        tensors = places.tensors(args)
+        if reduce(or_, map(Tensor.data_ptr, tensors), 0) % 16:
+            return None
+        numbers = places.numbers(args)
+        all_numbers = (*numbers, *places.narrow(args), 0)
+        if max(all_numbers) > 0x7FFFFFFF or min(all_numbers) < -0x80000000:
+            return None
+        return (
+            self._driver.active.get_current_device(),
+            types,
+            *map(_dtype, tensors),
+            *[1 if x == 1 else x % 16 == 0 and 16 for x in numbers],
+            *places.values(args),
+            *map(_described, places.described(args)),
+            *named,
+            *named.values(),
+        )
+
+    def _places_of(self, types: tuple[type, ...]) -> Places | None:
+        places: dict[str, list[int]] = {name: [] for name in Places._fields}
+        for i, (kind, param) in enumerate(zip(types, self.kernel.params)):
+            if param.is_constexpr:
+                places["values"].append(i)
+            elif kind in (Tensor, Parameter):
+                places["tensors"].append(i)
+            elif kind is int:
+                places["narrow" if param.do_not_specialize else "numbers"].append(i)
+            elif kind.__name__ == "TensorDescriptor":
+                places["described"].append(i)
+            elif kind not in (float, type(None)):
+                return None
+        return Places(**{name: _picking(x) for name, x in places.items()})
+
+    def _keep(self, key: tuple, compiled: Any, given: int, named: dict[str, Any]) -> None:
+        last = self.last(given, named)
+        kept = None if last is None else found(compiled, last)
+        if kept is not None:
+            self._found[key] = kept
+
+    def last(self, given: int, named: dict[str, Any]) -> tuple | None:
+        """A launch takes all arguments in order: those by name as the last of them. They have to be
+        constexprs, which are the same for the same key; else None."""
+        last = self.kernel.params[given:]
+        if not all(p.is_constexpr and p.name in named for p in last):
+            return None
+        return tuple(named[p.name] for p in last)
+
+
+def _picking(places: list[int]) -> Pick:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda args: (args[places[0]],)) if places else (lambda args: ())
+
+
+def _described(x: Any) -> tuple:
+    """What kernels are compiled for of a tensor descriptor, which begins at a multiple of 16."""
+    layout = getattr(x, "layout", None)
+    return (x.base.dtype, *x.block_shape, layout, getattr(x, "padding", None))
