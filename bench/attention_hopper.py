@@ -16,11 +16,11 @@ from attention_gpu import LIMITS, PLAIN, SHAPES, bench, both_ways, error, oracle
 from record import record
 from torch.nn.attention import SDPBackend
 
-from slipstream.kernels.softmax.hopper.tiles import TRIED
+from slipstream.kernels.softmax.hopper.tiles import TILES, TRIED
 from slipstream.kernels.softmax.terms import Options, Terms
 
 PEERS = "flash fwd", "flash bwd", "cudnn fwd", "cudnn bwd"
-WORK = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "fused": 2.5}
+WORK = {"forward": 1.0, "open": 1.0, "dq": 1.5, "dkv": 2.0}
 CHECK_SECONDS, TIMES_SECONDS = 80, 60
 SMALL = {**PLAIN, "H": 1, "HKV": 1, "T": 128, "S": 128}
 # by name, the simplest first: one run tells which feature is at fault
@@ -43,17 +43,12 @@ GROUPS = {
     "causal": ("causal", "heads", "many"),
     "packed": ("packed", "used"),
     "window": ("window", "apart", "softcap"),
-    "full": ("one tile", "full", "odd", "causal", "heads", "many"),
 }
 
 
-def check_group(
-    D: int, group: str, dtype: torch.dtype = torch.bfloat16, fused: bool = False
-) -> None:
+def check_group(D: int, group: str, dtype: torch.dtype = torch.bfloat16) -> None:
     from slipstream.kernels.softmax.hopper import launch
 
-    if fused:
-        launch.TILES[D] = launch.TILES[D]._replace(fused=TRIED[D]["fused"][1])
     limits = LIMITS["fp16" if dtype == torch.float16 else "bf16"]
     for name in GROUPS[group]:
         print(f"D{D} {name}:", end=" ", flush=True)
@@ -125,8 +120,15 @@ def _room(terms: Terms, o: Any, lse: Any, do: Any) -> tuple:
     return *(torch.empty_like(x) for x in terms[:3]), base, delta
 
 
+def masks(D: int, part: str) -> list[bool]:
+    """With which masks a tile is used: causal, full, or both."""
+    if part == "open":
+        return [False]
+    return [True] if part == "forward" and TILES[D].open else [True, False]
+
+
 def tried_group(D: int) -> None:
-    """Other tiles and grids of each kernel, at the first shapes, causal / full; TFLOP/s."""
+    """Other tiles and grids of each kernel, at the first shape, with masks(); TFLOP/s."""
     from slipstream.kernels.softmax.hopper import launch
 
     B, T, H = next(s for s in SHAPES if s[3] == D)[:3]
@@ -136,7 +138,7 @@ def tried_group(D: int) -> None:
     for part, tile in ((p, t) for p, row in TRIED[D].items() for t in row):
         launch.TILES[D] = kept._replace(**{part: tile})
         line = []
-        for causal in (True, False):
+        for causal in masks(D, part):
             options = Options(D**-0.5, -1, 0 if causal else -1)
             flops = WORK[part] * 4 * B * H * T * T * D / (2 if causal else 1)
             try:
@@ -151,18 +153,16 @@ def tried_group(D: int) -> None:
         if tile == TRIED[D][part][-1]:
             first.clear()
         launch.TILES[D] = kept
-        print(f"D{D} {part} {tile and tuple(tile)}: {' / '.join(line)}", flush=True)
+        print(f"D{D} {part} {tuple(tile)}: {' / '.join(line)}", flush=True)
 
 
 def tried(part: str, terms: Terms, options: Options, do: Any) -> Any:
     """What runs a part and returns its results."""
     from slipstream.kernels.softmax.hopper import launch
 
-    if part == "forward":
+    if part in ("forward", "open"):
         return lambda: launch.forward(terms, options)
     o, lse = launch.forward(terms, options)
-    if part == "fused":
-        return lambda: list(launch.backward(terms, options, o, lse, do, None).values())
     dq, dk, dv, base, delta = _room(terms, o, lse, do)
     out = [dq] if part == "dq" else [dk, dv]
 
@@ -179,15 +179,15 @@ def warm_group(D: int, causal: bool) -> None:
 
     x = [torch.randn(1, 256, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     kept, options = launch.TILES[D], Options(D**-0.5, -1, 0 if causal else -1)
-    for part, row in TRIED[D].items():
-        for tile in row:
-            launch.TILES[D] = kept._replace(**{part: tile})
-            try:
-                tried(part, Terms(*x[:3]), options, x[3])()
-                torch.cuda.synchronize()
-            except Exception as e:
-                print(f"D{D} {part} {tile}: {type(e).__name__} {str(e)[:80]}", flush=True)
-            launch.TILES[D] = kept
+    parts = [part for part in TRIED[D] if causal in masks(D, part)]
+    for part, tile in ((p, t) for p in parts for t in TRIED[D][p]):
+        launch.TILES[D] = kept._replace(**{part: tile})
+        try:
+            tried(part, Terms(*x[:3]), options, x[3])()
+            torch.cuda.synchronize()
+        except Exception as e:
+            print(f"D{D} {part} {tile}: {type(e).__name__} {str(e)[:80]}", flush=True)
+        launch.TILES[D] = kept
 
 
 def host_group() -> None:
@@ -221,8 +221,6 @@ def child(task: str) -> None:
         tried_group(int(rest))
     elif kind == "warm":
         warm_group(int(rest.split(",")[0]), rest.endswith("causal"))
-    elif kind == "fused":
-        check_group(int(rest), "full", fused=True)
     else:
         host_group()
 
@@ -251,7 +249,7 @@ def _end(task: str, process: subprocess.Popen, limit: float) -> str:
 def main(check: bool, times: bool, peers: bool, tried: bool) -> None:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     if check:
-        tasks = [f"check:{D},{g},bfloat16" for g in list(GROUPS)[:4] for D in (128, 64, 256)]
+        tasks = [f"check:{D},{g},bfloat16" for g in GROUPS for D in (128, 64, 256)]
         tasks.append("check:128,causal,float16")
         start = time.perf_counter()
         running = [(task, _start(task)) for task in tasks]
@@ -260,7 +258,7 @@ def main(check: bool, times: bool, peers: bool, tried: bool) -> None:
         print(f"checks {time.perf_counter() - start:.0f} s", flush=True)
     if tried:
         tasks = [f"warm:{D},{n}" for D in (64, 128) for n in ("causal", "full")]
-        running = [(task, _start(task)) for task in ("fused:128", "fused:64", *tasks)]
+        running = [(task, _start(task)) for task in tasks]
         start = time.perf_counter()
         for task, process in running:
             left = TIMES_SECONDS - (time.perf_counter() - start)

@@ -1,5 +1,6 @@
 """Fixtures of every test: fresh random data, memory that is NaN until it is written."""
 
+import os
 import zlib
 from collections.abc import Iterator
 
@@ -14,6 +15,16 @@ def _nan_in_fresh_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What a test sets, such as the ptxas that commands select, is gone after it."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ GPU is missing: the operators take their Triton path on the CPU.
 """
 
 import importlib
+import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import ops
+from slipstream import kernels, ops
 from slipstream.core import guard, machine, probe
 from slipstream.kernels import launching
 from slipstream.kernels.conv import plain as conv_plain
@@ -282,6 +283,8 @@ def unverified(
 ) -> Iterator[Callable[[], machine.Machine]]:
     """Makes machines, each what a new process would find; operators take their Triton path."""
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    for found in pkgutil.walk_packages(kernels.__path__, f"{KERNELS}."):
+        importlib.import_module(found.name)  # which copy INTERPRETED, and are to have the real one
     monkeypatch.setattr(launching, "INTERPRETED", True)
     family: Family = request.getfixturevalue("family")
     for module in family.chooses:

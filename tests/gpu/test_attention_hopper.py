@@ -17,6 +17,7 @@ CALLS = [
     Call("window", T=700, S=900, H=2, HKV=1, left=200, right=30),
     Call("softcap", T=400, S=400, right=0, softcap=5.0),
     Call("packed", T=700, S=700, q_lengths=(5, 0, 400, 295), k_lengths=(5, 0, 400, 295), right=0),
+    Call("packed, no mask", T=700, S=700, q_lengths=(5, 0, 400, 295), k_lengths=(5, 0, 400, 295)),
     Call("used", B=3, T=200, S=450, used=(450, 9, 0), right=0),
 ]
 

@@ -41,9 +41,9 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
         lambda args: flat(op(args)), fullgraph=True, dynamic=True, backend=backend
     )
     if is_packed:
-        sizes = [packed(Size(K=64, V=32), *n) for n in ((5, 100, 65), (64, 70, 1, 30))]
+        sizes = [packed(Size(K=64, V=32), *n) for n in ((5, 100, 65), (64, 70, 31))]
     else:
-        sizes = [Size(B=2, T=70, K=32, V=64), Size(B=3, T=130, K=32, V=64)]
+        sizes = [Size(T=T, K=32, V=64) for T in (70, 130)]
     for i, size in enumerate(sizes):
         args, inputs = leaves(on_cuda(op.inputs(size, torch.bfloat16)))
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
@@ -54,6 +54,8 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
 
 
 @every_operator
+# the graph is captured on another stream than the one that made the leaves, which is idle
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_backward_in_a_cuda_graph_follows_new_packed_lengths(op: Operator) -> None:
     args, inputs = leaves(on_cuda(op.inputs(SIZES["packed"], torch.bfloat16)))
 

@@ -1,7 +1,7 @@
 """The delta rule's Gluon kernels as numpy, a thread for each part, against the oracle.
 
 Sums, masks, rings, phases and segments are those of the kernels; layouts and rounding are not there
-(tests/kernels/softmax/hopper_by_threads.py says what is).
+(tests/kernels/softmax/gluon_by_threads.py says what is).
 """
 
 import functools

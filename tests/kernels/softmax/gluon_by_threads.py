@@ -11,7 +11,6 @@ number, an error or a wait that does not end. Layouts, registers and rounding ar
 import importlib
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -88,9 +87,8 @@ class Buffer:
     def permute(self, order: tuple[int, ...]) -> "Buffer":
         return Buffer(self.data.transpose(order))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
-        part = slice(start, start + length)
-        return Buffer(self.data[part] if dim == 0 else self.data[:, part])
+    def slice(self, start: int, length: int) -> "Buffer":
+        return Buffer(self.data[start : start + length])
 
     def load(self, layout: Any) -> Tensor:
         return tensor(self.data.copy())
@@ -158,21 +156,6 @@ def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> No
     part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
     buffer.data[: part.shape[0], : part.shape[1]] = part
     barrier.arrive()
-
-
-def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
-    row, column = (int(x) for x in at)
-    assert buffer.shape == desc.block and row >= 0 and column >= 0
-    part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
-    assert part.shape == desc.block
-    part += buffer.data
-
-
-def _turn_of(p: Pointer) -> Any:
-    time.sleep(1e-4)
-    if _LOCAL.errors:
-        raise TimeoutError("a turn does not come")
-    return tensor(p.data[p.at])
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
@@ -247,7 +230,6 @@ def _language() -> SimpleNamespace:
         convert_layout=lambda x, layout: x,
         load=_load, store=_store, static_range=range,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         NVMMADistributedLayout=_nothing, DotOperandLayout=_nothing, SliceLayout=_nothing,
         BlockedLayout=_nothing,
     )  # fmt: skip
@@ -279,16 +261,12 @@ def emulated() -> Iterator[None]:
         "fence_async_shared": _nothing,
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
-        "store_wait": _nothing,
     }
-    turns = ModuleType("turns")
-    vars(turns).update(reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_store)
     triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
     vars(gluon).update(names)
     fake = {"triton": triton, "triton.language": language, "slipstream.kernels.gluon": gluon}
-    fake["slipstream.kernels.softmax.hopper.turns"] = turns
     kept = dict(sys.modules)
     try:
         for name in [n for n in sys.modules if n.startswith(_ANEW)]:
@@ -308,32 +286,9 @@ def kernel(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
-    """Programs that wait for one another."""
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            kernel_of(i, programs, kernel, args, constants)
-        except BaseException as e:
-            errors.append(e)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * _WAIT)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "programs wait for ever"
-
-
 def launch(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
     """Programs one after another; integers become tensors."""
+    given = [tensor(x) if isinstance(x, int | float) else x for x in args]
     for i in range(programs):
-        kernel_of(i, programs, kernel, args, constants)
-
-
-def kernel_of(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
-    _LOCAL.program = (i, programs)
-    kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
+        _LOCAL.program = (i, programs)
+        kernel(*given, **constants)

@@ -8,13 +8,7 @@ import torch
 
 from slipstream.kernels.softmax.terms import Options, Terms
 from tests.kernels.softmax.calls import Call, check, incoming, want
-from tests.kernels.softmax.gluon_by_threads import (
-    Descriptor,
-    Pointer,
-    kernel,
-    launch,
-    launch_together,
-)
+from tests.kernels.softmax.gluon_by_threads import Descriptor, Pointer, kernel, launch
 
 _PATH = "slipstream.kernels.softmax.hopper."
 _LN2 = 0.6931471805599453
@@ -70,13 +64,7 @@ def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
 
 
 def run(
-    terms: Terms,
-    options: Options,
-    do: Any,
-    dlse: Any,
-    programs: int,
-    warpgroups: int = 2,
-    ahead: bool = False,
+    terms: Terms, options: Options, do: Any, dlse: Any, programs: int, warpgroups: int = 2
 ) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
@@ -86,7 +74,7 @@ def run(
         (desc(q, 64), desc(k, 32), desc(v, 32), ptr(o), ptr(lse), *offsets(terms),
          *factors(options), *sizes(terms, options, False, 64 * warpgroups), *at(q), *at(k),
          *at(v)),
-        NC=warpgroups, BN=32, D=D, DV=D, ST=2, AHEAD=ahead, **flags(terms, options),
+        NC=warpgroups, BN=32, D=D, DV=D, ST=2, **flags(terms, options),
     )  # fmt: skip
     room = -(-T // 4) * 4
     base, delta = torch.full((2, B, H, room), torch.nan, dtype=torch.float64)
@@ -111,54 +99,14 @@ def run(
     return {"o": o, "lse": lse, "q": dq, "k": dk, "v": dv}
 
 
-@pytest.mark.parametrize("call", [CALLS[i] for i in (0, 2, 6, 8, 9)], ids=lambda c: c.name)
-@pytest.mark.parametrize(("warpgroups", "ahead"), [(3, False), (3, True), (2, True)])
-def test_forward_otherwise(call: Call, warpgroups: int, ahead: bool) -> None:
-    call = Call(**{**vars(call), "D": 16, "DV": 16})
-    terms, options = call.terms(torch.float64), call.options
-    do, dlse = incoming(terms)
-    right = want(terms, options, do, dlse)
-    check(run(terms, options, do, dlse, 3, warpgroups, ahead), right, 1e-9, call.name)
-
-
-IN_TURNS = [c for c in CALLS if c.name in ("one", "full", "causal", "more queries", "more keys")]
-
-
-@pytest.mark.parametrize("BM", [64, 128])
-@pytest.mark.parametrize("call", [*IN_TURNS, Call("cap", T=150, S=200, H=2, softcap=3.0)],
-                         ids=lambda c: c.name)  # fmt: skip
-def test_gradients_in_one_walk(call: Call, BM: int) -> None:
+@pytest.mark.parametrize("call", [CALLS[i] for i in (0, 1, 2, 6, 8, 9, 10)], ids=lambda c: c.name)
+def test_forward_of_three_warpgroups(call: Call) -> None:
     call = Call(**{**vars(call), "D": 16, "DV": 16})
     terms, options = call.terms(torch.float64), call.options
     do, dlse = incoming(terms)
     right = want(terms, options, do, dlse)
     for programs in (1, 3):
-        grads = fused(terms, options, right, do, dlse, programs, BM)
-        check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
-
-
-def fused(
-    terms: Terms, options: Options, right: dict, do: Any, dlse: Any, programs: int, BM: int
-) -> dict[str, Any]:
-    q, k, v = terms[:3]
-    B, T, H, D = q.shape
-    o, lse = right["o"], right["lse"]
-    base, delta = torch.full((2, B, H, -(-T // 4) * 4), torch.nan, dtype=torch.float64)
-    base[..., :T] = torch.where(lse == -torch.inf, torch.inf, lse / _LN2)
-    delta[..., :T] = (o * do).sum(-1).transpose(1, 2) - dlse
-    dk, dv = (torch.full_like(x, torch.nan) for x in (k, v))
-    tiles = -(-T // BM)
-    sums = torch.zeros(B, tiles * BM, H, D, dtype=torch.float64)
-    turns = torch.zeros(B, H, tiles, dtype=torch.int32)
-    dq = Descriptor(desc(sums, 0).data, (64, D if BM == 128 else D // 2))
-    launch_together(
-        found("backward_fused:softmax_bwd_sm90_kernel"), programs,
-        (desc(q, BM), desc(k, 64), desc(v, 64), desc(do, BM), dq, ptr(turns), ptr(dk), ptr(dv),
-         ptr(base), ptr(delta), *factors(options), options.scale, *sizes(terms, options, True),
-         *at(q), *at(k), *at(v), *at(do)),
-        BM=BM, D=D, ST=2, **flags(terms, options),
-    )  # fmt: skip
-    return {"q": sums[:, :T], "k": dk, "v": dv}
+        check(run(terms, options, do, dlse, programs, 3), right, 1e-9, call.name)
 
 
 def desc(x: torch.Tensor, rows: int) -> Descriptor:

@@ -1,9 +1,10 @@
 """The delta rule on sm_90: its inverse and its walks are kernels here, the rest portable.
 
-Of the walks that keep states, portable ones fit a multiprocessor twice, these once: those are
-taken where there are more programs than multiprocessors.
+The portable walk that keeps states fits a multiprocessor twice without gates, this one once: that
+one is taken where there are more programs than multiprocessors.
 """
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_launch as sm90
@@ -15,14 +16,25 @@ from slipstream.kernels.linear.triton.launch import Split
 
 def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """As the portable one."""
-    return portable.forward(terms, scale, _OWN)
+    return portable.forward(_placed(terms), scale, _OWN)
 
 
 def backward(
     terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float
 ) -> dict[str, Tensor]:
     """As the portable one."""
-    return portable.backward(terms, dout, dfinal, scale, _OWN)
+    dout = None if dout is None else _at_16_bytes(dout)
+    return portable.backward(_placed(terms), dout, dfinal, scale, _OWN)
+
+
+def _placed(terms: Terms) -> Terms:
+    """With q, k and v as TMA reads them."""
+    q, k, v = (_at_16_bytes(x) for x in terms[:3])
+    return terms._replace(q=q, k=k, v=v)
+
+
+def _at_16_bytes(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
 def _walk(
@@ -37,7 +49,7 @@ def _walk(
     split: Split | None = None,
 ) -> None:
     ends = {"states": states, "s_in": s_in, "s_out": s_out}
-    if states is not None and crowded(terms, slots_of(terms, split)):
+    if states is not None and terms.g is None and crowded(terms, slots_of(terms, split)):
         portable._walk(terms, solved, scale, o, **ends, split=split)
     else:
         sm90.walk(terms, *solved, scale, o, **ends, segment=_segment(split))
@@ -54,11 +66,8 @@ def _walk_back(
     s_out: Tensor | None,
     split: Split | None,
 ) -> None:
-    if crowded(terms, slots_of(terms, split)) or do.data_ptr() % 16:
-        portable._walk_back(terms, do, solved, scale, dv, dstates, s_in, s_out, split)
-    else:
-        ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
-        sm90.walk_back(terms, do, *solved, scale, dv, dstates, **ends)
+    ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
+    sm90.walk_back(terms, do, *solved, scale, dv, dstates, **ends)
 
 
 def _segment(split: Split | None) -> tuple[int, int] | None:

@@ -26,8 +26,6 @@ def refuses(terms: Terms) -> str | None:
         return f"q, k and v have to be bfloat16 or float16, and q is {q.dtype}"
     if q.shape[-1] not in _WIDTHS or v.shape[-1] % TILE_V or not v.shape[-1]:
         return f"K has to be one of {_WIDTHS} and V a multiple of {TILE_V}"
-    if any(x.data_ptr() % 16 for x in (q, terms.k, v)):
-        return "q, k and v have to begin at a multiple of 16 bytes"
     tokens = q.shape[0] * q.shape[1]
     if not tokens or tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"

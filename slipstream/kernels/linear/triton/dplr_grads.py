@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta_solve import find_chunk
-from slipstream.kernels.linear.triton.dplr_gates import load_gates_of
-from slipstream.kernels.linear.triton.dplr_whole import load_whole, since
+from slipstream.kernels.linear.triton.dplr_whole import add_back, load_whole
 from slipstream.kernels.linear.triton.walk import _block
 
 
@@ -50,10 +49,12 @@ def _columns_of(p, o_c, o_v, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def _by_states(
-    p,
-    stride,
+def _of_states_before(
+    p_do,
+    HV,
+    p_y,
     p_states,
+    p_dstates,
     o_c,
     m_c,
     o_k,
@@ -61,125 +62,63 @@ def _by_states(
     WIDE: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    BY_CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Rows [C, V] of a chunk, of tokens or BY_CHUNK [V, C], times its states [V, BK]."""
-    b_d = tl.zeros((o_c.shape[0], BK), tl.float32)
-    for n in range(tl.cdiv(V, BV)):
-        o_v = n * BV + tl.arange(0, BV)
-        b_s = _states(p_states, o_v, o_k, V, BV, WIDE)
-        if BY_CHUNK:
-            b_r = _columns_of(p, o_c, o_v, V, BV)
-        else:
-            b_r = _block(p, stride, o_c, m_c, o_v, V, V % BV != 0)
-        b_d = tl.dot(b_r, b_s, b_d, input_precision=PRECISION)
-    return b_d
-
-
-@triton.jit
-def _inner(p_l, p_r, o_k, V: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
-    """Sum over V of two states' products [BK]."""
-    b_z = tl.zeros((BK,), tl.float32)
-    for n in range(tl.cdiv(V, BV)):
-        o_v = n * BV + tl.arange(0, BV)
-        b_l = _states(p_l, o_v, o_k, V, BV, WIDE).to(tl.float32)
-        b_z += tl.sum(b_l * _states(p_r, o_v, o_k, V, BV, WIDE).to(tl.float32), 0)
-    return b_z
-
-
-@triton.jit
-def _decayed(p, m_k, b_e, HAS_GATE: tl.constexpr):
-    """A tile times 2^b_e, in its own dtype."""
-    b = tl.load(p, mask=m_k, other=0.0)
-    if HAS_GATE:
-        b = (b * tl.exp2(b_e)).to(b.dtype)
-    return b
-
-
-@triton.jit
-def _square(p_d, o_c):
-    """Gradients of scores [C, C]."""
-    return tl.load(p_d + o_c[:, None] * o_c.shape[0] + o_c[None, :])
-
-
-@triton.jit
-def _through(b_d, p_d, o_c, b_m, PRECISION: tl.constexpr):
-    """b_d + d^T m [C, BK], d the gradients of scores [C, C]."""
-    return tl.dot(tl.trans(_square(p_d, o_c)), b_m, b_d, input_precision=PRECISION)
-
-
-@triton.jit
-def _read(
-    p,
-    stride,
-    scale,
-    p_states,
-    b_early,
-    p_sb,
-    b_wb,
-    p_sk,
-    b_wk,
-    o_c,
-    m_c,
-    o_k,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    BY_CHUNK: tl.constexpr,
-    TWO: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradient of q or a [C, BK] but for its own decay: by states, by b N and, if TWO, by k N."""
-    b_sb = _square(p_sb, o_c)
-    if TWO:
-        b_sk = _square(p_sk, o_c)
-    b_d = _by_states(p, stride, p_states, o_c, m_c, o_k, V, WIDE, BV, BK, BY_CHUNK, PRECISION)
-    b_d *= scale * b_early
-    b_d = tl.dot(b_sb, b_wb, b_d, input_precision=PRECISION)
-    if TWO:
-        b_d = tl.dot(b_sk, b_wk, b_d, input_precision=PRECISION)
-    return b_d
-
-
-@triton.jit
-def _write(
-    b_t,
-    b_after,
-    p_own,
-    p,
-    stride,
-    p_states,
-    b_late,
-    b_e,
-    p_sq,
-    b_rq,
-    p_sa,
-    b_ra,
-    m_k,
-    o_c,
-    m_c,
-    o_k,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    BY_CHUNK: tl.constexpr,
     HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of b or k [C, BK], and with it the sums for the gates."""
-    b_d = _by_states(p, stride, p_states, o_c, m_c, o_k, V, WIDE, BV, BK, BY_CHUNK, PRECISION)
-    if HAS_GATE:
-        b_d *= b_late
-        b_after += tl.sum(tl.load(p_own, mask=m_k, other=0.0) * tl.exp2(-b_e) * b_d, 0)
-    b_d = _through(b_d, p_sq, o_c, b_rq, PRECISION)
-    b_d = _through(b_d, p_sa, o_c, b_ra, PRECISION)
-    if HAS_GATE:
-        b_d *= tl.exp2(-b_e)
-        b_t -= tl.load(p_own, mask=m_k, other=0.0) * b_d
-    return b_d, b_t, b_after
+    """do S^T and y S^T [C, BK], and if HAS_GATE the sum over V of S dS' [BK]."""
+    b_dq = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_da = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_z = tl.zeros((BK,), tl.float32)
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        b_s = _states(p_states, o_v, o_k, V, BV, WIDE)  # [BV, BK]
+        if HAS_GATE:
+            b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
+            b_z += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
+        b_r = _block(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_dq = tl.dot(b_r, b_s, b_dq, input_precision=PRECISION)
+        b_r = _columns_of(p_y, o_c, o_v, V, BV)
+        b_da = tl.dot(b_r, b_s, b_da, input_precision=PRECISION)
+    return b_dq, b_da, b_z
+
+
+@triton.jit
+def _of_states_after(
+    p_x,
+    p_v,
+    HV,
+    p_dstates,
+    o_c,
+    m_c,
+    o_k,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x dS'^T and, but for DELTA, v dS'^T [C, BK]."""
+    b_db = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_dk = tl.zeros((o_c.shape[0], BK), tl.float32)
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
+        b_r = _columns_of(p_x, o_c, o_v, V, BV)
+        b_db = tl.dot(b_r, b_ds, b_db, input_precision=PRECISION)
+        if not DELTA:
+            b_r = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+            b_dk = tl.dot(b_r, b_ds, b_dk, input_precision=PRECISION)
+    return b_db, b_dk
+
+
+@triton.jit
+def _scored(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """b_d + d m [C, BK], d the gradient of scores [C, C], or d^T m."""
+    b_a = tl.load(p_d + o_c[:, None] * o_c.shape[0] + o_c[None, :])
+    if TRANSPOSED:
+        b_a = tl.trans(b_a)
+    return tl.dot(b_a, b_m, b_d, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -264,97 +203,97 @@ def dplr_grads_kernel(
         p_a = a_ptr + o_q
         p_b = b_ptr + o_q
 
-    p_k = k_ptr + o_q
-    p_q = q_ptr + o_q
-    b_own = tl.load(own_ptr + slot * (2 * C) + o_c)
-    if not DELTA:
-        b_own_k = tl.load(own_ptr + slot * (2 * C) + C + o_c)
-    p_qb = dqb_ptr + i_a
-    p_ab = dab_ptr + i_a
-    p_qk = p_qb if DELTA else dqk_ptr + i_a
-    p_ak = p_ab if DELTA else dak_ptr + i_a
-    b_e = 0.0
-    b_early = 1.0
-    b_late = 1.0
-    b_t = 0.0
-    b_after = 0.0
+    b_dq, b_da, b_z = _of_states_before(
+        do_ptr + i_v, HV, y_ptr + i_x, states_ptr + i_s, dstates_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, HAS_GATE, PRECISION,
+    )  # fmt: skip
+    b_dq *= scale
+
+    # by way of what the tokens wrote
+    b_w = tl.load(p_b, mask=m_k, other=0.0)
     if HAS_GATE:
-        b_z = _inner(states_ptr + i_s, dstates_ptr + i_s, o_k, V, WIDE, BV, BK)
-        p_g, b_e, b_early, b_late = load_whole(
+        b_e, b_before, b_early, b_late = load_whole(
             g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
-            CHANNEL, EXACT, PRECISION,
+            CHANNEL, not DELTA, EXACT, PRECISION,
         )  # fmt: skip
         b_z *= tl.exp2(b_early + b_late)
         b_early = tl.exp2(b_early)[None, :]
-        b_late = tl.exp2(b_late)[None, :]
-
-    # q, by way of what the tokens wrote
-    b_wb = _decayed(p_b, m_k, -b_e, HAS_GATE)
-    b_wk = b_wb
+        b_dq *= b_early
+        b_da *= b_early
+        b_w = (b_w * tl.exp2(-b_e)).to(act)
+    b_dq = _scored(b_dq, dqb_ptr + i_a, o_c, b_w, False, PRECISION)
+    b_da = _scored(b_da, dab_ptr + i_a, o_c, b_w, False, PRECISION)
     if not DELTA:
-        b_wk = _decayed(p_k, m_k, -b_e, HAS_GATE)
-    b_d = _read(
-        do_ptr + i_v, HV * V, scale, states_ptr + i_s, b_early, p_qb, b_wb, p_qk, b_wk,
-        o_c, m_c, o_k, V, WIDE, BV, BK, False, not DELTA, PRECISION,
-    )  # fmt: skip
-    b_rq = tl.load(p_q, mask=m_k, other=0.0)
-    if HAS_GATE:
-        b_f = tl.exp2(b_e)
-        b_d *= b_f
-        b_t = b_rq * b_d
-        b_rq = (b_rq * b_f).to(act)
-    b_d += b_own[:, None] * tl.load(p_b, mask=m_k, other=0.0)
-    if not DELTA:
-        b_d += b_own_k[:, None] * tl.load(p_k, mask=m_k, other=0.0)
-    tl.store(dq_ptr + o_o, b_d.to(act), mask=m_k)
+        b_w = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_w = (b_w * tl.exp2(-b_e)).to(act)
+        b_dq = _scored(b_dq, dqk_ptr + i_a, o_c, b_w, False, PRECISION)
+        b_da = _scored(b_da, dak_ptr + i_a, o_c, b_w, False, PRECISION)
 
-    # a likewise
-    b_d = _read(
-        y_ptr + i_x, 0, 1.0, states_ptr + i_s, b_early, p_ab, b_wb, p_ak, b_wk,
-        o_c, m_c, o_k, V, WIDE, BV, BK, True, not DELTA, PRECISION,
-    )  # fmt: skip
     b_a = tl.load(p_a, mask=m_k, other=0.0)
     b_ra = b_a * b_sign
     if HAS_GATE:
-        b_f = tl.exp2(b_e if DELTA else b_e - load_gates_of(p_g, m_k))
-        b_d *= b_f
+        b_dg = tl.zeros((C, BK), tl.float32)
+        b_f = tl.exp2(b_before)
+        b_da *= b_f
         b_ra *= b_f
     b_ra = b_ra.to(act)
     if DELTA:
         o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
-        tl.store(dbeta_ptr + o_t, -tl.sum(b_d * b_a, 1), mask=m_c)
-        b_da = b_d * b_sign
-        if HAS_GATE:
-            b_t += b_a * b_da
+        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_a, 1), mask=m_c)
+        b_da *= b_sign
+        b_t = b_a * b_da
     else:
-        tl.store(da_ptr + o_o, b_d.to(act), mask=m_k)
+        tl.store(da_ptr + o_o, b_da.to(act), mask=m_k)
         if HAS_GATE:
-            b_dg = b_a * b_d
-            b_t += b_dg
+            b_dg = add_back(b_dg, b_a * b_da, o_c, 1, True, EXACT, PRECISION)
+            b_t = 0.0
+    b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
+    b_rq = b_q
+    if HAS_GATE:
+        b_f = tl.exp2(b_e)
+        b_dq *= b_f
+        b_rq = (b_q * b_f).to(act)
+        b_t += b_q * b_dq
+    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
+    b_b = tl.load(p_b, mask=m_k, other=0.0)
+    b_dq += b_qb * b_b
+    if not DELTA:
+        b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        b_dq += b_qk * b_k
+    tl.store(dq_ptr + o_o, b_dq.to(act), mask=m_k)
 
-    # b, by way of what the tokens read
-    if HAS_GATE:
-        # 0, which keeps the compiler from having had this exponential since b_wb
-        b_e += tl.load(strong_ptr + slot, volatile=True).to(tl.float32)
-    b_d, b_t, b_after = _write(
-        b_t, b_after, p_b, x_ptr + i_x, 0, dstates_ptr + i_s, b_late, b_e, p_qb, b_rq, p_ab, b_ra,
-        m_k, o_c, m_c, o_k, V, WIDE, BV, BK, True, HAS_GATE, PRECISION,
+    # by way of what the tokens read
+    b_db, b_dk = _of_states_after(
+        x_ptr + i_x, None if DELTA else v_ptr + i_v, HV, dstates_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, DELTA, PRECISION,
     )  # fmt: skip
-    b_d += b_own[:, None] * tl.load(p_q, mask=m_k, other=0.0)
-    if DELTA:
-        tl.store(dk_ptr + o_o, (b_d + b_da).to(act), mask=m_k)
-    else:
-        tl.store(db_ptr + o_o, b_d.to(act), mask=m_k)
-        # k likewise
-        b_d, b_t, b_after = _write(
-            b_t, b_after, p_k, v_ptr + i_v, HV * V, dstates_ptr + i_s, b_late, b_e,
-            p_qk, b_rq, p_ak, b_ra,
-            m_k, o_c, m_c, o_k, V, WIDE, BV, BK, False, HAS_GATE, PRECISION,
-        )  # fmt: skip
-        b_d += b_own_k[:, None] * tl.load(p_q, mask=m_k, other=0.0)
-        tl.store(dk_ptr + o_o, b_d.to(act), mask=m_k)
+    b_b = tl.load(p_b, mask=m_k, other=0.0)
     if HAS_GATE:
-        b_t = since(b_t, o_c, EXACT, PRECISION) + b_after[None, :] + b_z[None, :]
-        if not DELTA:
-            b_t -= b_dg  # a is read before a token's own gate
-        tl.store(dg_ptr + o_o, b_t, mask=m_k)
+        b_late = tl.exp2(b_late)[None, :]
+        b_db *= b_late
+        b_z += tl.sum(b_b * tl.exp2(-b_e) * b_db, 0)
+    b_db = _scored(b_db, dqb_ptr + i_a, o_c, b_rq, True, PRECISION)
+    b_db = _scored(b_db, dab_ptr + i_a, o_c, b_ra, True, PRECISION)
+    if HAS_GATE:
+        b_db *= tl.exp2(-b_e)
+        b_t -= b_b * b_db
+    b_db += b_qb * b_q
+    if DELTA:
+        tl.store(dk_ptr + o_o, (b_db + b_da).to(act), mask=m_k)
+    else:
+        tl.store(db_ptr + o_o, b_db.to(act), mask=m_k)
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_dk *= b_late
+            b_z += tl.sum(b_k * tl.exp2(-b_e) * b_dk, 0)
+        b_dk = _scored(b_dk, dqk_ptr + i_a, o_c, b_rq, True, PRECISION)
+        b_dk = _scored(b_dk, dak_ptr + i_a, o_c, b_ra, True, PRECISION)
+        if HAS_GATE:
+            b_dk *= tl.exp2(-b_e)
+            b_t -= b_k * b_dk
+        tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
+    if HAS_GATE:
+        b_dg = add_back(b_dg + b_z[None, :], b_t, o_c, 1, False, EXACT, PRECISION)
+        tl.store(dg_ptr + o_o, b_dg, mask=m_k)

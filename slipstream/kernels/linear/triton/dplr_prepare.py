@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta_solve import find_chunk, inverse
-from slipstream.kernels.linear.triton.dplr_gates import load_gates_of
 from slipstream.kernels.linear.triton.dplr_whole import load_whole
 from slipstream.kernels.linear.triton.walk import _block
 
@@ -177,8 +176,8 @@ def dplr_prepare_kernel(
         b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
         b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
-            _, b_e, b_early, b_late = load_whole(
-                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, EXACT, PRECISION
+            b_e, _, b_early, b_late = load_whole(
+                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, EXACT, PRECISION
             )
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
             tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(b_early + b_late))
@@ -228,10 +227,10 @@ def dplr_prepare_kernel(
             b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
             b_end = b_a
             if HAS_GATE:
-                p_g, b_e, b_early, _ = load_whole(
-                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, EXACT, PRECISION
+                b_e, b_before, b_early, _ = load_whole(
+                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, EXACT, PRECISION
                 )
-                b_wide = b_a * tl.exp2(b_e - load_gates_of(p_g, m_k))
+                b_wide = b_a * tl.exp2(b_before)
                 b_a = b_wide.to(act)
                 b_end = (b_wide * tl.exp2(b_early)[None, :]).to(act)
                 b_write = tl.exp2(-b_e)

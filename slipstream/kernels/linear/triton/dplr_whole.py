@@ -30,10 +30,11 @@ def load_whole(
     m_g,
     o_k,
     CHANNEL: tl.constexpr,
+    BEFORE: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Where g is, E [C, BK], early and late [BK]."""
+    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK]."""
     C: tl.constexpr = o_c.shape[0]
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
@@ -45,11 +46,22 @@ def load_whole(
     past = (t >= C // 2) & (t <= i)
     ahead = (t < C // 2) & (t > i)
     b_e = product_of_gates(past.to(tl.float32) - ahead.to(tl.float32), b_g, EXACT, PRECISION)
-    return p_g, b_e, b_early, b_late
+    b_before = b_e
+    if BEFORE:
+        past = (t >= C // 2) & (t < i)
+        ahead = (t < C // 2) & (t >= i)
+        b_seen = past.to(tl.float32) - ahead.to(tl.float32)
+        b_before = product_of_gates(b_seen, b_g, EXACT, PRECISION)
+    return b_e, b_before, b_early, b_late
 
 
 @triton.jit
-def since(b_x, o_c, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """Sum over i >= t of b_x [C, BK], for each t."""
-    b_seen = (o_c[None, :] >= o_c[:, None]).to(tl.float32)
-    return product_of_gates(b_seen, b_x, EXACT, PRECISION)
+def add_back(
+    b_dg, b_x, o_c, SIGN: tl.constexpr, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION
+):
+    """b_dg + SIGN times the sum over i >= t (BEFORE: i > t) of b_x [C, BK], for each t."""
+    t = o_c[:, None]
+    i = o_c[None, :]
+    seen = i > t if BEFORE else i >= t
+    b_seen = tl.where(seen, 1.0 * SIGN, 0.0)
+    return b_dg + product_of_gates(b_seen, b_x, EXACT, PRECISION)

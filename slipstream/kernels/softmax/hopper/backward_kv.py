@@ -32,7 +32,6 @@ from slipstream.kernels.softmax.hopper.common import (
     queries_seen,
     ready,
     stage,
-    unit_of,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 
@@ -48,8 +47,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row = place(
             unit, offsets, sizes, 128, True, FLAGS
         )
@@ -156,8 +154,7 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, base_ptr, delta_ptr, factor, cap, sca
     o_n = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row = place(
             unit, offsets, sizes, 128, True, FLAGS
         )

@@ -29,7 +29,6 @@ from slipstream.kernels.softmax.hopper.common import (
     queries_seen,
     ready,
     stage,
-    unit_of,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 
@@ -45,8 +44,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row = place(
             unit, offsets, sizes, 64, True, FLAGS
         )
@@ -150,8 +148,7 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffer, base_ptr,
     o_n = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row = place(
             unit, offsets, sizes, 64, True, FLAGS
         )

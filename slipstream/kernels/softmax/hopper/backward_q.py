@@ -30,7 +30,6 @@ from slipstream.kernels.softmax.hopper.common import (
     put,
     ready,
     stage,
-    unit_of,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 
@@ -46,8 +45,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
@@ -237,8 +235,7 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
     o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, _, _, keys, _, row = place(
             unit, offsets, sizes, 128, False, FLAGS
         )

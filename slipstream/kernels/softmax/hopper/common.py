@@ -31,18 +31,6 @@ PACKED_K = gl.constexpr(32)
 
 
 @gluon.jit
-def unit_of(following, units):
-    """Of each round of units, one a program, every second is handed out from its end.
-
-    Within a round the work falls: so no program has the most of every round.
-    """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    start = following - program
-    size = gl.minimum(programs, units - start)
-    return start + gl.where((start // programs) % 2 == 1, size - 1 - program, program)
-
-
-@gluon.jit
 def pair_of_unit(unit, tiles, pairs, section):
     """Tile and pair of a unit of work."""
     before = unit // (tiles * section) * section

@@ -31,7 +31,6 @@ from slipstream.kernels.softmax.hopper.common import (
     put,
     ready,
     stage,
-    unit_of,
 )
 from slipstream.kernels.softmax.triton.scores import LN2
 
@@ -51,8 +50,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, NC: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
@@ -126,8 +124,8 @@ def _step(q, zero, bufs_k, bufs_v, full_k, empty_k, full_v, empty_v, state, turn
 @gluon.jit
 def _attend(c: gl.constexpr, o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes,
             window, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-            ST: gl.constexpr, AHEAD: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    bufs_q, bufs_k, bufs_v, bufs_o = buffers
+            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    bufs_q, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
     T, H, units = sizes[0], sizes[2], sizes[8]
@@ -140,8 +138,7 @@ def _attend(c: gl.constexpr, o_ptr, lse_ptr, factor, cap, buffers, full, empty, 
     o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
-    for following in range(gl.program_id(0), units, gl.num_programs(0)):
-        unit = unit_of(following, units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, _, _, keys, _, row = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
@@ -184,8 +181,6 @@ def _attend(c: gl.constexpr, o_ptr, lse_ptr, factor, cap, buffers, full, empty, 
             )  # fmt: skip
         turn += count
         mine += 1
-        if AHEAD:
-            mbarrier.arrive(empty_q.index(c))
         last = bufs_v.index((turn - 1) % ST)
         ready(full_v, turn - 1, ST)
         clean(last, keys - key - (count - 1) * BN, BN, DV)
@@ -195,9 +190,8 @@ def _attend(c: gl.constexpr, o_ptr, lse_ptr, factor, cap, buffers, full, empty, 
         blind = l == 0.0
         lse = gl.where(blind, float("-inf"), (m + gl.log2(gl.where(blind, 1.0, l))) * LN2)
         by = gl.convert_layout(gl.where(blind, 1.0, l), gl.SliceLayout(1, o_layout))
-        out = stage(bufs_o.index(c), (acc / by[:, None]).to(q.dtype), DV)
-        if not AHEAD:
-            mbarrier.arrive(empty_q.index(c))
+        out = stage(q, (acc / by[:, None]).to(q.dtype), DV)
+        mbarrier.arrive(empty_q.index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
         put(o_ptr + (i_t * H + i_h) * DV, out, H * DV, queries - row, DV)
         p_lse = lse_ptr + (i_b.to(gl.int64) * H + i_h) * T + begin + row
@@ -207,25 +201,25 @@ def _attend(c: gl.constexpr, o_ptr, lse_ptr, factor, cap, buffers, full, empty, 
 @gluon.jit
 def _first(o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes, window,
            NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-           ST: gl.constexpr, AHEAD: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+           ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     _attend(0, o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes, window,
-            NC, BN, D, DV, ST, AHEAD, FLAGS)  # fmt: skip
+            NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _second(o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes, window,
             NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-            ST: gl.constexpr, AHEAD: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     _attend(1, o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes, window,
-            NC, BN, D, DV, ST, AHEAD, FLAGS)  # fmt: skip
+            NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _third(o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes, window,
            NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-           ST: gl.constexpr, AHEAD: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+           ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     _attend(2, o_ptr, lse_ptr, factor, cap, buffers, full, empty, offsets, sizes, window,
-            NC, BN, D, DV, ST, AHEAD, FLAGS)  # fmt: skip
+            NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", *_SIZES, *_AT])
@@ -265,22 +259,15 @@ def softmax_fwd_sm90_kernel(
     D: gl.constexpr,
     DV: gl.constexpr,
     ST: gl.constexpr,
-    AHEAD: gl.constexpr,
     FLAGS: gl.constexpr,
     CONSUMER: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):
-    """grid (programs,). NC: 2 or 3. AHEAD: the next queries are loaded before o is stored.
-
-    CONSUMER, PRODUCER: registers of a thread.
-    """
+    """grid (programs,). NC: 2 or 3 warpgroups. CONSUMER, PRODUCER: registers of a thread."""
     dtype: gl.constexpr = desc_q.dtype
     bufs_q = gl.allocate_shared_memory(dtype, [NC, 64, D], desc_q.layout)
     bufs_k = gl.allocate_shared_memory(dtype, [ST, BN, D], desc_k.layout)
     bufs_v = gl.allocate_shared_memory(dtype, [ST, BN, DV], desc_v.layout)
-    bufs_o = bufs_q
-    if AHEAD:
-        bufs_o = gl.allocate_shared_memory(dtype, [NC, 64, DV], desc_q.layout)
     full_q = barriers(NC, 1)
     empty_q = barriers(NC, 1)
     full_k = barriers(ST, 1)
@@ -289,16 +276,16 @@ def softmax_fwd_sm90_kernel(
     empty_v = barriers(ST, NC)
     if NC == 2:
         gl.warp_specialize([
-            (_first, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v, bufs_o),
-                      (full_q, full_k, full_v),
-                      (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
+            (_first, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v),
+                      (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
+                      (cu_q_ptr, cu_k_ptr, lengths_ptr),
                       (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                      NC, BN, D, DV, ST, AHEAD, FLAGS)),
-            (_second, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v, bufs_o),
-                       (full_q, full_k, full_v),
-                       (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
+                      NC, BN, D, DV, ST, FLAGS)),
+            (_second, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v),
+                       (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
+                       (cu_q_ptr, cu_k_ptr, lengths_ptr),
                        (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                       NC, BN, D, DV, ST, AHEAD, FLAGS)),
+                       NC, BN, D, DV, ST, FLAGS)),
             (_load, ((desc_q, desc_k, desc_v), (bufs_q, bufs_k, bufs_v), (full_q, full_k, full_v),
                      (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
                      (T, S, H, N, group, tiles, steps, section, units), (left, right),
@@ -307,21 +294,21 @@ def softmax_fwd_sm90_kernel(
         ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_first, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v, bufs_o),
-                      (full_q, full_k, full_v),
-                      (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                      (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                      NC, BN, D, DV, ST, AHEAD, FLAGS)),
-            (_second, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v, bufs_o),
-                       (full_q, full_k, full_v),
-                       (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                       (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                       NC, BN, D, DV, ST, AHEAD, FLAGS)),
-            (_third, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v, bufs_o),
+            (_first, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v),
                       (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                       (cu_q_ptr, cu_k_ptr, lengths_ptr),
                       (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                      NC, BN, D, DV, ST, AHEAD, FLAGS)),
+                      NC, BN, D, DV, ST, FLAGS)),
+            (_second, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v),
+                       (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
+                       (cu_q_ptr, cu_k_ptr, lengths_ptr),
+                       (T, S, H, N, group, tiles, steps, section, units), (left, right),
+                       NC, BN, D, DV, ST, FLAGS)),
+            (_third, (o_ptr, lse_ptr, factor, cap, (bufs_q, bufs_k, bufs_v),
+                      (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
+                      (cu_q_ptr, cu_k_ptr, lengths_ptr),
+                      (T, S, H, N, group, tiles, steps, section, units), (left, right),
+                      NC, BN, D, DV, ST, FLAGS)),
             (_load, ((desc_q, desc_k, desc_v), (bufs_q, bufs_k, bufs_v), (full_q, full_k, full_v),
                      (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
                      (T, S, H, N, group, tiles, steps, section, units), (left, right),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
-from slipstream.kernels.softmax.hopper.backward_fused import softmax_bwd_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_kv import softmax_dkv_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_kv_wide import softmax_dkv_wide_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_q import softmax_dq_sm90_kernel
@@ -27,7 +26,7 @@ from slipstream.kernels.softmax.triton import decode_launch
 from slipstream.kernels.softmax.triton import launch as portable
 from slipstream.kernels.softmax.triton.device import bound, factor_and_cap, multiprocessors, on
 
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
@@ -37,7 +36,7 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     terms, options, _ = portable.ready(terms, options)
     q, k, v = terms[:3]
     B, T, H, D = q.shape
-    tile = TILES[D].forward
+    tile = _forward_tile(D, options)
     o = q.new_empty(B, T, H, D)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     desc_q, at_q = _matrix(q, 64)
@@ -62,7 +61,6 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
             D=D,
             DV=D,
             ST=tile.buffers[0],
-            AHEAD=tile.ahead,
             **_flags(terms, options, tile.rows // 64),
         )
     return o, lse
@@ -86,12 +84,14 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with on(q.device):
         portable.row_sums(o, do, lse, dlse, base, delta)
-        if TILES[q.shape[-1]].fused and _in_turns(terms, options):
-            dq = _fused(terms, options, do, dk, dv, base, delta)
-        else:
-            _dq(terms, options, do, dq, base, delta)
-            _dkv(terms, options, do, dk, dv, base, delta)
+        _dq(terms, options, do, dq, base, delta)
+        _dkv(terms, options, do, dk, dv, base, delta)
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _forward_tile(D: int, options: Options) -> Tile:
+    masked = options.left >= 0 or options.right >= 0
+    return TILES[D].forward if masked else TILES[D].open or TILES[D].forward
 
 
 def _dq(
@@ -153,53 +153,7 @@ def _dkv(
     )
 
 
-def _in_turns(terms: Terms, options: Options) -> bool:
-    """Whether backward_fused.py can tell who adds to a tile of dq: all keys at the last queries."""
-    offsets = terms.cu_q, terms.cu_k, terms.lengths
-    return options.left < 0 and all(x is None for x in offsets)
-
-
-def _fused(
-    terms: Terms,
-    options: Options,
-    do: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    base: Tensor,
-    delta: Tensor,
-) -> Tensor:
-    B, T, H, D = do.shape
-    tile = TILES[D].fused
-    assert tile is not None
-    x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
-    descs, ats = zip(*(_matrix(*each) for each in x))
-    tiles = -(-T // tile.B)
-    sums = torch.zeros(B, tiles * tile.B, H, D, dtype=torch.float32, device=do.device)
-    turns = torch.zeros(B, H, tiles, dtype=torch.int32, device=do.device)
-    grid, sizes = _sizes(terms, options, tile, of_keys=True, of_both=True)
-    kept(softmax_bwd_sm90_kernel)[grid](
-        *descs,
-        _matrix(sums, 64, D if tile.B == 128 else D // 2)[0],
-        turns,
-        dk,
-        dv,
-        base,
-        delta,
-        *factor_and_cap(options),
-        options.scale,
-        *sizes,
-        *(n for at in ats for n in at),
-        BM=tile.B,
-        D=D,
-        ST=tile.buffers[0],
-        **_flags(terms, options),
-    )
-    return sums[:, :T].to(do.dtype, memory_format=torch.contiguous_format)
-
-
-def _matrix(
-    x: Tensor, rows: int, columns: int = 0
-) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
     """x [B, T, H, D] as a matrix in tiles of `rows`, and where a batch and a head begin in it."""
     B, T, H, D = x.shape
     if not _suits(x):
@@ -209,9 +163,7 @@ def _matrix(
     b, h = b if B > 1 else 0, h if H > 1 else 0
     rb, (rh, ch) = b // t, (h // t, 0) if h % t == 0 else (0, h)
     shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
-    columns = columns or D
-    layout = _layout(rows, columns, x.dtype)
-    return TensorDescriptor(x, shape, [t, 1], [rows, columns], layout), (rb, rh, ch)
+    return TensorDescriptor(x, shape, [t, 1], [rows, D], _layout(rows, D, x.dtype)), (rb, rh, ch)
 
 
 def _suits(x: Tensor) -> bool:
@@ -235,7 +187,7 @@ def _offsets(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _sizes(
-    terms: Terms, options: Options, tile: Tile, of_keys: bool = False, of_both: bool = False
+    terms: Terms, options: Options, tile: Tile, of_keys: bool = False
 ) -> tuple[tuple[int], tuple]:
     """The grid and the arguments from T to right."""
     q, k = terms.q, terms.k
@@ -245,8 +197,7 @@ def _sizes(
     tiles = -(-total // tile.rows) if cu is None else total // tile.rows + N
     pairs = heads if cu is not None else heads * N
     walked = (T * H // HKV) if of_keys else -(-S * HKV // H)
-    width = (4 if of_both else 2) * q.shape[-1] * q.element_size()
-    section = max(1, min(pairs, SECTION // (walked * width)))
+    section = max(1, min(pairs, SECTION // (walked * 2 * q.shape[-1] * q.element_size())))
     units = tiles * pairs
     sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), section, units)
     grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
