@@ -157,7 +157,7 @@ def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int
     """x [B, T, H, D] as a matrix in tiles of `rows`, and where a batch and a head begin in it."""
     B, T, H, D = x.shape
     if not _suits(x):
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # contiguous() may leave it where it is
     b, t, h, _ = x.stride()
     t = H * D if T == 1 else t
     b, h = b if B > 1 else 0, h if H > 1 else 0
