@@ -29,7 +29,10 @@ def test_last_checkpoint_is_the_newest_whole_one(tmp_path) -> None:
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_interrupt_notes_the_first_signal_and_lets_the_second_act() -> None:
+def test_interrupt_notes_the_first_signal_and_lets_the_second_act(request) -> None:
+    # a shell starts what it runs in the background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.requested == signal.SIGINT
