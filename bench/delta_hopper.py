@@ -280,8 +280,14 @@ class Calls:
         for each in (launch, self.portable):
             o, final = each.forward(self.terms, self.scale)
             grads = each.backward(self.terms, self.do, self.dfinal, self.scale)
-            both.append({"o": o, "final": final, **{n: grads[n] for n in "qkv"}})
-        return {f"{n}'": o.new_tensor(error(x, both[1][n].double())) for n, x in both[0].items()}
+            both.append({"o": o, "final": final, **grads})
+        mine, theirs = both
+        return {f"{n}'": o.new_tensor(error(x, theirs[n].double())) for n, x in mine.items()}
+
+    def grads(self, own: Any) -> Any:
+        like, rows = self.do, self.solved.rows
+        given = (like, rows, like, like, self.states, self.states, self.scale, own)
+        return self.portable._grads(self.terms, *given)
 
     def forward(self) -> Any:
         self.solved = self.solve90()
@@ -399,6 +405,8 @@ def times(name: str) -> str:
             calls.terms, solved, scale, like, states=calls.states, s_in=calls.s_in
         ),
         "p_back": portable_back,
+        "grads": lambda: calls.grads(launch._OWN),
+        "p_grads": lambda: calls.grads(None),
         "op": lambda: launch.forward(calls.terms, scale),
         "op_back": lambda: launch.backward(calls.terms, calls.do, None, scale),
         "p_forward": lambda: portable.forward(calls.terms, scale),

@@ -32,7 +32,6 @@ CASES: dict[
 class Descriptor(threads.Descriptor):
     def __init__(self, x: Tensor, width: int, rows: int, columns: int) -> None:
         super().__init__(x.view(-1, width).numpy(), (rows, columns))
-        self.block_type = SimpleNamespace(nbytes=rows * columns)
 
 
 class Pointer(threads.Pointer):
@@ -40,19 +39,6 @@ class Pointer(threads.Pointer):
 
     def __init__(self, x: Tensor) -> None:
         super().__init__(x.view(-1).numpy())
-
-
-def _expect(barrier: Any, count: int) -> None:
-    assert not getattr(barrier, "missing", 0)
-    barrier.missing = count
-
-
-def _copy_in(desc: Descriptor, at: list, barrier: Any, buffer: threads.Buffer) -> None:
-    quiet = SimpleNamespace(arrive=lambda: None)
-    threads._copy_in(desc, at, quiet, buffer)  # pyright: ignore[reportArgumentType]
-    barrier.missing -= buffer.data.size
-    if not barrier.missing:
-        barrier.arrive()
 
 
 def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:
@@ -78,7 +64,6 @@ class Buffer(threads.Buffer):
 def emulated() -> Any:
     """What these kernels want and those of attention don't."""
     language, barriers = threads._language(), threads._mbarrier()
-    barriers.expect = _expect
     made = SimpleNamespace(get_default_for=threads._nothing)
     vars(language).update(
         bfloat16="16-bit",
@@ -90,7 +75,7 @@ def emulated() -> Any:
         NVMMASharedLayout=made,
         SwizzledSharedLayout=threads._nothing,
     )
-    parts = ("delta_solve", "delta_walk", "delta_walk_back", "parts")
+    parts = ("delta_solve", "delta_walk", "delta_walk_back", "delta_grads", "parts")
     anew = tuple(f"slipstream.kernels.linear.hopper.{name}" for name in parts)
     with (
         mock.patch.object(threads, "_language", return_value=language),
@@ -101,7 +86,7 @@ def emulated() -> Any:
         import sys
 
         gluon: Any = sys.modules["slipstream.kernels.gluon"]
-        gluon.copy_in, gluon.copy_out = _copy_in, _copy_out
+        gluon.copy_out = _copy_out
         gluon.store_wait = threads._nothing
         yield
 
@@ -109,7 +94,12 @@ def emulated() -> Any:
 @functools.cache
 def kernels() -> SimpleNamespace:
     with emulated():
-        from slipstream.kernels.linear.hopper import delta_solve, delta_walk, delta_walk_back
+        from slipstream.kernels.linear.hopper import (
+            delta_grads,
+            delta_solve,
+            delta_walk,
+            delta_walk_back,
+        )
 
         module: Any = delta_solve
         module.halves = lambda b: (b, 0.0 * b)
@@ -117,6 +107,7 @@ def kernels() -> SimpleNamespace:
             solve=delta_solve.delta_solve_sm90_kernel,
             walk=delta_walk.delta_walk_sm90_kernel,
             back=delta_walk_back.delta_walk_back_sm90_kernel,
+            grads=delta_grads.delta_grads_sm90_kernel,
         )
 
 
@@ -202,6 +193,23 @@ class Run:
         self.call(kernels().back, tensors, s_in, s_out)
         return dv, states
 
+    def grads(self, do: Tensor, w: Tensor, dv: Tensor, states: Tensor, dstates: Tensor) -> dict:
+        """Of q, k, beta and g."""
+        t, (HV, V), (H, K) = self.terms, (self.HV, self.V), (self.H, self.K)
+        BK = K // 2
+        made = {n: self.empty(self.B, self.T, HV, K) for n in "qk"}
+        sums = {n: self.empty(self.B, self.T, HV) for n in ("beta", "g")}
+        given = [Descriptor(x, H * K, C, BK) for x in (t.q, t.k)]
+        given += [Descriptor(x, HV * V, C, V) for x in (do, w, dv)]
+        given += [Descriptor(x, K, V, BK) for x in (states, dstates)]
+        given += [Descriptor(x, HV * K, C, BK) for x in made.values()]
+        pointers = [Pointer(x) for x in (*made.values(), self.rows, *sums.values())]
+        flags = {name: self.flags[name] for name in ("K", "V", "C", "HAS_GATE", "PACKED")}
+        threads.launch(
+            kernels().grads, self.chunks * HV, (*given, *pointers, *self.sizes[:6]), **flags, BK=BK
+        )
+        return {n: x.view(self.B, self.T, H, -1, K).sum(3) for n, x in made.items()} | sums
+
 
 def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want.detach(), rtol=1e-8, atol=1e-8)
@@ -217,6 +225,7 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     o, _ = run.walk(terms.initial_state, final, keep=False)
     dv, _ = run.back(do, dfinal, dinitial)
     w, states = run.walk(terms.initial_state, None, keep=True)
+    _, dstates = run.back(do, dfinal, None)
     live: dict[str, Any] = {
         name: x[:, :end].clone().requires_grad_() if name in ("q", "k", "v", "g", "beta") else x
         for name, x in terms._asdict().items()
@@ -226,7 +235,13 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     live["initial_state"] = start.clone().requires_grad_()
     want_o, want_final = linear_reference(Terms(**live), 0.3)
     loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
-    want_dv, want_dinitial = torch.autograd.grad(loss, [live["v"], live["initial_state"]])
+    names = [n for n in ("v", "initial_state", "q", "k", "beta", "g") if n in live]
+    want = dict(zip(names, torch.autograd.grad(loss, [live[n] for n in names]), strict=True))
+    want_dv, want_dinitial = want["v"], want["initial_state"]
+    states, dstates = states.nan_to_num(), dstates.nan_to_num()
+    found = run.grads(do, w, dv, states, dstates)
+    for name in names[2:]:
+        near(found[name][:, :end], want[name])
     near(o[:, :end], want_o)
     near(final, want_final)
     near(dv[:, :end], want_dv)

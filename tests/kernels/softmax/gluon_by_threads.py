@@ -11,6 +11,7 @@ number, an error or a wait that does not end. Layouts, registers and rounding ar
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -63,16 +64,21 @@ def tensor(x: Any) -> Tensor:
 class Pointer:
     def __init__(self, data: np.ndarray, at: Any = 0) -> None:
         self.data, self.at = data, at
+        self.dtype = SimpleNamespace(element_ty="16-bit")
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.data, self.at + np.asarray(offset))
 
 
 class Descriptor:
-    def __init__(self, data: np.ndarray, block: tuple[int, int]) -> None:
+    def __init__(self, data: np.ndarray, block: tuple[int, ...]) -> None:
         self.data, self.dtype, self.layout = data, "16-bit", None
-        self.block_type = SimpleNamespace(nbytes=block)
+        self.block_type = SimpleNamespace(nbytes=int(np.prod(block)), shape=block)
         self.block = block
+
+    def part(self, at: list) -> np.ndarray:
+        assert len(at) == len(self.block) and min(int(x) for x in at) >= 0
+        return self.data[tuple(slice(int(x), int(x) + n) for x, n in zip(at, self.block))]
 
 
 class Buffer:
@@ -87,8 +93,9 @@ class Buffer:
     def permute(self, order: tuple[int, ...]) -> "Buffer":
         return Buffer(self.data.transpose(order))
 
-    def slice(self, start: int, length: int) -> "Buffer":
-        return Buffer(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
+        part = slice(start, start + length)
+        return Buffer(self.data[part] if dim == 0 else self.data[:, part])
 
     def load(self, layout: Any) -> Tensor:
         return tensor(self.data.copy())
@@ -101,13 +108,14 @@ class Buffer:
 class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.count = self.arrived = self.phase = 0
+        self.count = self.arrived = self.phase = self.missing = 0
 
-    def arrive(self) -> None:
+    def arrive(self, arrivals: int = 1, missing: int = 0) -> None:
         with self.changed:
-            self.arrived += 1
-            assert self.arrived <= self.count
-            if self.arrived == self.count:
+            self.arrived += arrivals
+            self.missing += missing
+            assert self.arrived <= self.count and self.missing >= 0
+            if self.arrived == self.count and not self.missing:
                 self.arrived, self.phase = 0, self.phase + 1
                 self.changed.notify_all()
 
@@ -150,12 +158,28 @@ def _mma_wait(left: int, deps: tuple) -> Any:
 
 
 def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> None:
-    row, column = (int(x) for x in at)
-    assert buffer.shape == desc.block and row >= 0 and column >= 0
+    assert buffer.shape == desc.block
     buffer.data[...] = 0.0
-    part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
-    buffer.data[: part.shape[0], : part.shape[1]] = part
-    barrier.arrive()
+    part = desc.part(at)
+    buffer.data[tuple(slice(0, n) for n in part.shape)] = part
+    barrier.arrive(0, -desc.block_type.nbytes)
+
+
+def _copy_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
+    desc.part(at)[...] = buffer.data
+
+
+def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
+    part = desc.part(at)
+    assert not np.isnan(part).any()
+    part += buffer.data
+
+
+def _turn_of(p: Pointer) -> Any:
+    time.sleep(1e-4)
+    if _LOCAL.errors:
+        raise TimeoutError("a turn does not come")
+    return tensor(p.data[p.at])
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
@@ -163,10 +187,12 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
         made = np.empty(shape, dtype=object)
         made[...] = [[Barrier() for _ in range(shape[1])] for _ in range(shape[0])]
         return Buffer(made)
-    return Buffer(np.full(shape, np.nan))
+    return Buffer(np.full(shape, -1) if dtype == "int32" else np.full(shape, np.nan))
 
 
-def _load(p: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+def _load(
+    p: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = ""
+) -> Tensor:
     at, mask = np.broadcast_arrays(p.at, mask)
     assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
     found = np.where(mask, p.data[np.where(mask, at, 0)], other)
@@ -177,6 +203,12 @@ def _store(p: Pointer, values: Any, mask: Any = True) -> None:
     at, values, mask = np.broadcast_arrays(p.at, values, mask)
     assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
     p.data[at[mask]] = values[mask]
+
+
+def _atomic_add(p: Pointer, value: Any, sem: str = "acq_rel") -> Tensor:
+    before = tensor(p.data[int(p.at)].copy())
+    p.data[int(p.at)] += value
+    return before
 
 
 def _specialize(parts: list, warps: list, registers: list) -> None:
@@ -228,10 +260,13 @@ def _language() -> SimpleNamespace:
         abs=lambda x: tensor(np.abs(x)),
         cdiv=lambda x, y: tensor(np.asarray(x) + y - 1) // y,
         convert_layout=lambda x, layout: x,
-        load=_load, store=_store, static_range=range,
+        load=_load, store=_store, atomic_add=_atomic_add, static_range=range,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         NVMMADistributedLayout=_nothing, DotOperandLayout=_nothing, SliceLayout=_nothing,
-        BlockedLayout=_nothing,
+        BlockedLayout=_nothing, SwizzledSharedLayout=_nothing,
+        inline_asm_elementwise=lambda asm, constraints, x, **options: tensor(np.exp2(x[0])),
+        NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        expand_dims=lambda x, axis: tensor(np.expand_dims(x, axis)),
     )  # fmt: skip
 
 
@@ -243,7 +278,7 @@ def _mbarrier() -> SimpleNamespace:
     return SimpleNamespace(
         MBarrierLayout=_nothing,
         init=lambda barrier, count: setattr(barrier, "count", count),
-        expect=_nothing,  # the copy arrives once it is done
+        expect=lambda barrier, size: barrier.arrive(1, size),
         arrive=arrive,
         wait=lambda barrier, parity: barrier.wait(parity),
     )
@@ -258,15 +293,20 @@ def emulated() -> Iterator[None]:
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
         "mbarrier": _mbarrier(),
         "copy_in": _copy_in,
+        "copy_out": _copy_out,
+        "store_wait": _nothing,
         "fence_async_shared": _nothing,
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }
     triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
+    turns = ModuleType("turns")
+    vars(turns).update(reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_store)
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
     vars(gluon).update(names)
     fake = {"triton": triton, "triton.language": language, "slipstream.kernels.gluon": gluon}
+    fake["slipstream.kernels.softmax.hopper.turns"] = turns
     kept = dict(sys.modules)
     try:
         for name in [n for n in sys.modules if n.startswith(_ANEW)]:
@@ -288,7 +328,30 @@ def kernel(path: str) -> Any:
 
 def launch(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
     """Programs one after another; integers become tensors."""
-    given = [tensor(x) if isinstance(x, int | float) else x for x in args]
     for i in range(programs):
-        _LOCAL.program = (i, programs)
-        kernel(*given, **constants)
+        _run(i, programs, kernel, args, constants)
+
+
+def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
+    """Programs that wait for one another."""
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            _run(i, programs, kernel, args, constants)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * _WAIT)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "programs wait for ever"
+
+
+def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
+    _LOCAL.program = (i, programs)
+    kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)

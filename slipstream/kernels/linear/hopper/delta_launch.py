@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
+from slipstream.kernels.linear.hopper.delta_grads import delta_grads_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
@@ -18,6 +19,8 @@ from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
 
 STAGES = 3
+TILE_K = 64  # channels of K that the gradients' kernel takes at a time
+GRADS = {"num_warps": 4, "maxnreg": 255}
 SOLVE = {"num_warps": 4, "maxnreg": 128}  # four programs fit a multiprocessor
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -112,6 +115,47 @@ def walk_back(
         scale,
         *_sizes(terms, segment),
         **_flags(terms, s_in, s_out, segment),
+    )
+
+
+def grads(
+    terms: Terms,
+    do: Tensor,
+    rows: Tensor,
+    w: Tensor,
+    dv: Tensor,
+    states: Tensor,
+    dstates: Tensor,
+    scale: float,
+    made: dict[str, Tensor],
+) -> None:
+    """Into made: those of q and k [B, T, HV, K], of beta and, with gates, of g [B, T, HV]."""
+    T, HV, V = terms.v.shape[1:]
+    H, K = terms.q.shape[2:]
+    launch: Any = kept(delta_grads_sm90_kernel)[(states.shape[0] * HV,)]
+    launch(
+        *(_tiles(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
+        *(_tiles(x, HV * V, CHUNK, V) for x in (do, w, dv)),
+        *(_tiles(x, K, V, TILE_K) for x in (states, dstates)),
+        *(_tiles(made[name], HV * K, CHUNK, TILE_K) for name in "qk"),
+        made["q"],
+        made["k"],
+        rows,
+        made["beta"],
+        made.get("g"),
+        terms.cu_seqlens,
+        scale,
+        T,
+        terms.sequences,
+        HV,
+        H,
+        K=K,
+        V=V,
+        BK=TILE_K,
+        C=CHUNK,
+        HAS_GATE=terms.g is not None,
+        PACKED=terms.cu_seqlens is not None,
+        **GRADS,
     )
 
 

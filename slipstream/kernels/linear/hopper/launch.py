@@ -1,4 +1,4 @@
-"""The delta rule on sm_90: its inverse and its walks are kernels here, the rest portable.
+"""The delta rule on sm_90: all but the ends and the joining of segments are kernels here.
 
 The portable walk that keeps states fits a multiprocessor twice without gates, this one once: that
 one is taken where there are more programs than multiprocessors.
@@ -74,4 +74,4 @@ def _segment(split: Split | None) -> tuple[int, int] | None:
     return None if split is None else (split.tokens, split.slots)
 
 
-_OWN = portable.Own(sm90.solve, _walk, _walk_back)
+_OWN = portable.Own(sm90.solve, _walk, _walk_back, sm90.grads)

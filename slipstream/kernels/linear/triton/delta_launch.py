@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton.delta_grads import delta_grads_kernel
+from slipstream.kernels.linear.triton.delta_grads_launch import launch_grads
 from slipstream.kernels.linear.triton.delta_plan import (
     chunk_slots,
     crowded,
@@ -33,6 +33,7 @@ from slipstream.kernels.linear.triton.delta_plan import (
 from slipstream.kernels.linear.triton.delta_solve import BASE, delta_solve_kernel
 from slipstream.kernels.linear.triton.delta_split import delta_scan_kernel
 from slipstream.kernels.linear.triton.delta_walk import delta_walk_back_kernel, delta_walk_kernel
+from slipstream.kernels.linear.triton.heads import sum_heads
 from slipstream.kernels.linear.triton.launch import Split, _contiguous, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
@@ -45,14 +46,14 @@ class Solved(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What launches the inverse and both walks instead of _solve's kernel, _walk, _walk_back.
-
-    But not for the ends of segments.
+    """What launches the inverse, both walks and the gradients instead of the kernels of _solve,
+    _walk, _walk_back, _grads. But not for the ends of segments.
     """
 
     solve: Callable[[Terms, Tensor, Tensor], None]
     walk: Callable[..., None]
     walk_back: Callable[..., None]
+    grads: Callable[..., None]
 
 
 def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,7 @@ def backward(
         walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
         walk(terms, solved, scale, w, states=states, s_in=met, split=split)
         walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
-        grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale)
+        grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own)
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
@@ -346,52 +347,19 @@ def _grads(
     states: Tensor,
     dstates: Tensor,
     scale: float,
+    own: Own | None = None,
 ) -> dict[str, Tensor]:
     """Gradients of q, k, v, beta, and p and g if given; those of beta and g in float32."""
-    B, T, HV, V = terms.v.shape
+    B, T, HV = terms.v.shape[:3]
     H, K = terms.q.shape[2:]
-    tile, _ = tile_of(terms)
-    BK = tile.grads.B
-    BV = min(64, BK)
     wide = {name: do.new_empty(B, T, HV, K) for name in "qkp" if getattr(terms, name) is not None}
     sums = {
         name: do.new_empty(B, T, HV, dtype=torch.float32)
         for name in ("beta", "g")
         if getattr(terms, name) is not None
     }
-    made, tma = tiles_of(
-        terms,
-        [do, w, dv, wide["q"], wide["k"], wide.get("p")],
-        [BV, BV, BV, BK, BK, BK],
-    )
-    given = [square(s, BV, BK) if tma else s for s in (states, dstates)]
-    launch: Any = kept(delta_grads_kernel)[(HV * states.shape[0],)]
-    launch(
-        terms.q,
-        terms.k,
-        terms.p,
-        *made[:3],
-        *given,
-        *made[3:],
-        rows,
-        sums["beta"],
-        sums.get("g"),
-        terms.cu_seqlens,
-        scale,
-        T,
-        terms.sequences,
-        HV,
-        H,
-        K=K,
-        V=V,
-        BK=BK,
-        BV=BV,
-        C=tile.C,
-        HAS_P=terms.p is not None,
-        GROUPED=H != HV,
-        TMA=tma,
-        **options(terms, tile.grads),
-    )
-    if HV != H:
-        wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
-    return {**wide, "v": dv, **sums}
+    if own is not None:
+        own.grads(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
+    else:
+        launch_grads(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
+    return {**{name: sum_heads(x, H) for name, x in wide.items()}, "v": dv, **sums}

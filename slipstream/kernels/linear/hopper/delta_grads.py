@@ -1,0 +1,229 @@
+"""Delta rule, no decay or one a token, on sm_90: the gradients that the walks left, by chunks.
+
+By the formulas of the portable delta_grads.py, with p = k. Everything comes by TMA, each of do, w
+and dv once; of S and dS' 64 channels of K at a time, whose buffers the next 64 get as soon as the
+products have read them. dq and dk leave through the buffers of q and k. A program takes 112 KB, so
+that two share a multiprocessor and one's loads run under the other's products.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.linear.hopper.parts import clear, place, ring
+
+
+@gluon.jit
+def load_states(states_desc, dstates_desc, ss, ds, bar, i_s, i_k):
+    mbarrier.expect(bar, states_desc.block_type.nbytes + dstates_desc.block_type.nbytes)
+    copy_in(states_desc, [i_s, i_k], bar, ss)
+    copy_in(dstates_desc, [i_s, i_k], bar, ds)
+
+
+@gluon.jit
+def products_of(ss, ds, V: gl.constexpr, BK: gl.constexpr):
+    """sum(S * dS')."""
+    STEP: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    b_z = gl.zeros([STEP, BK], gl.float32, layout)
+    for i in gl.static_range(V // STEP):
+        b_s = ss.slice(i * STEP, STEP).load(layout).to(gl.float32)
+        b_z += b_s * ds.slice(i * STEP, STEP).load(layout).to(gl.float32)
+    return gl.sum(gl.sum(b_z, 1), 0)
+
+
+@gluon.jit
+def triangles(
+    os, ws, vs, p_rows, o_i, o_j, scale, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr
+):
+    """As operands [i, j], then [j, i]; what a token owes itself, beta, start and end of decay."""
+    dtype: gl.constexpr = ws.dtype
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    zero = gl.zeros([C, C], gl.float32, al)
+    b_a = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    beta_j = gl.load(p_rows + o_j)
+    b_old = gl.where(o_i[:, None] > o_j[None, :], beta_j[None, :], zero)
+    start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, al))
+    end = start
+    whole = 1.0
+    if HAS_GATE:
+        G_i = gl.load(p_rows + C + o_i)
+        G_j = gl.load(p_rows + C + o_j)
+        G_C = gl.load(p_rows + (2 * C - 1))
+        between = gl.minimum(G_i[:, None] - G_j[None, :], 0.0)
+        b_old *= gl.exp2(between)
+        start = gl.exp2(G_i)
+        end = gl.exp2(G_C - G_i)
+        whole = gl.exp2(G_C)
+    b_a, b_m = warpgroup_mma_wait(0, deps=(b_a, b_m))
+    own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
+    c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
+    c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
+    b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_new = gl.where(o_i[:, None] < o_j[None, :], 1.0, zero)
+    if HAS_GATE:
+        b_new *= gl.exp2(gl.minimum(G_j[None, :] - G_i[:, None], 0.0))
+    b_at, b_mt = warpgroup_mma_wait(0, deps=(b_at, b_mt))
+    c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
+    c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
+    return c_a, c_m, c_at, c_mt, own, start, end, whole
+
+
+@gluon.jit
+def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `left` alone."""
+    if left >= C:
+        copy_out(desc, [i_t, i_col], tile)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+        o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
+        p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
+        gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
+def delta_grads_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, BK]
+    k_desc,
+    do_desc,  # [tokens, HV * V] by [C, V]
+    w_desc,
+    dv_desc,
+    states_desc,  # [chunks * HV * V, K] by [V, BK]
+    dstates_desc,
+    dq_desc,  # [tokens, HV * K] by [C, BK]
+    dk_desc,
+    dq_ptr,
+    dk_ptr,
+    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G of base 2
+    dbeta_ptr,  # [tokens, HV]
+    dg_ptr,  # [tokens, HV]
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    C: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (HV * chunks,), 4 warps: one program takes one chunk of one value head."""
+    dtype: gl.constexpr = k_desc.dtype
+    NK: gl.constexpr = K // BK
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    os = gl.allocate_shared_memory(dtype, [C, V], do_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [C, V], w_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [C, V], dv_desc.layout)
+    qs = gl.allocate_shared_memory(dtype, [NK, C, BK], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [NK, C, BK], k_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [V, BK], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [V, BK], dstates_desc.layout)
+    bars = ring(1, 3)
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    col = i_h * V
+    q_col = i_h // (HV // H) * K
+    mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
+    copy_in(do_desc, [row, col], bars.index(0), os)
+    copy_in(w_desc, [row, col], bars.index(0), ws)
+    copy_in(dv_desc, [row, col], bars.index(0), vs)
+    load_states(states_desc, dstates_desc, ss, ds, bars.index(1), pid * V, 0)
+    mbarrier.expect(bars.index(2), 2 * NK * q_desc.block_type.nbytes)
+    for i in gl.static_range(NK):
+        copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
+        copy_in(k_desc, [row, q_col + i * BK], bars.index(2), ks.index(i))
+
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    p_rows = rows_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
+    beta = gl.load(p_rows + o_i)
+    mbarrier.wait(bars.index(0), 0)
+    if left < C:
+        clear(os, left, C, V)
+        clear(ws, left, C, V)
+        clear(vs, left, C, V)
+        mbarrier.wait(bars.index(2), 0)
+        for i in gl.static_range(NK):
+            clear(qs.index(i), left, C, BK)
+            clear(ks.index(i), left, C, BK)
+        fence_async_shared()
+        gl.thread_barrier()
+    b_a, b_m, b_at, b_mt, own, start, end, whole = triangles(
+        os, ws, vs, p_rows, o_i, o_j, scale, al, C, HAS_GATE
+    )
+    mbarrier.wait(bars.index(2), 0)
+    zero = gl.zeros([C, BK], gl.float32, al)
+    sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
+    gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
+    e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+    z = 0.0
+    for i in gl.static_range(NK):
+        mbarrier.wait(bars.index(1), i & 1)
+        b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
+        b_dp = warpgroup_mma(vs, ss, zero, use_acc=False, is_async=True)
+        if HAS_GATE:
+            z += products_of(ss, ds, V, BK)
+        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+        if HAS_GATE:
+            b_dq *= start[:, None]
+            b_dp *= start[:, None]
+        b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
+        b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
+        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+        b_dk = warpgroup_mma(ws, ds, zero, use_acc=False, is_async=True)
+        b_k = ks.index(i).load(al)
+        b_q = qs.index(i).load(al)
+        b_dq *= scale
+        if HAS_GATE:
+            gates += gl.sum(b_dq * b_q - b_dp * b_k, 1)
+        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
+        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        if i + 1 < NK:
+            gl.thread_barrier()
+            load_states(states_desc, dstates_desc, ss, ds, bars.index(1), pid * V, (i + 1) * BK)
+        if HAS_GATE:
+            b_dk *= end[:, None]
+            e += gl.sum(b_dk * b_k, 1)
+        b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
+        b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
+        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        if HAS_GATE:
+            gates -= gl.sum(b_dk * b_k, 1) * beta
+        b_dk += own[:, None] * b_q
+        sums += gl.sum(b_dk * b_k, 1)
+        b_dk = b_dk * beta[:, None] - b_dp
+        gl.thread_barrier()
+        qs.index(i).store(b_dq)
+        ks.index(i).store(b_dk.to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        o_col = i_h * K + i * BK
+        write(dq_desc, dq_ptr, qs.index(i), row, o_col, HV * K, left, C, BK)
+        write(dk_desc, dk_ptr, ks.index(i), row, o_col, HV * K, left, C, BK)
+
+    o_t = (row + o_i).to(gl.int64) * HV + i_h
+    if HAS_GATE:
+        z = gl.sum(e * beta, 0) + z * whole
+        gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
+        dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
+        gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)
+    gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
+    store_wait(0)
