@@ -39,6 +39,11 @@ lint: venv
 
 check: lint test
 
-# every kernel for every architecture, without a GPU: docs/SUPPORT.md
+# The kernels for every architecture, without a GPU: docs/SUPPORT.md. Under the Triton that is here
+# thoroughly, with other ptxas on sm_90 if PTXAS names some, and under the other releases briefly.
+RELEASES ?= 3.7.1,3.8.0,3.9.0
+PTXAS ?=
 matrix: venv
+	$(foreach x,$(PTXAS),TRITON_PTXAS_PATH=$(x) $(VENV)/bin/slipstream matrix --arch sm_90 --record;)
 	$(VENV)/bin/slipstream matrix --record
+	$(VENV)/bin/slipstream matrix --triton $(RELEASES) --variants few --record

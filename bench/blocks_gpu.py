@@ -2,30 +2,29 @@
 
 python bench/blocks_gpu.py            # everything, beside torch
 python bench/blocks_gpu.py --check    # only the comparison with the float64 formulas
-python bench/blocks_gpu.py --times    # only the times; --peer adds Liger and fla if they are there
+python bench/blocks_gpu.py --times    # only the times; --peers torch liger fla: if they are there
+    --only REGEX                      # of the names of the work, of what is checked
+    --once                            # each call once, which compiles what is to be timed
 """
 
 import argparse
 import dataclasses
+import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from record import record
+from blocks_times import all_times, host_times, rand
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from slipstream.ops.activation import swiglu
-from slipstream.ops.conv import short_convolution, short_convolution_update
+from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.distill import linear_kl_div
-from slipstream.ops.loss import cross_entropy, linear_cross_entropy
-from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
-from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.ops.loss import cross_entropy
+from slipstream.ops.norm import rms_norm
 from tests.blocks import BLOCKS, Block, cast, leaves
 
 BF16 = torch.bfloat16
@@ -33,10 +32,6 @@ BF16 = torch.bfloat16
 # knows them to 1 / 256 only
 LIMITS = {torch.float32: 3e-5, torch.bfloat16: 0.007}
 COARSE = {"linear_cross_entropy": 0.05, "linear_kl_div": 0.05}
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 def big_cases() -> Iterator[Block]:
@@ -133,14 +128,14 @@ def compare(block: Block, T: int, D: int, dtype: torch.dtype) -> float:
     return max(error(x, y) for x, y in zip(got, want, strict=True))
 
 
-def check() -> bool:
+def check(only: re.Pattern[str]) -> bool:
     """One line a function and dtype: the worst error over its rows and sizes."""
     worst: dict[tuple, tuple[float, str]] = {}
     small = [(block, 100, 30) for block in BLOCKS]
     skipped = ("attention", "embedding", "token_shift", "short_convolution_update")
     for block, T, D in (*small, *((block, 0, 0) for block in big_cases())):
         name = block.name.split("-")[0]
-        if name in skipped:
+        if name in skipped or not only.search(name):
             continue
         for dtype, limit in LIMITS.items():
             where = f"{block.name} {T, D}"
@@ -152,15 +147,12 @@ def check() -> bool:
             e /= COARSE.get(name, limit) if dtype == BF16 else limit
             if not e <= worst.get((name, dtype), (-1.0, ""))[0]:
                 worst[name, dtype] = (e, where)
-    worst["huge", BF16] = (check_huge() / LIMITS[BF16], "2^31 elements")
-    worst["update", BF16] = (check_update() / LIMITS[BF16], "")
-    for dtype in LIMITS:
-        limit = COARSE["linear_kl_div"] if dtype == BF16 else LIMITS[dtype]
-        try:
-            worst["linear_kl_div", dtype] = (check_kl(dtype) / limit, "")
-        except Exception as fault:
-            worst["linear_kl_div", dtype] = (float("inf"), f"{type(fault).__name__} {fault}"[:150])
-    worst["one rank's shard", BF16] = (check_shard() / LIMITS[BF16], "")
+    for (name, dtype), run in RUNS.items():
+        if only.search(name):
+            try:
+                worst[name, dtype] = (run(), "")
+            except Exception as fault:
+                worst[name, dtype] = (float("inf"), f"{type(fault).__name__} {fault}"[:150])
     for (name, dtype), (e, where) in worst.items():
         verdict = "ok" if e <= 1 else f"WRONG at {where}"
         print(f"{name:22} {str(dtype)[6:]:9} {e:.2f} of the limit  {verdict}", flush=True)
@@ -239,254 +231,30 @@ def check_shard() -> float:
     return error(torch.cat(grads, 1), want)
 
 
-def bench(fn: Callable[[], Any]) -> float:
-    from triton.testing import do_bench
-
-    timed: Any = do_bench
-    return timed(fn, warmup=15, rep=60, return_mode="median")
-
-
-def first(fn: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    fn()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-@dataclasses.dataclass
-class Work:
-    """units: tensors of `numel` 16-bit elements that must move, forward and backward (0: not
-    alone)."""
-
-    name: str
-    numel: int
-    units: tuple[int, int]
-    inputs: list[Tensor]
-    call: Callable[..., Tensor]
-    peers: dict[str, Callable[..., Tensor]]
-
-
-def functions(peer: bool) -> dict[str, Callable]:
-    """Liger's and fla's, if they can be imported."""
-    found: dict[str, Callable] = {}
-    if not peer:
-        return found
-    try:
-        from liger_kernel.transformers import functional as liger
-
-        found["rms liger"] = lambda x, w: liger.liger_rms_norm(x, w, 1e-5)
-        found["ce liger"] = liger.liger_cross_entropy
-        found["linear liger"] = liger.liger_fused_linear_cross_entropy
-        found["swiglu liger"] = liger.liger_swiglu
-    except ImportError as fault:
-        print("no Liger:", fault)
-    try:
-        from fla.modules.convolution import causal_conv1d
-        from fla.modules.layernorm import rms_norm as fla_rms
-
-        found["rms fla"] = lambda x, w: fla_rms(x, w, None, eps=1e-5)
-        found["conv fla"] = lambda x, w: causal_conv1d(x, w, activation="silu")[0]
-    except ImportError as fault:
-        print("no fla:", fault)
-    return found
-
-
-def works(peer: bool) -> Iterator[Callable[[], Work]]:
-    known = functions(peer)
-
-    def peers(kind: str) -> dict[str, Callable]:
-        return {name.split()[1]: f for name, f in known.items() if name.split()[0] == kind}
-
-    def torch_conv(x: Tensor, w: Tensor) -> Tensor:
-        padded = F.pad(x.mT, (w.shape[1] - 1, 0))
-        return F.silu(F.conv1d(padded, w[:, None], groups=w.shape[0])).mT
-
-    def norm(name: str, R: int, D: int) -> Work:
-        x, w = rand(R, D, dtype=BF16), rand(D, dtype=BF16)
-        label, shape = f"{name} {R}x{D}", (D,)
-        if name == "layer_norm":
-            own = {"torch": lambda x, w: F.layer_norm(x, shape, w)}
-            return Work(label, x.numel(), (2, 3), [x, w], layer_norm, own)
-        if name == "rms_norm":
-            own = {"torch": lambda x, w: F.rms_norm(x, shape, w, 1e-5), **peers("rms")}
-            return Work(label, x.numel(), (2, 3), [x, w], rms_norm, own)
-        other = rand(R, D, dtype=BF16)
-        if name == "rms_norm_gated":
-            return Work(label, x.numel(), (3, 5), [x, other, w], rms_norm_gated, {})
-
-        def residual(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
-            return rms_norm(x, w, residual=r, prenorm=True)[0]
-
-        return Work(label, x.numel(), (4, 3), [x, other, w], residual, {})
-
-    def heads(name: str) -> Work:
-        x = rand(8192, 32 * 128, dtype=BF16)
-        if name == "l2_norm":
-            return Work("l2_norm 262144x128", x.numel(), (2, 3), [x.view(-1, 128)], l2_norm, {})
-        w = rand(4096, dtype=BF16)
-        return Work(
-            "group_norm 8192x32x128", x.numel(), (2, 3), [x, w],
-            lambda x, w: group_norm(x, 32, w), {},
-        )  # fmt: skip
-
-    def loss(N: int, V: int, linear: bool) -> Work:
-        target = torch.randint(0, V, (N,), device="cuda")
-        if not linear:
-            given = [rand(N, V, dtype=BF16)]
-            own = {"torch": lambda x: F.cross_entropy(x, target)}
-            own |= {k: lambda x, f=f: f(x, target) for k, f in peers("ce").items()}
-            label = f"cross_entropy {N}x{V}"
-            return Work(label, N * V, (0, 2), given, lambda x: cross_entropy(x, target), own)
-        given = [rand(N, 2048, dtype=BF16), 0.02 * rand(V, 2048, dtype=BF16)]
-        own = {k: lambda h, w, f=f: f(h, w, target) for k, f in peers("linear").items()}
-        own = {"torch": lambda h, w: F.cross_entropy(h @ w.t(), target), **own}
-        label = f"linear_ce {N}x{V}"
-        return Work(label, 0, (0, 0), given, lambda h, w: linear_cross_entropy(h, w, target), own)
-
-    def kl(N: int, V: int) -> Work:
-        given = [rand(N, 2048, dtype=BF16), 0.02 * rand(V, 2048, dtype=BF16)]
-        y, u = rand(N, 2048, dtype=BF16), 0.02 * rand(V, 2048, dtype=BF16)
-
-        def plain(h: Tensor, w: Tensor) -> Tensor:
-            q, p = (F.log_softmax((x @ m.t()).float(), -1) for x, m in ((h, w), (y, u)))
-            return F.kl_div(q, p, reduction="batchmean", log_target=True)
-
-        return Work(
-            f"linear_kl {N}x{V}", 0, (0, 0), given, lambda h, w: linear_kl_div(h, w, y, u),
-            {"torch": plain},
-        )  # fmt: skip
-
-    def conv() -> Work:
-        x, w = rand(4, 4096, 4096, dtype=BF16), rand(4096, 4, dtype=BF16)
-        own = {"torch": torch_conv, **peers("conv")}
-        return Work(
-            "short_conv 4x4096x4096 W4", x.numel(), (2, 3), [x, w],
-            lambda x, w: short_convolution(x, w, activation="silu")[0], own,
-        )  # fmt: skip
-
-    def turn() -> Work:
-        x, (cos, sin) = rand(4, 4096, 32, 128, dtype=BF16), rotary_tables(torch.arange(4096), 128)
-        cos, sin = cos.cuda(), sin.cuda()
-        return Work(
-            "rotary 4x4096x32x128", x.numel(), (2, 2), [x],
-            lambda x: rotary_embedding(x, cos, sin), {},
-        )  # fmt: skip
-
-    def glu() -> Work:
-        given = [rand(16384, 8192, dtype=BF16) for _ in range(2)]
-        own = {"torch": lambda g, u: F.silu(g) * u, **peers("swiglu")}
-        return Work("swiglu 16384x8192", given[0].numel(), (3, 5), given, swiglu, own)
-
-    for name in ("rms_norm", "layer_norm", "rms_norm_gated", "rms_norm+residual"):
-        yield lambda name=name: norm(name, 32768, 2048)
-    yield lambda: norm("rms_norm", 8192, 16384)
-    yield lambda: norm("rms_norm", 2048, 65536)
-    yield from (lambda n=n: heads(n) for n in ("l2_norm", "group_norm"))
-    for linear in (False, True):
-        yield lambda linear=linear: loss(16384, 32000, linear)
-        yield lambda linear=linear: loss(8192, 151936, linear)
-    yield lambda: kl(8192, 32000)
-    yield from (conv, turn, glu)
-
-
-def times(work: Work, who: str, call: Callable[..., Tensor]) -> dict[str, Any]:
-    inputs = [x.detach().requires_grad_() for x in work.inputs]
-    tb = work.numel * 2 / 1e9  # of one tensor, by ms
-    row: dict[str, Any] = {"work": work.name, "who": who, "fwd_ms": "", "fwd_tbs": ""}
-    row |= {"bwd_ms": "", "bwd_tbs": "", "both_ms": "", "first_s": "", "peak_gib": ""}
-    row["beyond_gib"] = ""
-
-    def both() -> None:
-        out = call(*inputs)
-        torch.autograd.grad(out, inputs, None if out.dim() == 0 else dy)
-
-    with torch.no_grad():
-        dy = torch.randn_like(call(*inputs)) if work.units[0] else None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    row["first_s"] = f"{first(both):.2f}"
-    peak = torch.cuda.max_memory_allocated() - before
-    grads = sum(x.numel() * x.element_size() for x in inputs)
-    row |= {"peak_gib": f"{peak / 2**30:.2f}", "beyond_gib": f"{(peak - grads) / 2**30:.2f}"}
-    row["both_ms"] = f"{bench(both):.3f}"
-    if not work.units[0]:
-        return row
-    with torch.no_grad():
-        forward = bench(lambda: call(*inputs))
-    out = call(*inputs)
-    backward = bench(lambda: torch.autograd.grad(out, inputs, dy, retain_graph=True))
-    row |= {"fwd_ms": f"{forward:.3f}", "fwd_tbs": f"{work.units[0] * tb / forward:.2f}"}
-    row |= {"bwd_ms": f"{backward:.3f}", "bwd_tbs": f"{work.units[1] * tb / backward:.2f}"}
-    return row
-
-
-def all_times(peer: bool) -> None:
-    rows = []
-    print(f"{'work':27} {'who':6}  fwd ms TB/s   bwd ms TB/s   both ms  first s peak GiB w/o grads")
-    for make in works(peer):
-        work = make()
-        for who, call in {"ours": work.call, **work.peers}.items():
-            try:
-                row = times(work, who, call)
-            except Exception as fault:
-                print(f"{work.name} {who}: {type(fault).__name__} {str(fault)[:150]}", flush=True)
-                continue
-            rows.append(row)
-            print(
-                f"{row['work']:27} {who:6} {row['fwd_ms']:>7} {row['fwd_tbs']:>4}  "
-                f"{row['bwd_ms']:>7} {row['bwd_tbs']:>4}  {row['both_ms']:>8} "
-                f"{row['first_s']:>8} {row['peak_gib']:>8} {row['beyond_gib']:>8}",
-                flush=True,
-            )
-        del work
-        torch.cuda.empty_cache()
-    record("blocks_gpu", rows)
-
-
-def host_times() -> None:
-    """Microseconds a call takes on the host, 200 of them without waiting for the device."""
-    x, w = rand(4, 64, dtype=BF16), rand(64, dtype=BF16)
-    grads = [t.clone().requires_grad_() for t in (x, w)]
-    taps, state = rand(64, 4, dtype=BF16), rand(4, 64, 4, dtype=BF16)
-    target = torch.zeros(4, dtype=torch.int64, device="cuda")
-    cos, sin = (t.cuda() for t in rotary_tables(torch.arange(4), 16))
-    logits = rand(4, 64, dtype=BF16).requires_grad_()
-    calls: dict[str, Callable[[], Any]] = {
-        "rms_norm": lambda: rms_norm(x, w),
-        "rms_norm saving": lambda: rms_norm(grads[0], grads[1]),
-        "F.rms_norm": lambda: F.rms_norm(x, (64,), w, 1e-5),
-        "layer_norm": lambda: layer_norm(x, w),
-        "short_convolution": lambda: short_convolution(x[None], taps, activation="silu"),
-        "conv update": lambda: short_convolution_update(x, state, taps, activation="silu"),
-        "cross_entropy": lambda: cross_entropy(logits, target),
-        "rotary": lambda: rotary_embedding(x.view(1, 4, 4, 16), cos, sin),
-        "swiglu": lambda: swiglu(x, x),
-    }
-    line = []
-    for name, call in calls.items():
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(200):
-            call()
-        line.append(f"{name} {(time.perf_counter() - start) * 5e3:.0f}")
-        torch.cuda.synchronize()
-    print("host us a call:", ", ".join(line), flush=True)
+# what the table of blocks has not: by name and dtype, the error as a part of the limit
+RUNS: dict[tuple, Callable[[], float]] = {
+    ("huge", BF16): lambda: check_huge() / LIMITS[BF16],
+    ("update", BF16): lambda: check_update() / LIMITS[BF16],
+    ("linear_kl_div", torch.float32): lambda: check_kl(torch.float32) / LIMITS[torch.float32],
+    ("linear_kl_div", BF16): lambda: check_kl(BF16) / COARSE["linear_kl_div"],
+    ("one rank's shard", BF16): lambda: check_shard() / LIMITS[BF16],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "peer"):
+    for name in ("check", "times", "once"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--peers", nargs="*", default=["torch"])
+    parser.add_argument("--only", default="", type=re.compile)
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    fine = options.times or check()
+    fine = options.times or check(options.only)
     if not options.check:
-        host_times()
-        all_times(options.peer)
+        if not options.only.pattern:
+            host_times()
+        all_times(options.peers, options.only, options.once)
     raise SystemExit(0 if fine else "results differ from the formulas")
 
 

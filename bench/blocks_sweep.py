@@ -1,16 +1,18 @@
 """Tiles of the norms, losses and the short convolution on a GPU: the best of many at given shapes,
 each with its numbers checked.
 
-python bench/blocks_sweep.py norm|loss|conv ...      all of them if none is named
+python bench/blocks_sweep.py norm|loss|conv ...   all of them if none is named; norm128 is one width
 """
 
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ahead import ahead
 from record import record
 from torch import Tensor
 
@@ -31,13 +33,6 @@ _FOUND: list[dict[str, Any]] = []
 
 def rand(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def bench(fn: Callable[[], Any]) -> float:
-    from triton.testing import do_bench
-
-    timed: Any = do_bench
-    return timed(fn, warmup=10, rep=30, return_mode="median")
 
 
 def error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
@@ -63,12 +58,13 @@ def trials(
     found = []
     for setting in settings:
         put(setting)
+        name = re.sub(r"[a-z_A-Z]+=", "", str(setting))
         try:
             off = check(run())
-            ms = bench(run) if off <= limit else float("inf")
-            found.append((ms, str(setting) + ("" if off <= limit else f" WRONG {off:.1e}")))
+            ms = ahead(run) if off <= limit else float("inf")
+            found.append((ms, name + ("" if off <= limit else f" WRONG {off:.1e}")))
         except Exception as fault:  # too many registers or too much shared memory is a row too
-            found.append((float("inf"), f"{setting} {type(fault).__name__}"))
+            found.append((float("inf"), f"{name} {type(fault).__name__}"))
         _FOUND.append({"work": label, "setting": found[-1][1], "ms": f"{found[-1][0]:.4f}"})
     put(settings[0])
     today, *_ = found
@@ -98,20 +94,43 @@ def norms(R: int, D: int) -> None:
         ),
     }
 
-    def put(name: str, setting: Any) -> None:
-        """A table as it is, or one row for all widths."""
-        table = setting if isinstance(setting[0], tiles.Row) else (tiles.Row(*setting),)
-        setattr(tiles, name, table)
+    def put(rows: dict[str, Any]) -> None:
+        """Tables or rows in the place of today's."""
+        for name, row in {**TODAY, **rows}.items():
+            setattr(tiles, name, row)
         norm_launch._tile.cache_clear()
         norm_launch._FORWARD.clear()
 
-    ahead = {"FORWARD": ((0, 1), (8, 1)), "BACKWARD": ((1, 2), (2, 1), (2, 2), (2, 3), (3, 1))}
     for name, (run, check) in runs.items():
-        settings: list = [getattr(tiles, name)]
-        for elements, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (16384, 16)):
-            if elements >= D // 2:
-                settings += [(1 << 20, elements, warps, *way) for way in ahead[name]]
-        trials(f"norm {R}x{D} {name}", run, settings, lambda s, name=name: put(name, s), check)
+        settings = [{}, *norm_settings(name, D)]
+        trials(f"norm {R}x{D} {name}", run, settings, put, check)
+
+
+TODAY = {name: getattr(tiles, name) for name in ("FORWARD", "BACKWARD", "LOOPED", "SPLIT")}
+
+
+def norm_settings(name: str, D: int) -> Iterator[dict[str, Any]]:
+    """One row for all widths, or the row of those that are too long."""
+    if D > 16384:
+        if name == "FORWARD":
+            for BD, warps in ((8192, 16), (16384, 16), (16384, 32), (32768, 32)):
+                yield {"LOOPED": tiles.Row(BD, BD, warps, 0, 1)}
+            return
+        for BD, elements, warps in (
+            (2048, 8192, 8), (4096, 4096, 8), (4096, 8192, 8), (4096, 16384, 16), (8192, 8192, 8),
+            (8192, 16384, 16), (2048, 16384, 16),
+        ):  # fmt: skip
+            for per in (1, 2, 4):
+                yield {"SPLIT": tiles.Row(BD, elements, warps, per, 1)}
+        return
+    every = {"FORWARD": ((0, 1),), "BACKWARD": ((1, 1), (2, 1), (2, 3), (3, 3), (4, 3))}
+    for elements, warps in (
+        (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 8), (16384, 16),
+        (16384, 32),
+    ):  # fmt: skip
+        if D // 2 <= elements <= max(64 * D, 8192):
+            for way in every[name] if D < 16384 else ((1, 1), (2, 1)):
+                yield {name: (tiles.Row(1 << 20, elements, warps, *way),)}
 
 
 def losses(N: int, V: int) -> None:
@@ -174,16 +193,16 @@ def convolutions() -> None:
             lambda: conv_launch.forward(x, w, None, None, None, None, True),
             lambda got: error([got[0][:, :500]], [y.detach()]),
         ),
-        "BACKWARD": (
+        "WALK": (
             lambda: conv_launch.backward(dy, x, w, None, None, None, None, True),
             # the last rows know nothing of what follows the slice
             lambda got: error([got[0][:, :490]], [dx[:, :490]]),
         ),
     }
-    shapes = ((8, 256, 2), (8, 128, 1), (16, 256, 2), (16, 128, 1), (8, 256, 1), (16, 256, 4))
+    shapes = ((8, 256, 2), (8, 128, 1), (8, 128, 2), (8, 256, 4), (4, 256, 2), (16, 256, 4))
     for name, (run, check) in runs.items():
         settings = [getattr(conv_launch, name)]
-        settings += [conv_launch.Tile(*s, per) for s in shapes for per in (4, 6, 8, 10, 14)]
+        settings += [conv_launch.Tile(*s, per) for s in shapes for per in (3, 4, 5, 6, 8, 12)]
         put = lambda s, name=name: setattr(conv_launch, name, s)  # noqa: E731
         trials(f"conv {name}", run, settings, put, check)
 
@@ -192,8 +211,8 @@ def main() -> None:
     wanted = sys.argv[1:] or ["norm", "loss", "conv"]
     print(torch.cuda.get_device_name(), torch.__version__)
     torch.manual_seed(0)
-    if "norm" in wanted:
-        for shape in ((32768, 2048), (8192, 16384)):
+    for shape in ((32768, 2048), (8192, 16384), (2048, 65536), (262144, 128)):
+        if {"norm", f"norm{shape[1]}"} & set(wanted):
             norms(*shape)
     if "loss" in wanted:
         for shape in ((16384, 32000), (8192, 151936)):

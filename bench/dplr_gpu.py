@@ -30,6 +30,18 @@ from slipstream.kernels.linear.triton import dplr_launch as launch
 from slipstream.kernels.linear.triton import dplr_tiles
 from slipstream.kernels.linear.triton.delta_tiles import Part
 
+
+def own(terms: Terms) -> Any:
+    """The kernels that the plan takes."""
+    from slipstream.kernels.linear.hopper import plan
+
+    if plan.refuses(terms) is not None:
+        return None
+    from slipstream.kernels.linear.hopper import dplr_launch
+
+    return dplr_launch
+
+
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 TIMED = (1, 8192, 96, 96, 128, 128, None)
 # of outputs, of gradients, of those of g and beta
@@ -100,8 +112,8 @@ def error(got: Tensor, want: Tensor) -> float:
 def run_ours(kind: str, terms: Terms, do: Tensor, dfinal: Tensor, scale: float) -> dict:
     """Results by name; rwkv7 by way of its public function."""
     if kind != "rwkv7":
-        o, final = launch.forward(terms, scale)
-        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
+        o, final = launch.forward(terms, scale, own(terms))
+        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale, own(terms))}
     from slipstream.ops.rwkv7 import chunk_rwkv7
 
     names = ("q", "g", "k", "v", "a", "b", "initial_state")
@@ -209,19 +221,21 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
     terms = launch._all_contiguous(terms)
     do, o = (torch.randn_like(terms.v) for _ in range(2))
     final = do.new_empty(terms.state_shape, dtype=torch.float32)
-    kept = launch._prepare(terms, scale, keep=True)
+    kept = launch._prepare(terms, scale, keep=True, own=own(terms))
     x, states = launch._kept(terms, kept)
     walked = launch.Walked(x, torch.empty_like(x), states, torch.empty_like(states))
-    launch._walk(terms, kept, x=x, states=states)
-    launch._walk_back(terms, do, kept, walked, None, None)
+    launch._walk(terms, kept, x=x, states=states, own=own(terms))
+    launch._walk_back(terms, do, kept, walked, None, None, own(terms))
     scores, _, dbeta = launch._scores(terms, do, kept, walked, scale)
     return {
-        "prepare": lambda: launch._prepare(terms, scale, keep=True),
-        "walk": lambda: launch._walk(terms, kept, o=o, final=final),
-        "keep": lambda: launch._walk(terms, kept, x=x, states=states),
-        "back": lambda: launch._walk_back(terms, do, kept, walked, None, None),
+        "prepare": lambda: launch._prepare(terms, scale, keep=True, own=own(terms)),
+        "walk": lambda: launch._walk(terms, kept, o=o, final=final, own=own(terms)),
+        "keep": lambda: launch._walk(terms, kept, x=x, states=states, own=own(terms)),
+        "back": lambda: launch._walk_back(terms, do, kept, walked, None, None, own(terms)),
         "scores": lambda: launch._scores(terms, do, kept, walked, scale),
-        "grads": lambda: launch._grads(terms, do, walked, scores, dbeta, kept.strong, scale),
+        "grads": lambda: launch._grads(
+            terms, do, walked, scores, dbeta, kept.strong, scale, own(terms)
+        ),
     }
 
 
@@ -265,10 +279,12 @@ def times(kind: str, with_peer: bool) -> None:
     do, scale = torch.randn_like(terms.v), 1.0 if kind == "rwkv7" else terms.q.shape[-1] ** -0.5
 
     def both() -> None:
-        launch.forward(terms, scale)
-        launch.backward(terms, do, None, scale)
+        launch.forward(terms, scale, own(terms))
+        launch.backward(terms, do, None, scale, own(terms))
 
-    rows = [timed(kind, "slipstream", terms, lambda: launch.forward(terms, scale), both)]
+    rows = [
+        timed(kind, "slipstream", terms, lambda: launch.forward(terms, scale, own(terms)), both)
+    ]
     each = {name: bench(fn) for name, fn in stages(terms, scale).items()}
     print("   ", *(f"{name} {ms:.3f}" for name, ms in each.items()), "ms", flush=True)
     if with_peer:
@@ -291,8 +307,8 @@ def host_time() -> None:
     terms = inputs("kda", (1, 64, 1, 1, 128, 128, None), "weak", torch.bfloat16, state=False)
     do = torch.randn_like(terms.v)
     for name, fn in (
-        ("forward", lambda: launch.forward(terms, 0.1)),
-        ("backward", lambda: launch.backward(terms, do, None, 0.1)),
+        ("forward", lambda: launch.forward(terms, 0.1, own(terms))),
+        ("backward", lambda: launch.backward(terms, do, None, 0.1, own(terms))),
     ):
         fn()
         torch.cuda.synchronize()

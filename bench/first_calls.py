@@ -4,6 +4,7 @@
     python bench/first_calls.py kda gla       # these
     python bench/first_calls.py --compile     # besides, under torch.compile(fullgraph=True)
     python bench/first_calls.py --part 0/2    # the first half of them
+    python bench/first_calls.py --cold        # only with an empty cache
 
 cold: Triton's cache is empty; warm: it is as the cold call left it. Of the seconds neither is the
 import of torch and slipstream nor CUDA's start. Compiled: cold, with warm kernels, and the largest
@@ -85,10 +86,10 @@ def child(name: str, cache: str, compiled: bool) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def row(name: str, compiled: bool) -> dict[str, object]:
+def row(name: str, compiled: bool, warmly: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as cache:
         cold = child(name, cache, False)
-        warm = child(name, cache, compiled) if "error" not in cold else {}
+        warm = child(name, cache, compiled) if warmly and "error" not in cold else {}
     found: dict[str, object] = {"operator": name}
     for label, each in (("cold", cold), ("warm", warm)):
         found[f"{label}_s"] = round(each["call_s"], 2) if "call_s" in each else ""
@@ -115,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -124,8 +127,11 @@ def main() -> None:
     part, parts = map(int, options.part.split("/"))
     names = _names(options.names)[part::parts]
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = list(pool.map(lambda name: row(name, options.compile), names))
+    rows = []
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for found in pool.map(lambda name: row(name, options.compile, not options.cold), names):
+            rows.append(found)
+            print(*(f"{name} {x}" for name, x in found.items()), flush=True)
     print(table(rows))
     print("recorded in", record("first_calls", rows))
 

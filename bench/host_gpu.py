@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from slipstream import ops
 from slipstream.core import guard
-from slipstream.kernels.kept import Found, Kept
+from slipstream.kernels.kept import Again, Found, Kept
 
 DEVICE = torch.device("cuda", 0)
 BARS = {"chunk_gated_delta_rule": 80, "recurrent_step": 40, "rms_norm": 20}
@@ -93,6 +93,7 @@ def main() -> None:
                 with (
                     mock.patch.object(Kept, "__getitem__", none_of),
                     mock.patch.object(Found, "launch", nothing),
+                    mock.patch.object(Again, "__call__", nothing),
                     mock.patch.object(JITFunction, "run", nothing),
                 ):
                     rest = host(call)

@@ -81,7 +81,7 @@ def milliseconds(fn: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     timed: Any = do_bench
-    return timed(fn, warmup=10, rep=50, return_mode="median")
+    return timed(fn, warmup=5, rep=25, return_mode="median")
 
 
 def measure(run: Callable[..., Any], given: Inputs) -> dict[str, float]:

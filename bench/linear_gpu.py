@@ -5,6 +5,7 @@ python bench/linear_gpu.py --check    # only the comparison
 python bench/linear_gpu.py --times    # only the times, memory, and each kernel
 python bench/linear_gpu.py --peer     # the times, and fla's, which tunes for minutes
 python bench/linear_gpu.py --sweep    # tiles of the walk, against the results of the table's
+... --hopper                          # the walk for sm_90 in Gluon instead of the portable one
 """
 
 import argparse
@@ -24,6 +25,8 @@ from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import launch, tiles
 from slipstream.kernels.linear.triton.plan import refuses
 
+# what is measured; additive_launch with --hopper
+USED: Any = launch
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 # B, T, H, K, V
 SHAPES = {"A": (1, 8192, 96, 128, 128), "C": (1, 32768, 8, 128, 128)}
@@ -41,6 +44,15 @@ ODD = [
     (1, 2300, 1, 1, 64, 128, None),
     (1, 90, 128, 128, 64, 64, None),
     (1, 4200, 1, 2, 64, 128, (5, 0, 4000, 1, 194)),
+]
+# what the walk for sm_90 takes of sizes
+HOPPER_ODD = [
+    (1, 300, 3, 3, 128, 128, None),
+    (2, 70, 1, 2, 128, 128, None),
+    (1, 64, 1, 140, 128, 128, None),
+    (1, 333, 2, 4, 128, 128, (5, 0, 200, 1, 64, 63)),
+    (1, 2300, 1, 1, 128, 128, None),
+    (1, 4200, 1, 2, 128, 128, (5, 0, 4000, 1, 194)),
 ]
 
 
@@ -89,9 +101,9 @@ def compare(size: Any, dtype: torch.dtype, gate: str, state: bool) -> dict[str, 
     scale = terms.q.shape[-1] ** -0.5
     do = torch.randn_like(terms.v)
     dfinal = torch.randn(terms.state_shape, device="cuda") if state else None
-    o, final = launch.forward(terms, scale)
-    got = {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
-    again = {"o": o, "final": final, **launch.backward(terms, do, dfinal, scale)}
+    o, final = USED.forward(terms, scale)
+    got = {"o": o, "final": final, **USED.backward(terms, do, dfinal, scale)}
+    again = {"o": o, "final": final, **USED.backward(terms, do, dfinal, scale)}
     assert all(torch.equal(got[n], again[n]) for n in got), "not the same bits twice"
     wide = {
         n: x.detach().cpu().double().requires_grad_()
@@ -115,7 +127,7 @@ def check(part: int, parts: int) -> bool:
     for dtype, gate in cases[part::parts]:
         limits = LIMITS[dtype]
         worst: dict[str, tuple[float, tuple]] = {}
-        for i, size in enumerate(ODD):
+        for i, size in enumerate(HOPPER_ODD if USED is not launch else ODD):
             if dtype == torch.float16 and i % 2:
                 continue
             for name, e in compare(size, dtype, gate, state=i % 2 == 0).items():
@@ -162,11 +174,11 @@ def times(label: str, shape: tuple, gate: str) -> dict[str, object]:
     wants_dg = gate == "weak"
 
     def fwd() -> Any:
-        return launch.forward(terms, scale)
+        return USED.forward(terms, scale)
 
     def both() -> None:
         fwd()
-        launch.backward(terms, do, None, scale, gate_gradient=wants_dg)
+        USED.backward(terms, do, None, scale, gate_gradient=wants_dg)
 
     cold = first(fwd), first(both)
     before = torch.cuda.memory_allocated()
@@ -183,13 +195,14 @@ def times(label: str, shape: tuple, gate: str) -> dict[str, object]:
         f"gradients {extra:+.0%}",
         flush=True,
     )
-    each = per_kernel(both, launch)
+    each = per_kernel(both, *{launch, USED})
     text = ", ".join(f"{n.replace('linear_', '')} {ms:.3f}" for n, ms in each.items())
     print("   ", text, flush=True)
     names = ("fwd_ms", "both_ms", "first_fwd_s", "first_both_s", "extra_memory")
     numbers = (f, fb, *cold, extra)
     row = {n: f"{x:.4g}" for n, x in zip(names, numbers, strict=True)}
-    return {"shape": label, "who": f"slipstream {gate}", **row}
+    who = "slipstream" if USED is launch else "slipstream sm_90"
+    return {"shape": label, "who": f"{who} {gate}", **row}
 
 
 PEERS = {
@@ -236,8 +249,8 @@ def host_time() -> None:
     terms = inputs(1, 64, 1, 1, 64, 64, None, torch.bfloat16, "weak", state=False)
     do = torch.randn_like(terms.v)
     for name, fn in (
-        ("forward", lambda: launch.forward(terms, 0.1)),
-        ("backward", lambda: launch.backward(terms, do, None, 0.1)),
+        ("forward", lambda: USED.forward(terms, 0.1)),
+        ("backward", lambda: USED.backward(terms, do, None, 0.1)),
     ):
         fn()
         torch.cuda.synchronize()
@@ -266,7 +279,7 @@ def sweep(label: str, gate: str) -> None:
     kept = tiles.TILES[row]
 
     def run() -> dict[str, Tensor]:
-        return {"o": launch.forward(terms, 0.1)[0], **launch.backward(terms, do, None, 0.1)}
+        return {"o": USED.forward(terms, 0.1)[0], **USED.backward(terms, do, None, 0.1)}
 
     want = run()
     rows: list[dict[str, object]] = []
@@ -275,9 +288,9 @@ def sweep(label: str, gate: str) -> None:
         launch._tile.cache_clear()
         try:
             off = max(error(x, want[n]) for n, x in run().items())
-            f = bench(lambda: launch.forward(terms, 0.1))
-            b = bench(lambda: launch.backward(terms, do, None, 0.1))
-            b0 = bench(lambda: launch.backward(terms, do, None, 0.1, gate_gradient=False))
+            f = bench(lambda: USED.forward(terms, 0.1))
+            b = bench(lambda: USED.backward(terms, do, None, 0.1))
+            b0 = bench(lambda: USED.backward(terms, do, None, 0.1, gate_gradient=False))
             text = f"fwd {f:.3f}, bwd {b:.3f}, without dg {b0:.3f} ms, off by {off:.1e}"
         except Exception as e:  # too much shared memory is a row too
             text = type(e).__name__
@@ -290,10 +303,15 @@ def sweep(label: str, gate: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "peer", "sweep"):
+    for name in ("check", "times", "peer", "sweep", "hopper"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1", help="of the check's cases, such as 2/8")
     options = parser.parse_args()
+    if options.hopper:
+        from slipstream.kernels.linear.hopper import additive_launch
+
+        globals()["USED"] = additive_launch
+        del LIMITS[torch.float32]
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     everything = not (options.check or options.times or options.peer or options.sweep)

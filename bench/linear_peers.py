@@ -4,12 +4,18 @@ Ours and the peer at the same inputs in one process, bf16, medians with the L2 c
 runs. Ours is compared first with the float64 chunkwise path on a part of those inputs, and with the
 peer's output on all of them. first: seconds of the first call, forward and backward. peak: of
 memory, inputs and gradients too.
+
+The peer tunes itself for minutes: its first call is one in a process of its own, which has a limit
+and leaves what it found on disk (python bench/linear_peers.py ROW does no more than that).
 """
 
 import importlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,12 +145,15 @@ class Provider:
             self.fn(**self.given, **self.options)[0], self.leaves, self.do, allow_unused=True
         )
 
-    def measure(self) -> dict[str, float]:
+    def first(self) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         self.both()
         torch.cuda.synchronize()
-        first = time.perf_counter() - start
+        return time.perf_counter() - start
+
+    def measure(self) -> dict[str, float]:
+        first = self.first()
         torch.cuda.reset_peak_memory_stats()
         self.both()
         peak = torch.cuda.max_memory_allocated() / 2**30
@@ -174,7 +183,19 @@ def peer_of(row: Row) -> Callable[..., Any] | str:
         return f"missing: {e}"[:40]
 
 
-def one(row: Row, peers: bool) -> dict[str, object]:
+def first_of_peer(row: Row, limit: float) -> float | str:
+    """Seconds, or what went wrong."""
+    run = [sys.executable, str(Path(__file__)), str(ROWS.index(row))]
+    try:
+        done = subprocess.run(run, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"first call over {limit:.0f} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"rc {done.returncode}"])[-1][:60]
+    return float(done.stdout.split()[-1])
+
+
+def one(row: Row, limit: float) -> dict[str, object]:
     torch.manual_seed(0)
     found: dict[str, object] = {"operator": row.op, "shape": row.label}
     found["error"] = f"{against_float64(row):.1e}"
@@ -183,12 +204,15 @@ def one(row: Row, peers: bool) -> dict[str, object]:
     mine, (f, both) = ours.measure(), floors(given)
     found |= {name: round(x, 3) for name, x in mine.items()}
     found |= {"x floor": f"{mine['fwd'] / f:.1f} {mine['both'] / both:.1f}"}
-    fla = peer_of(row) if peers else "not asked"
+    fla = peer_of(row) if limit else "not asked"
     if isinstance(fla, str):
         return found | {"fla": fla}
+    first = first_of_peer(row, limit)
+    if isinstance(first, str):
+        return found | {"fla": first}
     try:
         theirs = Provider(fla, given, row)
-        measured = theirs.measure()
+        measured = theirs.measure() | {"first_s": first}
         found |= {f"fla {name}": round(x, 3) for name, x in measured.items()}
         found["differs"] = f"{error(theirs.forward(), ours.forward()):.1e}"
         return found | {"fla": f"{measured['both'] / mine['both']:.2f} x"}
@@ -196,11 +220,19 @@ def one(row: Row, peers: bool) -> dict[str, object]:
         return found | {"fla": f"{type(e).__name__}: {str(e)[:40]}"}
 
 
-def rows(peers: bool, only: str, part: int, parts: int) -> Iterator[dict[str, object]]:
+def rows(limit: float, only: str, part: int, parts: int) -> Iterator[dict[str, object]]:
+    """limit: of seconds for the peer's first call, 0 for no peer."""
     for row in [x for x in ROWS if only in x.op][part::parts]:
         try:
-            yield one(row, peers)
+            yield one(row, limit)
         except Exception as e:
             failed = f"{type(e).__name__}: {str(e)[:60]}"
             yield {"operator": row.op, "shape": row.label, "error": failed}
         torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    ROW = ROWS[int(sys.argv[1])]
+    PEER = peer_of(ROW)
+    assert not isinstance(PEER, str), PEER
+    print(Provider(PEER, inputs(ROW, False), ROW).first())

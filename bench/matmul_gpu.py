@@ -2,9 +2,13 @@
 
 python bench/matmul_gpu.py            # --check and --times
 python bench/matmul_gpu.py --sweep    # tiles of both kernels, their numbers checked, to a CSV
+python bench/matmul_gpu.py --few      # of few rows
+    --only REGEX                      # of what is checked, of the shapes that are timed
 """
 
 import argparse
+import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ahead import ahead, in_turns
 from record import record
 from torch import Tensor
 
@@ -54,7 +59,7 @@ SHAPES = [(256, 512, 256), (1000, 776, 328), (129, 264, 4096), (37, 48, 64), (51
 ODD = [(1000, 776, 328), (257, 33, 79), (100, 100, 100)]
 
 
-def checks() -> Iterator[tuple[str, float]]:
+def checks(only: re.Pattern[str]) -> Iterator[tuple[str, float]]:
     """What, and its error as a part of what is allowed."""
     for dtype, precision in (
         (BF16, "tf32x3"), (FP16, "tf32x3"), (FP32, "tf32"), (FP32, "tf32x3"), (FP32, "ieee"),
@@ -63,9 +68,11 @@ def checks() -> Iterator[tuple[str, float]]:
         for impl in ("hopper", "triton"):
             if impl == "hopper" and dtype == FP32 and precision != "tf32":
                 continue
+            if not only.search(f"{impl} {str(dtype)[6:]} {precision}"):
+                continue
             worst, where = 0.0, ""
             # each layout is a kernel to compile; 16-bit ones of both kernels in all of them
-            layouts = ("nn", "nt", "tn", "tt") if dtype == BF16 else ("nt", "nn")
+            layouts = ("nn", "nt", "tn", "tt") if dtype in (BF16, FP32) else ("nt", "nn")
             if dtype == FP32 and impl == "triton":
                 layouts = ("nn", "tt")
             for M, N, K in SHAPES if impl == "hopper" else ODD:
@@ -76,8 +83,10 @@ def checks() -> Iterator[tuple[str, float]]:
                     try:
                         got = matmul(a, b, precision=precision, impl=impl)
                         e = error(got, a.double() @ b.double()) / limit(dtype, precision)
-                        again = matmul(a, b, precision=precision, impl=impl)
-                        e = e if e == e and torch.equal(got, again) else float("inf")
+                        # a call like the second is made of what it left
+                        again = [matmul(a, b, precision=precision, impl=impl) for _ in range(2)]
+                        same = all(torch.equal(got, x) for x in again)
+                        e = e if e == e and same else float("inf")
                     except Exception as fault:
                         e, text = float("inf"), f"{type(fault).__name__} {str(fault)[:90]}"
                     if not e <= worst:
@@ -85,11 +94,16 @@ def checks() -> Iterator[tuple[str, float]]:
             yield f"{impl} {str(dtype)[6:]} {precision} worst at {where}", worst
     for what, part in {
         "hopper bias, scales, silu, residual": lambda: epilogue("hopper"),
+        "hopper tf32, b by rows, bias, scales, silu, residual": lambda: epilogue("hopper", FP32),
         "triton bias, scales, silu, residual": lambda: epilogue("triton"),
+        "few rows bias, scales, silu, residual": lambda: epilogue(None, BF16, 100, 2048),
+        "few rows": few_rows,
         "gradients bf16": gradients,
         "float32 128x32x32": old_failure,
         "more than 2^31 elements": huge,
     }.items():
+        if not only.search(what):
+            continue
         try:
             yield what, part()
         except Exception as fault:  # the others go on
@@ -107,17 +121,30 @@ def huge() -> float:
     return error(matmul(a, b)[-300:], a[-300:].double() @ b.double()) / LIMITS[BF16]
 
 
-def epilogue(impl: str) -> float:
-    a, b = factors(700, 264, 320, BF16, "nt")
-    bias, residual, sa, sb = rand(264), rand(700, 264, dtype=BF16), rand(700), rand(264)
-    given: dict[str, Any] = {"bias": bias.bfloat16(), "residual": residual}
-    got = matmul(a, b, **given, scale_a=sa, scale_b=sb, activation="silu", impl=impl)
+def epilogue(impl: str | None, dtype: torch.dtype = BF16, M: int = 700, K: int = 320) -> float:
+    a, b = factors(M, 264, K, dtype, "nn" if dtype == FP32 else "nt")
+    bias, residual, sa, sb = rand(264), rand(M, 264, dtype=dtype), rand(M), rand(264)
+    given: dict[str, Any] = {"bias": bias.to(dtype), "residual": residual}
+    same: dict[str, Any] = {"scale_a": sa, "scale_b": sb, "activation": "silu"}
+    got = matmul(a, b, **given, **same, precision="tf32", impl=impl)
     given = {n: x.double() for n, x in given.items()}
-    want = matmul(
-        a.double(), b.double(), **given, scale_a=sa, scale_b=sb, activation="silu",
-        impl="reference",
-    )  # fmt: skip
-    return error(got, want) / LIMITS[BF16]
+    want = matmul(a.double(), b.double(), **given, **same, impl="reference")
+    return error(got, want) / limit(dtype, "tf32")
+
+
+def few_rows() -> float:
+    """By whatever is chosen; twice."""
+    worst = 0.0
+    for dtype, layout in ((BF16, "nt"), (BF16, "nn"), (FP32, "nt"), (FP32, "nn"), (E4M3, "nt")):
+        for M, N, K in ((1, 1040, 1600), (33, 520, 4096), (100, 2064, 1056), (128, 4096, 4096)):
+            a, b = factors(M, N, K, dtype, layout)
+            for precision in ("tf32", "tf32x3") if dtype == FP32 else ("tf32x3",):
+                got = matmul(a, b, precision=precision)
+                e = error(got, a.double() @ b.double()) / limit(dtype, precision)
+                again = [matmul(a, b, precision=precision) for _ in range(2)]
+                same = all(torch.equal(got, x) for x in again)
+                worst = max(worst, e if same and e == e else float("inf"))
+    return worst
 
 
 def gradients() -> float:
@@ -128,11 +155,11 @@ def gradients() -> float:
     return max(error(da, want[0]), error(db, want[1])) / LIMITS[BF16]
 
 
-def bench(fn: Callable[[], Any], rep: int = 120) -> float:
+def bench(fn: Callable[[], Any], rep: int = 60) -> float:
     from triton.testing import do_bench
 
     timed: Any = do_bench
-    return timed(fn, warmup=40, rep=rep, return_mode="median")
+    return timed(fn, warmup=20, rep=rep, return_mode="median")
 
 
 def peer(a: Tensor, b: Tensor, precision: str) -> Callable[[], Tensor]:
@@ -157,40 +184,46 @@ CASES: list[tuple[int, int, int, torch.dtype, str, str]] = [
     (8192, 8192, 8192, E4M3, "nt", ""),
     (4096, 4096, 4096, FP32, "nt", "tf32x3"),
     (8192, 2048, 2048, BF16, "nt", ""),
-    (128, 4096, 4096, BF16, "nt", ""),
+    (8192, 8192, 8192, FP32, "tt", "tf32"),
+    *((M, 4096, 4096, BF16, "nt", "") for M in (1, 16, 64, 128, 256, 512)),
+    (128, 4096, 4096, BF16, "nn", ""),
+    (128, 4096, 4096, FP32, "nt", "tf32"),
+    (128, 4096, 4096, E4M3, "nt", ""),
 ]
 
 
-def times() -> None:
+def times(only: re.Pattern[str]) -> None:
+    """Of the device alone, and as called, where a slow host counts."""
     rows = []
     for M, N, K, dtype, layout, precision in CASES:
+        if not only.search(f"{M}x{N}x{K} {str(dtype)[6:]} {layout}"):
+            continue
         a, b = factors(M, N, K, dtype, layout)
         library = peer(a, b, precision)
         precision = precision or "tf32x3"
         row: dict[str, Any] = {"shape": f"{M}x{N}x{K}", "dtype": str(dtype)[6:], "layout": layout}
-        for impl in ("hopper", "triton"):
+        impls = ("chosen", "hopper", "triton") if M < 1024 else ("chosen",)
+        for impl in impls:
             row |= {"impl": impl, "precision": precision}
-            call = partial(matmul, a, b, precision=precision, impl=impl)
+            named = None if impl == "chosen" else impl
+            call = partial(matmul, a, b, precision=precision, impl=named)
             try:
                 start = time.perf_counter()
                 got = call()
                 torch.cuda.synchronize()
                 first = time.perf_counter() - start
                 e = error(got[:256], a[:256].double() @ b.double())
-                # in turns, so that both see the card as warm as the other does
-                ours, own = zip(*((bench(call), bench(library)) for _ in range(2)))
-                ms, base = min(ours), min(own)
+                ms, base = in_turns([call, library])
+                called = bench(call) / bench(library)
             except Exception as fault:
                 print(f"{row['shape']} {impl}: {type(fault).__name__} {str(fault)[:110]}")
                 continue
             tflops = 2e-9 * M * N * K
             row |= {"ms": f"{ms:.4f}", "tflops": f"{tflops / ms:.0f}"}
             row |= {"library": f"{tflops / base:.0f}", "ratio": f"{base / ms:.3f}"}
-            row |= {"first_s": f"{first:.2f}", "error": f"{e:.1e}"}
+            row |= {"first_s": f"{first:.2f}", "error": f"{e:.1e}", "called": f"{1 / called:.3f}"}
             print("  ".join(str(x) for x in row.values()), flush=True)
             rows.append(dict(row))
-            if impl == "hopper" and ms / base < 1.2:
-                break  # the portable one is looked at where it is what runs
     record("matmul_gpu", rows)
     a, b = factors(64, 64, 64, BF16, "nt")
     line = []
@@ -255,31 +288,82 @@ def sweep() -> None:
         found.sort(key=lambda x: x[0])
         for ms, c, e in [*found[:3], *(x for x in found[3:] if x[0] == float("inf"))]:
             print(f"{M}x{N}x{K} {str(dtype)[6:]}: {2e-9 * M * N * K / ms:.0f} TFLOP/s {e:.0e} {c}")
-        default = tiles.choose(p, arch, M, N, True)
+        default = tiles.choose(p, arch, M, N, K, True)
         today = next((ms for ms, c, _ in found if c == default), float("nan"))
         print(f"  today {2e-9 * M * N * K / today:.0f}", flush=True)
     record("matmul_sweep", rows)
 
 
+FEW: list[tuple[int, int, int, torch.dtype, str]] = [
+    (64, 4096, 4096, BF16, "nt"),
+    (128, 4096, 4096, BF16, "nt"),
+    (128, 4096, 4096, BF16, "nn"),
+    (128, 4096, 14336, BF16, "nt"),
+    (128, 4096, 4096, FP32, "nt"),
+    (128, 4096, 4096, E4M3, "nt"),
+]
+# block_m, block_n, bytes of block_k, warps, stages
+FEW_TILES = [
+    (64, 64, 256, 4, 4), (64, 64, 512, 4, 3), (64, 128, 128, 4, 4), (64, 128, 256, 4, 3),
+    (128, 64, 128, 4, 5), (128, 64, 256, 4, 3), (128, 128, 128, 4, 4), (128, 128, 256, 8, 3),
+    (128, 256, 128, 8, 4),
+]  # fmt: skip
+
+
+def few() -> None:
+    """Tiles and parts of K; beside the library's and the other kernel's."""
+    rows = []
+    for M, N, K, dtype, layout in FEW:
+        a, b = factors(M, N, K, dtype, layout)
+        want, precision = a.double() @ b.double(), "tf32"
+        found = [(ahead(peer(a, b, precision)), "library")]
+        found.append((ahead(partial(matmul, a, b, precision=precision, impl="hopper")), "tma"))
+        found.append((ahead(partial(matmul, a, b, precision=precision)), "chosen"))
+        for tile, splits in itertools.product(FEW_TILES, (1, 2, 4, 8)):
+            bm, bn, deep, warps, stages = tile
+            programs = -(-M // bm) * -(-N // bn) * splits
+            if bm > max(M, 64) or not 64 <= programs <= 264:
+                continue
+            bk = deep // a.element_size()
+            c = MatmulConfig(bm, bn, bk, warps, stages, split_k=splits)
+            call = partial(matmul, a, b, precision=precision, config=c)
+            try:
+                e = error(call(), want)
+                ms = ahead(call, 10) if e <= limit(dtype, precision) else float("inf")
+            except Exception as fault:
+                print(f"{c}: {type(fault).__name__} {str(fault)[:100]}", flush=True)
+                continue
+            found.append((ms, f"{(*tile, splits)}"))
+            where = {"shape": f"{M}x{N}x{K}", "dtype": str(dtype)[6:], "layout": layout}
+            rows.append({**where, **asdict(c), "ms": f"{ms:.4f}", "error": f"{e:.1e}"})
+        best = ", ".join(f"{name} {ms * 1e3:.1f}" for ms, name in sorted(found[3:])[:5])
+        other = ", ".join(f"{name} {ms * 1e3:.1f}" for ms, name in found[:3])
+        print(f"{M}x{N}x{K} {str(dtype)[6:]} {layout} us: {other}; {best}", flush=True)
+    record("matmul_sweep", rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "sweep"):
+    for name in ("check", "times", "sweep", "few"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", default="", type=re.compile)
     options = parser.parse_args()
-    everything = not (options.check or options.times or options.sweep)
+    everything = not (options.check or options.times or options.sweep or options.few)
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     fine = True
     if options.check or everything:
-        for what, part in checks():
+        for what, part in checks(options.only):
             fine = fine and part <= 1
             print(
                 f"{'ok   ' if part <= 1 else 'WRONG'} {part:.2f} of the limit: {what}", flush=True
             )
     if options.times or everything:
-        times()
+        times(options.only)
     if options.sweep:
         sweep()
+    if options.few:
+        few()
     raise SystemExit(0 if fine else 1)
 
 

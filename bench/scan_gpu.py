@@ -1,5 +1,9 @@
-"""hgrn's scan on a GPU: right at odd sizes, then how fast; part of bench/step_gpu.py."""
+"""hgrn's scan on a GPU: right at odd sizes, then how fast; part of bench/step_gpu.py.
 
+python bench/scan_gpu.py [PART PARTS]     tiles, right and how fast
+"""
+
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +13,7 @@ import torch.nn.functional as F
 from record import record
 from torch import Tensor
 
+from slipstream.core import replay
 from slipstream.kernels.scan.op import scan
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
@@ -35,7 +40,7 @@ def bench(fn: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     timed: Any = do_bench
-    return timed(fn, warmup=20, rep=60, return_mode="median")
+    return timed(fn, warmup=10, rep=40, return_mode="median")
 
 
 def first(fn: Callable[[], Any]) -> float:
@@ -116,28 +121,44 @@ def _times(label: str, fn: Callable[..., Any], shape: tuple[int, int, int]) -> N
     print(row(f"{label} fwd+bwd", name, bench(both), 22.0 * x.numel(), cold[1]), flush=True)
 
 
-def sweep() -> None:
+def sweep(part: int = 0, parts: int = 1) -> None:
+    """us forward + backward by tile and shape, of those that are right."""
+    replay.ON = False  # a record of a call keeps the tile that it had
     from slipstream.kernels.scan.triton import launch
 
     kept = launch.FORWARD, launch.BACKWARD
-    tiles = [(4, 64, 16, 4, 3), (4, 64, 16, 4, 2), (8, 64, 16, 4, 2), (4, 128, 16, 8, 2)]
-    tiles += [(8, 32, 32, 4, 2), (4, 32, 32, 4, 3), (2, 64, 16, 4, 3)]
-    for shape in SHAPES:
-        line = []
-        for tile in tiles:
-            launch.FORWARD = launch.BACKWARD = launch.Tile(*tile)
-            try:
-                line.append(f"{tile} {_sweep_one(*inputs(*shape))}")
-            except Exception as e:
-                line.append(f"{tile} {type(e).__name__}")
-        print(f"scan {shape}, fwd+bwd us:", ", ".join(line), flush=True)
+    tiles = [(4, 32, 16, 2), (8, 16, 32, 4, 4), (8, 8, 32, 4, 2)]
+    tiles += [(4, 32, 32, 4), (8, 32, 32, 8, 4), (4, 64, 16, 4)]
+    for tile in tiles[part::parts]:
+        launch.FORWARD = launch.BACKWARD = launch.Tile(*tile)
+        try:
+            errors = [max(compare(size, torch.bfloat16)) for size in (ODD[3], ODD[4])]
+            line = [_sweep_one(*inputs(*shape)) for shape in SHAPES]
+        except Exception as e:
+            print(f"{tile} {type(e).__name__} {str(e)[:100]}")
+            continue
+        print(tile, " ".join(f"{e:.1e}" for e in errors), ", ".join(line), flush=True)
     launch.FORWARD, launch.BACKWARD = kept
+
+
+def _graph(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """fn without the time that the host takes."""
+    fn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
 
 
 def _sweep_one(x: Tensor, g: Tensor, dh: Tensor) -> str:
     from slipstream.kernels.scan.triton import launch
 
     x, g = x.detach(), g.detach()
-    f = bench(lambda: launch.forward(x, g, None, None))
-    b = bench(lambda: launch.backward(g, x, None, None, dh, None))
-    return f"{f * 1e3:.0f}+{b * 1e3:.0f}"
+    f = bench(_graph(lambda: launch.forward(x, g, None, None)))
+    b = bench(_graph(lambda: launch.backward(g, x, None, None, dh, None)))
+    of = 8.0 * x.numel() / f / COPY_BYTES_PER_MS, 14.0 * x.numel() / b / COPY_BYTES_PER_MS
+    return f"{f * 1e3:.0f}+{b * 1e3:.0f} ({of[0]:.2f} {of[1]:.2f})"
+
+
+if __name__ == "__main__":
+    sweep(*map(int, sys.argv[1:]))

@@ -22,6 +22,7 @@ from scan_gpu import bench, error, first, row
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.core import replay
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
@@ -292,16 +293,16 @@ def _time_peer(B: int) -> None:
 def sweep() -> None:
     from slipstream.kernels.linear.triton import step_launch
 
+    replay.ON = False  # a record of a call keeps the tile that it had
     kept = step_launch.TILES[128]
     for B, v_first in ((1, False), (64, False), (64, True)):
         fn, line = decode("gated_delta_rule", B, 16, 32, v_first), []
-        for tile in ((8, 1), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8)):
+        for tile in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8), (128, 16)):
             step_launch.TILES[128] = step_launch.StepTile(*tile)
             with torch.no_grad():
                 line.append(f"{tile} {in_graph(fn) * 1e3:.1f}")
         print(f"step B{B} V first {v_first}:", ", ".join(line), "us", flush=True)
     step_launch.TILES[128] = kept
-    scan_gpu.sweep()
 
 
 def main() -> None:

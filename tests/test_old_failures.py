@@ -133,7 +133,7 @@ def test_what_triton_3_3_cannot_do_is_computed_in_float32(monkeypatch: pytest.Mo
     from slipstream.core.machine import Machine
 
     old = Machine("sm_75", "3.3.1", "12.4.127", passive=True, remembers=False)
-    monkeypatch.setattr(tracing, "elsewhere", lambda arch, remembers: old)
+    monkeypatch.setattr(tracing, "elsewhere", lambda *args: old)
     for operator, dtype in (
         (ops.chunk_retention, torch.bfloat16),
         (ops.attention, torch.float16),

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from slipstream import __version__
 from slipstream.cli.filling import stale
-from slipstream.cli.samples import Sample, Shape, flat
-from slipstream.core import guard, machine, toolchain
+from slipstream.cli.plans import find
+from slipstream.cli.samples import Sample, Shape, chosen, flat
+from slipstream.core import guard, machine, matrix, toolchain
 from slipstream.core.faults import INTERPRETER, applying
 
 # Root mean square of the error over that of the result: outputs, gradients. In 16 bits the inputs'
@@ -58,7 +59,8 @@ def about() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "device": None if device is None else _device(device),
         "ptxas": None if here is None else _ptxas(here),
-        "verified": None if here is None else here.verified,
+        "verified": None if here is None else not here.unverified,
+        "trust": None if here is None else here.trust,
         "faults": [x.__dict__ for x in _faults(here, triton)],
         "remembered": {} if here is None else here.remembered,
         "places": _places(),
@@ -109,16 +111,29 @@ def examine(
     """Every operator, forward and backward, with every implementation that takes it here."""
     gpu = torch.cuda.is_available() and not INTERPRETED
     device = torch.device("cuda" if gpu else "cpu")
-    shapes = _shapes(gpu, full)
+    impls = ["eager", "triton", "hopper"] if gpu else ["triton"] if INTERPRETED else ["eager"]
+    if gpu:
+        _compile_first(samples, full, machine.of_device(device).name)
     for sample in samples:
-        impls = ["eager", "triton", "hopper"] if gpu else ["triton"] if INTERPRETED else ["eager"]
-        for impl in impls if "impl" in sample.takes else [None]:
-            for shape in shapes:
-                check = examine_one(sample, shape, device, impl)
-                if check is not None:
-                    if shown is not None:
-                        shown(check)
-                    yield check
+        for shape in _shapes(gpu, full):
+            for check in examine_one(sample, shape, device, impls):
+                if shown is not None:
+                    shown(check)
+                yield check
+
+
+def _compile_first(samples: Sequence[Sample], full: bool, arch: str) -> None:
+    """Their kernels into Triton's cache with every core there is; a child that sees no GPU does,
+    and if it dies the calls compile for themselves."""
+    names = [x.op for x in samples]
+    code = f"from slipstream.cli.checkup import compile_all; compile_all({names}, {full}, {arch!r})"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+
+
+def compile_all(names: list[str], full: bool, arch: str) -> None:
+    found = find(chosen(list(dict.fromkeys(names))), _shapes(True, full), arch)
+    matrix.run(found.tasks, processes=len(os.sched_getaffinity(0)))
 
 
 def _shapes(gpu: bool, full: bool) -> list[Shape]:
@@ -126,7 +141,7 @@ def _shapes(gpu: bool, full: bool) -> list[Shape]:
     if not gpu:
         small = Shape(T=24 if INTERPRETED else 70, K=16, V=24, dtype=torch.float32, **rich)
         return [small]
-    found = [Shape(T=150, K=64, V=64, **rich)]
+    found = [Shape(T=80, K=64, V=64, **rich)]
     if full:
         found += [
             Shape(T=150, K=128, V=128),
@@ -138,15 +153,37 @@ def _shapes(gpu: bool, full: bool) -> list[Shape]:
 
 
 def examine_one(
-    sample: Sample, shape: Shape, device: torch.device, impl: str | None
-) -> Check | None:
-    """One comparison; None if the operator has no such implementation for this."""
-    check = Check(sample.op, impl or "-", str(shape), ok=False, bars=BARS[shape.dtype])
+    sample: Sample, shape: Shape, device: torch.device, impls: Sequence[str]
+) -> Iterator[Check]:
+    """A comparison of each implementation that the operator has for this."""
+    blank = Check(sample.op, "-", str(shape), ok=False, bars=BARS[shape.dtype])
     try:
         args = sample.inputs(shape, device)
-        got = _run(sample, args, impl)
         wide = {name: _each(x, _widened) for name, x in args.items()}
-        want = _run(sample, wide, "reference", [x.cpu().double() for x in got.given])
+        want = _oracle(sample, wide, shape.dtype)
+    except Exception as error:  # a checkup reports, whatever it meets
+        yield replace(blank, impl="reference", error=f"{type(error).__name__}: {error}"[:200])
+        return
+    for impl in impls if "impl" in sample.takes else [None]:
+        check = _compared(replace(blank, impl=impl or "-"), sample, args, impl, want)
+        if check is not None:
+            yield check
+
+
+def _oracle(sample: Sample, args: Mapping[str, Any], dtype: torch.dtype) -> "_Result":
+    try:
+        return _run(sample, args, "reference", dtype)
+    except ValueError as error:
+        if not str(error).startswith("impl: want"):
+            raise
+    return _run(sample, args, "eager", dtype)  # plain torch in float64 is all it has
+
+
+def _compared(
+    check: Check, sample: Sample, args: Mapping[str, Any], impl: str | None, want: "_Result"
+) -> Check | None:
+    try:
+        got = _run(sample, args, impl, want.given)
     except NotImplementedError:
         return None
     except ValueError as error:
@@ -160,16 +197,20 @@ def examine_one(
 
 @dataclass(frozen=True)
 class _Result:
-    """given: gradients of the outputs. grads: by the name of the argument."""
+    """given: gradients of the outputs, by their place. grads: by the name of the argument."""
 
     outputs: list[Tensor]
-    given: list[Tensor]
+    given: dict[int, Tensor]
     grads: dict[str, Tensor]
 
 
 def _run(
-    sample: Sample, args: Mapping[str, Any], impl: str | None, given: list[Tensor] | None = None
+    sample: Sample,
+    args: Mapping[str, Any],
+    impl: str | None,
+    given: dict[int, Tensor] | torch.dtype,
 ) -> _Result:
+    """Outputs and gradients; those of the outputs are `given`, or random ones of that dtype."""
     args = {name: _each(x, _leaf) for name, x in args.items()}
     leaves = {
         f"{name}{i or ''}": x
@@ -178,9 +219,13 @@ def _run(
         if x.requires_grad
     }
     outputs = sample.call(args, impl)
-    wanted = [x for x in outputs if x.requires_grad]
-    given = [torch.randn_like(x) for x in wanted] if given is None else given
-    grads = torch.autograd.grad(wanted, list(leaves.values()), given, allow_unused=True)
+    wanted = {i: x for i, x in enumerate(outputs) if x.requires_grad}
+    if isinstance(given, torch.dtype):
+        given = {i: torch.randn_like(x).to(given).to(x.dtype) for i, x in wanted.items()}
+    wanted = {i: x for i, x in wanted.items() if i in given}
+    outs, douts = list(wanted.values()), [given[i].to(x) for i, x in wanted.items()]
+    ins = list(leaves.values())
+    grads = torch.autograd.grad(outs, ins, douts, allow_unused=True) if outs else ()
     found = {name: x for name, x in zip(leaves, grads) if x is not None}
     return _Result([x.detach() for x in outputs], given, found)
 
@@ -257,8 +302,9 @@ def show(about: Mapping[str, Any]) -> None:
         print(f"device      {device['name']}, {device['arch']}, driver {device['driver']}")
         print(f"memory      {free:.1f} of {total:.1f} GiB free")
     if ptxas is not None:
-        how = "verified by the matrix" if about["verified"] else "not verified: guarded"
-        print(f"ptxas       {ptxas['version']} ({ptxas['whose']}, {ptxas['path']}); {how}")
+        print(f"ptxas       {ptxas['version']} ({ptxas['whose']}, {ptxas['path']})")
+        how = "" if about["verified"] else ": the rest is compiled in a child process first"
+        print(f"compilers   {about['trust']}{how}")
     for name, place in about["places"].items():
         print(f"{name:16} {place}")
     if about["precompiled"]:

@@ -12,6 +12,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
     full: Annotated[bool, typer.Option(help="more dtypes and shapes")] = False,
+    quick: Annotated[bool, typer.Option(help="one operator for each kind of kernel")] = False,
     checks: Annotated[bool, typer.Option(help="compute; --no-checks only looks around")] = True,
     interpreted: Annotated[
         bool, typer.Option(help="without a GPU, run the kernels in Triton's interpreter")
@@ -23,10 +24,10 @@ def doctor(
 
     with reported():
         from slipstream.cli import checkup
-        from slipstream.cli.samples import chosen
+        from slipstream.cli.samples import QUICK, chosen
         from slipstream.core import guard
 
-        samples = chosen(operators)
+        samples = chosen(list(QUICK) if quick and not operators else operators)
         if forget:
             guard.forget()
         about = checkup.about()

@@ -19,6 +19,13 @@ def matrix(
     forward: Annotated[bool, typer.Option(help="leave gradients out")] = False,
     kernels: Annotated[bool, typer.Option(help="a line for every kernel")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="every kernel's row goes here")] = None,
+    variants: Annotated[
+        str,
+        typer.Option(help="of each kernel, between them: auto, few, flags, pairs (of flags), all"),
+    ] = "auto",
+    anew: Annotated[
+        bool, typer.Option("--all", help="compile again what has not changed since the last run")
+    ] = False,
     record: Annotated[
         bool, typer.Option(help="write docs/SUPPORT.md and what guarded compilation trusts")
     ] = False,
@@ -37,16 +44,18 @@ def matrix(
         sizes = (*REPRESENTATIVE, *FURTHER)[:shapes]
         if record and operators:
             raise ValueError("--record: wants every operator, so name none")
-        run = support.Run(samples, sizes, archs, backward=not forward)
+        run = support.Run(samples, sizes, archs, not forward, variants)
         rows = []
         for release in triton.split(",") if triton else [None]:
-            found = run.compile(release, jobs, timeout)
+            found = run.compile(release, jobs, timeout, anew)
             rows += found
             for row in found if kernels else ():
                 typer.echo(support.line(row))
+            if record and not run.failures:
+                support.record(found, run)
         if out is not None:
             out.write_text(json.dumps([as_json(x) for x in rows], indent=1) + "\n")
-        if record:
-            support.record(rows, run.without)
+        if record and run.failures:
+            typer.secho("not recorded: what could not be traced is missing", fg="red", err=True)
         if run.failures or any(x.status in ("crash", "hang") for x in rows):
             raise typer.Exit(1)

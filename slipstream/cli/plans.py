@@ -1,6 +1,6 @@
 """What an operator would run on an architecture: its implementations there, and their kernels."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,9 +10,11 @@ import torch
 
 from slipstream.cli.samples import Sample, Shape
 from slipstream.core.aot import Job
+from slipstream.core.faults import version
 from slipstream.core.matrix import Task
 from slipstream.core.plan import Plan
 from slipstream.core.trace import PlainTorch, trace
+from slipstream.kernels import launching
 
 # Asked for by name: kernels that are not chosen by themselves are compiled, too.
 IMPLS = ("triton", "hopper")
@@ -37,12 +39,18 @@ class Traced:
 
 
 def traced(
-    sample: Sample, shape: Shape, arch: str, backward: bool = True, remembers: bool = False
+    sample: Sample,
+    shape: Shape,
+    arch: str,
+    backward: bool = True,
+    remembers: bool = False,
+    compilers: Mapping[str, str] | None = None,
 ) -> Traced:
     """The kernels of one operator for one shape, on an architecture that need not be there.
 
     Args:
         remembers: what guarded compilation has learnt here counts.
+        compilers: others than those that are here, as toolchain.versions names them.
     """
     jobs: dict[str | None, list[Job]] = {}
     refused: dict[str | None, str] = {}
@@ -50,11 +58,11 @@ def traced(
     for impl in (None, *IMPLS) if "impl" in sample.takes else (None,):
 
         def call(device: torch.device, impl: str | None = impl) -> Any:
-            return sample.call(sample.inputs(shape, device), impl)
+            return sample.call(sample.inputs(shape, device, blank=True), impl)
 
         try:
-            with _noting(plans) if impl is None else nullcontext():
-                jobs[impl] = trace(call, arch, backward, remembers)
+            with _noting(plans) if impl is None else nullcontext(), _release(compilers):
+                jobs[impl] = trace(call, arch, backward, remembers, compilers)
         except PlainTorch:
             jobs[impl] = []
         except (NotImplementedError, ValueError) as error:
@@ -62,6 +70,16 @@ def traced(
         except Exception as error:  # what cannot be traced must not hide the rest
             refused[impl] = f"{_FAILED} {type(error).__name__}: {error}"
     return Traced(jobs, refused, plans[0] if plans else None)
+
+
+@contextmanager
+def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
+    """What plans take for Triton's release."""
+    if compilers is None:
+        yield
+        return
+    with mock.patch.object(launching, "RELEASE", version(compilers["triton"])[:2]):
+        yield
 
 
 @contextmanager
@@ -89,18 +107,24 @@ class Found(NamedTuple):
 
 
 def find(
-    samples: Iterable[Sample], shapes: Sequence[Shape], arch: str, backward: bool = True
+    samples: Iterable[Sample],
+    shapes: Sequence[Shape],
+    arch: str,
+    backward: bool = True,
+    compilers: Mapping[str, str] | None = None,
 ) -> Found:
-    """The kernels of these operators for these shapes."""
+    """The kernels of these operators for these shapes, under these compilers."""
     jobs: dict[str, Job] = {}
     wanted: dict[str, list[str]] = {}
     found = Found([], {}, [])
     for sample in samples:
         reasons: dict[str | None, str] = {}
+        told: set[str] = set()
         for shape in shapes:
-            got = traced(sample, shape, arch, backward)
+            got = traced(sample, shape, arch, backward, compilers=compilers)
             reasons |= got.refused
-            for reason in {x for x in got.refused.values() if x.startswith(_FAILED)}:
+            for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - told:
+                told.add(reason)
                 found.failures.append(f"{sample.op} {shape} {arch}: {reason}")
             for job in got.all:
                 jobs[job.key] = job

@@ -9,7 +9,7 @@ from slipstream.core import toolchain
 from slipstream.core.aot import Job
 from slipstream.core.arch import named
 from slipstream.core.faults import applying
-from slipstream.core.machine import verified
+from slipstream.core.machine import Machine
 
 # Compile-time arguments that make a tile; the rest are flags.
 _TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
@@ -71,8 +71,7 @@ def _compilers(arch: str) -> Iterator[str]:
         return
     path = toolchain.ptxas_path(arch)
     ptxas = (path and toolchain.ptxas_version(path)) or ""
-    known = (arch, triton, ptxas) in verified()
-    how = "verified by the matrix" if known else "not verified by the matrix"
+    how = Machine(arch, triton, ptxas, passive=True, remembers=False).trust
     whose = f" ({toolchain.selected()})" if ptxas else ""
     yield f"  Triton {triton}, ptxas {ptxas or 'none'}{whose}: {how}"
     for fault in applying(arch, triton, ptxas or None):

@@ -2,8 +2,8 @@
 
 A new operator is a new row. "q=BTHK:unit" is an argument q of dims B, T, H, K filled as FILL says;
 without a fill it is normal. Letters: B batch, T tokens, R = T times the Householder steps, H heads
-of q and k, G of v and gates, K and V widths, M slots, N sequences, D channels, C = 3D, Z
-vocabulary, W taps.
+of q and k, G of v and gates, K and V widths, P = K / 2, M slots, N sequences, D channels, C = 3D,
+L channels too many for one tile, Z vocabulary, W taps.
 """
 
 import inspect
@@ -42,17 +42,21 @@ class Shape:
             "G": heads,
             "K": self.K,
             "V": self.V,
+            "P": self.K // 2,
             "M": 64,
             "N": self.B,
             "D": width,
             "C": 3 * width,
+            "L": 1 << 16,
             "Z": 1000,
             "W": 4,
             "1": 1,
         }
 
-    def offsets(self, device: torch.device) -> Tensor:
+    def offsets(self, device: torch.device, blank: bool = False) -> Tensor:
         """Of B sequences of different lengths in one row."""
+        if blank:
+            return torch.empty(self.B + 1, dtype=torch.int32, device=device)
         total, n = self.B * self.T, self.B
         cuts = [0, *(total * (3 * i + 1) // (3 * n) for i in range(1, n)), total]
         return torch.tensor(cuts, dtype=torch.int32).to(device)
@@ -78,9 +82,11 @@ FILL: Mapping[str, Callable[[list[int], torch.device], Tensor]] = {
     "state": lambda shape, device: 0.1 * torch.randn(shape, device=device),
     "one": lambda shape, device: 1 + 0.1 * torch.randn(shape, device=device),
     "ids": lambda shape, device: torch.randint(0, 1000, shape, device=device),
+    "lengths": lambda shape, device: torch.randint(0, 50, shape, device=device).int(),
 }
 # Fills that are float32 whatever the operator computes in.
 _WIDE = ("gate", "bounded", "state")
+_INTEGERS = {"ids": torch.int64, "lengths": torch.int32}
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,8 @@ class Sample:
     def takes(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.fn).parameters
 
-    def inputs(self, shape: Shape, device: torch.device) -> dict[str, Any]:
-        """Fresh random arguments."""
+    def inputs(self, shape: Shape, device: torch.device, blank: bool = False) -> dict[str, Any]:
+        """Fresh random arguments; blank: nothing in them, for where only shapes matter."""
         if not self.grouped:
             shape = replace(shape, grouped=False)
         packed = shape.packed and "cu_seqlens" in self.takes
@@ -118,13 +124,13 @@ class Sample:
         for word in self.tensors.split():
             name, _, rest = word.partition("=")
             letters, _, fill = rest.partition(":")
-            args[name] = _make(letters, fill or "normal", dims, shape.dtype, device)
+            args[name] = _make(letters, fill or "normal", dims, shape.dtype, device, blank)
         if shape.state and self.states:
             states = (self.states,) if isinstance(self.states, str) else self.states
-            made = tuple(_make(x, "state", dims, shape.dtype, device) for x in states)
+            made = tuple(_make(x, "state", dims, shape.dtype, device, blank) for x in states)
             args["initial_state"] = made[0] if isinstance(self.states, str) else made
         if packed:
-            args["cu_seqlens"] = shape.offsets(device)
+            args["cu_seqlens"] = shape.offsets(device, blank)
         return args
 
     def call(self, args: Mapping[str, Any], impl: str | None = None) -> list[Tensor]:
@@ -139,13 +145,21 @@ class Sample:
 
 
 def _make(
-    letters: str, fill: str, dims: Mapping[str, int], dtype: torch.dtype, device: torch.device
+    letters: str,
+    fill: str,
+    dims: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    blank: bool,
 ) -> Tensor:
-    x = FILL[fill]([dims[c] for c in letters], device)
-    if fill == "ids":
-        return x
+    shape = [dims[c] for c in letters]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return x.to(wide if fill in _WIDE else dtype)
+    kind = _INTEGERS.get(fill) or (wide if fill in _WIDE else dtype)
+    return (
+        torch.empty(shape, dtype=kind, device=device)
+        if blank
+        else FILL[fill](shape, device).to(kind)
+    )
 
 
 def flat(out: Any) -> list[Tensor]:
@@ -194,12 +208,24 @@ SAMPLES = [
         options={"num_householder": 2},
     ),
     Sample("attention", "q=BTGK k=BTHK v=BTHV"),
+    Sample("attention", "q=BTGK k=BTHK v=BTHV g=BTG:gate sinks=G"),
+    Sample("attention", "q=BTGK k=BTHK v=BTHV", options={"window_size": (60, 9), "causal": False}),
+    Sample(
+        "flash_attn_with_kvcache",
+        "q=BTHK k_cache=BRHK v_cache=BRHV k=BTHK v=BTHV cache_seqlens=B:lengths",
+        options={"causal": True},
+        grouped=False,
+        fixed="q k_cache v_cache k v",
+    ),
+    Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
     Sample("rms_norm", "x=BTD weight=D:one"),
+    Sample("rms_norm", "x=1TL weight=L:one"),
     Sample("rms_norm_gated", "x=BTD gate=BTD weight=D:one"),
     Sample("layer_norm", "x=BTD weight=D:one bias=D"),
     Sample("group_norm", "x=BTD weight=D:one", options={"num_groups": 2}),
     Sample("l2_norm", "x=BTHK"),
-    Sample("short_convolution", "x=BTD weight=DW", options={"activation": "silu"}),
+    Sample("short_convolution", "x=BTD weight=DW", "NDW", options={"activation": "silu"}),
+    Sample("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight"),
     Sample("swiglu", "gate=BTC up=BTC"),
     Sample("geglu", "gate=BTC up=BTC"),
     Sample("sigmoid_glu", "gate=BTC up=BTC"),
@@ -216,13 +242,28 @@ SAMPLES = [
     Sample("embedding", "input_ids=BT:ids weight=ZD"),
 ]
 
+# One for each kind of kernel.
+QUICK = (
+    "chunk_simple_gla",
+    "chunk_gla",
+    "chunk_gated_delta_rule",
+    "chunk_rwkv7",
+    "chunk_hgrn",
+    "attention",
+    "rms_norm",
+    "short_convolution",
+    "swiglu",
+    "cross_entropy",
+    "matmul",
+    "embedding",
+)
 # Long enough for a sequence to be cut into segments.
 LONG = 1 << 16
 # What the matrix compiles: shapes that differ in what the kernels are compiled for.
 _BF16, _FP32 = torch.bfloat16, torch.float32
 REPRESENTATIVE = (
     Shape(K=128, V=128),
-    Shape(K=64, V=64, grouped=True, packed=True, state=True),
+    Shape(K=64, V=64, dtype=torch.float16, grouped=True, packed=True, state=True),
     Shape(K=256, V=256, state=True),
     Shape(K=128, V=128, dtype=_FP32, grouped=True, packed=True, state=True),
     Shape(T=1, K=128, V=128, state=True),
@@ -231,7 +272,7 @@ REPRESENTATIVE = (
 FURTHER = (
     Shape(K=64, V=64, dtype=_FP32),
     Shape(K=256, V=256, dtype=_FP32, state=True),
-    Shape(K=128, V=128, dtype=torch.float16, state=True),
+    Shape(K=64, V=64, grouped=True, packed=True, state=True),
     Shape(K=100, V=60, packed=True, state=True),
     Shape(K=64, V=128, grouped=True),
 )
@@ -249,7 +290,7 @@ def chosen(names: list[str] | None) -> list[Sample]:
     for name in names:
         rows = [x for x in SAMPLES if name in (x.op, _family(x.op))]
         if not rows:
-            known = ", ".join(x.op for x in SAMPLES)
+            known = ", ".join(dict.fromkeys(x.op for x in SAMPLES))
             raise ValueError(f"operator: want one of {known}; got {name!r}")
         found += rows
     return found

@@ -5,70 +5,108 @@ Runs of different releases add up in docs/support.json; SUPPORT.md is written fr
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from slipstream.cli.plans import find
+from slipstream.cli.cover import cover, resolved
+from slipstream.cli.plans import Found, find
+from slipstream.cli.rows import Rows
 from slipstream.cli.samples import Sample, Shape
 from slipstream.core import machine, matrix
+from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
-from slipstream.core.faults import applying
+from slipstream.core.faults import applying, version
 from slipstream.core.releases import install
+from slipstream.core.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "docs/support.json", ROOT / "docs/SUPPORT.md"
 VERIFIED = ROOT / "slipstream/core/verified.json"
+# of the table, where nobody looks at it on a terminal
+_WIDTH = 130
 _COLOURS = {"ok": "green", "slow": "yellow", "refused": "blue", "hang": "red", "crash": "red"}
 
 
 class Run:
-    """The kernels of some operators, found once, then compiled under each release."""
+    """The kernels of some operators, for some architectures, under one release after another."""
 
     def __init__(
-        self, samples: Sequence[Sample], shapes: Sequence[Shape], archs: list[str], backward: bool
+        self,
+        samples: Sequence[Sample],
+        shapes: Sequence[Shape],
+        archs: list[str],
+        backward: bool,
+        variants: str,
     ) -> None:
         self.console = Console(stderr=True)
-        self.archs = archs
-        self.without: dict[str, str] = {}
-        self.tasks: list[matrix.Task] = []
+        self.samples, self.shapes, self.archs = samples, shapes, archs
+        self.backward = backward
+        self.variants = {x: resolved(variants, x) for x in archs}
+        self.without: dict[tuple[str, str], dict[str, str]] = {}
         self.failures: list[str] = []
-        with self._progress() as progress:
-            bar = progress.add_task("finding kernels", total=len(archs))
-            for arch in archs:
-                found = find(samples, shapes, arch, backward)
-                self.tasks += found.tasks
-                self.without |= found.without
-                self.failures += found.failures
-                progress.advance(bar)
-        for failure in self.failures:
-            self.console.print(f"[red]failed[/] {escape(failure)}")
 
-    def compile(self, release: str | None, processes: int, timeout: float) -> list[matrix.Row]:
-        """Rows under one Triton release, None for the one that is here; prints its table."""
+    def compile(
+        self, release: str | None, processes: int, timeout: float, anew: bool = False
+    ) -> list[matrix.Row]:
+        """Rows under one Triton release, None for the one that is here; prints its table.
+
+        Args:
+            anew: rows of earlier runs count for nothing.
+        """
         path = [] if release is None else [str(install(release, machine.cache_dir() / "releases"))]
-        failed: list[matrix.Row] = []
-        with self._progress() as progress:
-            bar = progress.add_task(f"triton {release or 'here'}", total=len(self.tasks))
+        about = compilers(path)
+        kept, failed = Rows(about, anew), []
+        known: list[matrix.Row] = []
+        with self._progress() as progress, TemporaryDirectory() as cache:
+            bar = progress.add_task(f"triton {about['triton']}", total=0)
 
-            def done(row: matrix.Row) -> None:
+            def tasks() -> Iterator[matrix.Task]:
+                total = 0
+                for arch in self.archs:
+                    found = self._find(arch, about)
+                    same, changed = kept.split(cover(found.tasks, self.variants[arch], kept.known))
+                    known.extend(same)
+                    total += len(changed)
+                    progress.update(bar, total=total)
+                    yield from changed
+
+            def done(job: Job, row: matrix.Row) -> None:
                 progress.advance(bar)
+                kept.add(job, row)
                 if row.status in ("crash", "hang"):
                     failed.append(row)
 
             rows = matrix.run(
-                self.tasks, processes=processes, timeout=timeout, path=path, done=done
+                tasks(),
+                processes=processes,
+                timeout=timeout,
+                path=path,
+                env={"TRITON_CACHE_DIR": cache},
+                done=done,
             )
-        Console().print(self._table(rows))
+        self.console.print(f"{len(rows)} compiled, {len(known)} kept from earlier runs")
+        rows = matrix.ordered(rows + known)
+        out = Console()
+        out.print(self._table(rows), width=max(out.width, _WIDTH), soft_wrap=True)
         for row in failed:
             self.console.print(
                 f"[red]{row.status}[/] {row.arch} {row.kernel}: {escape(row.reason)}"
             )
         return rows
+
+    def _find(self, arch: str, about: Mapping[str, str]) -> Found:
+        found = find(self.samples, self.shapes, arch, self.backward, about)
+        self.without[about["triton"], arch] = found.without
+        for failure in found.failures:
+            self.console.print(f"[red]failed[/] {escape(failure)}")
+        self.failures += found.failures
+        return found
 
     def _progress(self) -> Progress:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -86,6 +124,14 @@ class Run:
         return table
 
 
+def compilers(path: Sequence[str]) -> dict[str, str]:
+    """What a child with these folders before its sys.path compiles with."""
+    worker = Worker(path)
+    worker.start()
+    worker.close()
+    return dict(worker.about)
+
+
 def line(row: matrix.Row) -> str:
     """A kernel in one line."""
     used = {k: v for k, v in (row.instructions or {}).items() if v}
@@ -95,23 +141,41 @@ def line(row: matrix.Row) -> str:
     return f"{row.status:8}{about}: {sizes} {row.seconds:.1f} s {row.reason}"
 
 
-def record(rows: Sequence[matrix.Row], without: dict[str, str]) -> None:
+def record(rows: Sequence[matrix.Row], run: Run) -> None:
     """Adds the rows to docs/support.json and writes what is made from it."""
-    data = json.loads(DATA.read_text()) if DATA.exists() else {"releases": {}, "without": {}}
-    data["without"] = without
+    data = json.loads(DATA.read_text()) if DATA.exists() else {}
     for release in dict.fromkeys(x.triton for x in rows):
         of_release = [x for x in rows if x.triton == release]
-        known = data["releases"].setdefault(release, {"ptxas": {}, "operators": {}})
-        known["ptxas"] |= {x.arch: x.ptxas for x in of_release}
-        for operator, cells in matrix.by_operator(of_release).items():
-            known["operators"].setdefault(operator, {}).update(cells)
+        archs = data.setdefault(release, {})
+        for arch in dict.fromkeys(x.arch for x in of_release):
+            of_arch = [x for x in of_release if x.arch == arch]
+            cells = {k: v[arch] for k, v in matrix.by_operator(of_arch).items()}
+            cells |= {k: ("torch", v) for k, v in run.without[release, arch].items()}
+            about = {
+                "ptxas": of_arch[0].ptxas,
+                "variants": run.variants[arch],
+                "kernels": len(of_arch),
+            }
+            archs[arch] = {**about, "operators": cells}
     DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(data))
-    tried = {(x.arch, x.triton, x.ptxas) for x in rows}
-    kept = [x for x in json.loads(VERIFIED.read_text()) if tuple(x.values()) not in tried]
-    found = [dict(zip(("arch", "triton", "ptxas"), x)) for x in matrix.verified(rows)]
-    ordered = sorted(kept + found, key=lambda x: tuple(x.values()))
-    lines = ",\n".join(json.dumps(x) for x in ordered)
+    PAGE.write_text(page(json.loads(DATA.read_text())))
+    _trust(rows)
+
+
+def _trust(rows: Sequence[matrix.Row]) -> None:
+    """Writes down the families of kernels that came out sound, with digests of their sources."""
+    now = machine.families()
+    trusted = {
+        (x["arch"], x["triton"], x["ptxas"]): x["families"]
+        for x in json.loads(VERIFIED.read_text())
+    }
+    for compiler, families in matrix.verified(rows).items():
+        trusted[compiler] = {x: now[x] for x in sorted(families)}
+    found = [
+        {**dict(zip(("arch", "triton", "ptxas"), key)), "families": trusted[key]}
+        for key in sorted(trusted)
+    ]
+    lines = ",\n".join(json.dumps(x) for x in found)
     VERIFIED.write_text(f"[\n{lines}\n]\n")
     machine.verified.cache_clear()
 
@@ -119,38 +183,40 @@ def record(rows: Sequence[matrix.Row], without: dict[str, str]) -> None:
 def page(data: dict) -> str:
     """docs/SUPPORT.md."""
     notes: list[str] = []
-
-    def cell(release: str, ptxas: str, arch: str, found: list | None) -> str:
-        if found is None:
-            return "torch"
-        status, reason = found
-        avoided = [x for x in applying(arch, release, ptxas or None) if x.avoided]
-        if status == "ok" and any(x.effect != "slow" for x in avoided):
-            reason = f"with workarounds for {', '.join(x.name for x in avoided)}"
-        if not reason:
-            return status
-        reason = _general(reason)
-        if reason not in notes:
-            notes.append(reason)
-        return f"{status} [{notes.index(reason) + 1}]"
-
     lines = [_HEAD]
-    for release in sorted(data["releases"], reverse=True):
-        known = data["releases"][release]
-        archs = [x for x in ARCHS if any(x in y for y in known["operators"].values())]
+    everything = [cells["operators"] for archs in data.values() for cells in archs.values()]
+    names = sorted({name for cells in everything for name in cells})
+    plain = [x for x in names if all(y.get(x, _PLAIN)[0] == "torch" for y in everything)]
+    for release in sorted(data, key=version, reverse=True):
+        archs = [x for x in ARCHS if x in data[release]]
         lines += [f"\n## Triton {release}\n", f"| operator | {' | '.join(archs)} |"]
         lines.append("|---" * (len(archs) + 1) + "|")
-        for operator, cells in known["operators"].items():
-            ptxas = known["ptxas"]
-            row = [cell(release, ptxas.get(x, ""), x, cells.get(x)) for x in archs]
-            lines.append(f"| {operator} | {' | '.join(row)} |")
-        names = [f"{x} {known['ptxas'][x]}" for x in archs if known["ptxas"].get(x)]
-        lines.append(f"\nptxas: {', '.join(names)}.")
+        for name in (x for x in names if x not in plain):
+            row = [_cell(data[release][x], x, release, name, notes) for x in archs]
+            lines.append(f"| {name} | {' | '.join(row)} |")
+        known = [(x, data[release][x]) for x in archs]
+        ptxas = ", ".join(f"{x} {y['ptxas']}" for x, y in known if y["ptxas"])
+        counts = ", ".join(f"{x} {y['kernels']} ({y['variants']})" for x, y in known)
+        lines.append(f"\nptxas: {ptxas or 'none'}. Kernels compiled: {counts}.")
     lines.append("\n## Notes\n")
     lines += [f"{i}. {x}" for i, x in enumerate(notes, 1)]
     lines.append("\n## In plain torch everywhere\n")
-    lines += [f"- {name}: {reason}" for name, reason in sorted(data["without"].items())]
+    lines += [f"- {x}: {next(y[x][1] for y in everything if x in y)}" for x in plain]
     return "\n".join(lines) + "\n"
+
+
+def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> str:
+    """One operator's, with the number of its note."""
+    status, reason = known["operators"].get(name, _PLAIN)
+    avoided = [x for x in applying(arch, release, known["ptxas"] or None) if x.avoided]
+    if status == "ok" and any(x.effect != "slow" for x in avoided):
+        reason = f"with workarounds for {', '.join(x.name for x in avoided)}"
+    if not reason:
+        return status
+    reason = _general(reason)
+    if reason not in notes:
+        notes.append(reason)
+    return f"{status} [{notes.index(reason) + 1}]"
 
 
 def _general(reason: str) -> str:
@@ -158,6 +224,7 @@ def _general(reason: str) -> str:
     return "; ".join("spills" if x.startswith("spills") else x for x in reason.split("; "))
 
 
+_PLAIN = ("torch", "plain torch")
 _HEAD = """# What runs where
 
 Written by `slipstream matrix --record` (docs/matrix.md): every kernel of every operator, forward
@@ -168,4 +235,8 @@ its kernels.
 - slow: compiles and fits, and runs slower than it could, for the reason noted.
 - refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
 - crash, hang: the compiler dies or does not finish.
-- torch: no kernel, plain torch."""
+- torch: no kernel takes it there, plain torch does.
+
+"flags" beside a count: of each kernel's variants some that between them have every value of every
+flag; "pairs": every two values that occur together; "all": every variant of the sample shapes;
+"few": one for every operator and dtype."""

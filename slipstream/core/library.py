@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from slipstream.core import ahead, replay
+from slipstream.core.device import on
+from slipstream.core.ids import raise_pending
+
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -69,9 +73,13 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     return overload
 
 
-def shortcut(overload: Any) -> Callable:
+def shortcut(overload: Any, *, replays: bool = False) -> Callable:
     """Calls the implementation where nobody is looking, else the operator. For callers above whom
-    autograd is dealt with, and whose first argument is a tensor."""
+    autograd is dealt with, and whose first argument is a tensor.
+
+    Args:
+        replays: what the implementation does on a GPU follows from what replay.key_of looks at.
+    """
     inside = _INSIDE[overload]
 
     def call(*args: Any) -> Any:
@@ -79,4 +87,41 @@ def shortcut(overload: Any) -> Callable:
             return overload(*args)
         return inside[args[0].device.type](*args)
 
-    return call
+    return _replayed(call, inside["cuda"]) if replays else call
+
+
+def _replayed(call: Callable, inside: Callable) -> Callable:
+    # key -> True where the next call is recorded, then the record, or False if there is none
+    known: dict[tuple, Any] = {}
+    # of calls that take the same kernels, but for what a short or long sequence adds
+    kinds: set[tuple] = set()
+
+    def again(*args: Any) -> Any:
+        x = args[0]
+        if TRACING or not replay.wanted(x) or not direct(x):
+            return call(*args)
+        key = replay.key_of(args)
+        if key is None:
+            return call(*args)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= replay.MOST_KEYS:
+                known.clear()
+            known[key] = True
+            kind = replay.kind_of(args)
+            if kind not in kinds:
+                kinds.add(kind)
+                ahead.compile_kernels(inside, args)
+        if not found:
+            return call(*args)
+        if found is True:
+            result, record = replay.record(inside, args)
+            known[key] = record or False
+            return result
+        if found.operations and torch.is_autocast_enabled(x.device.type):
+            return call(*args)
+        raise_pending()
+        with on(x.device):
+            return found.play(args)
+
+    return again

@@ -1,8 +1,9 @@
 """The compilers for one GPU architecture here, and what was learnt of them.
 
 Verdicts outlive the process: in verdicts.json, by everything that decides what a kernel is compiled
-to (release, kernels' sources, architecture, Triton, ptxas). Where no verdict can be wrong any more,
-because slipstream matrix has verified the combination (verified.json), nothing is watched.
+to (release, kernels' sources, architecture, Triton, ptxas). Where slipstream matrix has verified a
+family of kernels on such a combination (verified.json, with a digest of the family's sources),
+nothing is watched: a kernel that has changed since is as unverified as a new compiler.
 
     SLIPSTREAM_GUARD   auto (unverified combinations), off, always
     SLIPSTREAM_PROBE   once (the first use on an unverified combination compares with plain torch,
@@ -15,7 +16,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,18 @@ from slipstream.core.worker import Worker
 # ("linear.triton", "delta", torch.bfloat16, 128, 128)
 Kind = tuple[Hashable, ...]
 
+# The family of the kernels in core.
+CORE = "core"
 # Families whose kernels multiply matrices.
 WITH_DOTS = ("linear", "softmax", "matmul")
+# Kinds that are not called by their family.
+_KINDS = {
+    "glu": "pointwise",
+    "rotary": "pointwise",
+    "embedding": "pointwise",
+    "cross_entropy": "loss",
+    "kl_div": "loss",
+}
 TIMEOUT = 300.0
 _NARROW = frozenset((torch.float16, torch.bfloat16))
 
@@ -58,19 +69,60 @@ def verdicts_file() -> Path:
 
 
 @cache
-def verified() -> frozenset[tuple[str, str, str]]:
-    """What `slipstream matrix --record` found sound: (arch, Triton, ptxas)."""
+def verified() -> dict[tuple[str, str, str], frozenset[str]]:
+    """What `slipstream matrix --record` found sound: (arch, Triton, ptxas) -> families of kernels
+    that are still the same."""
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
-    return frozenset((x["arch"], x["triton"], x["ptxas"]) for x in rows)
+    now = families()
+    return {
+        (x["arch"], x["triton"], x["ptxas"]): frozenset(
+            name for name, digest in x["families"].items() if now.get(name) == digest
+        )
+        for x in rows
+    }
+
+
+@cache
+def families() -> dict[str, str]:
+    """Of each family a digest of what its kernels are, and of how they are launched."""
+    root = Path(__file__).parents[1] / "kernels"
+    shared = b"".join(x.read_bytes() for x in sorted(root.glob("*.py")))
+    found = {CORE: _digest([Path(__file__).with_name("ids_triton.py")], shared)}
+    for folder in root.iterdir():
+        if (folder / "__init__.py").exists():
+            paths = sorted(x for x in folder.rglob("*.py") if not _plain(x, folder))
+            found[folder.name] = _digest(paths, shared)
+    return found
+
+
+def _plain(path: Path, family: Path) -> bool:
+    """Whether a module is plain torch, which decides nothing about kernels."""
+    return path.relative_to(family).parts[0].startswith(("eager", "reference", "plain"))
+
+
+def _digest(paths: Iterable[Path], shared: bytes) -> str:
+    digest = hashlib.sha1(shared, usedforsecurity=False)
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @cache
 def sources() -> str:
     """A digest of the kernels: a verdict on other ones is none on these."""
-    digest = hashlib.sha1(usedforsecurity=False)
-    for path in sorted((Path(__file__).parents[1] / "kernels").rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    text = json.dumps(families(), sort_keys=True)
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
+
+
+def family_of(module: str) -> str:
+    """Of a kernel, by its module: "linear" of "slipstream.kernels.linear.triton.walk"."""
+    _, _, inside = module.partition(".kernels.")
+    return inside.partition(".")[0] or CORE
+
+
+def _family(kind: Kind) -> str:
+    name = str(kind[0]).partition(".")[0]
+    return _KINDS.get(name, name)
 
 
 def in_words(kind: Kind) -> str:
@@ -80,6 +132,10 @@ def in_words(kind: Kind) -> str:
 
 class Machine:
     """quiet: nothing is guarded, probed or known against any kernel, so nobody need look.
+
+    verified: families of kernels that the matrix has seen with these compilers, as they are now.
+    unverified: the others. guards, probes: whether anything is compiled in the child first, or
+    compared.
 
     wide: dtypes whose products want operands in float32, since the compiler fails at them.
     admitted: kinds that need no further look. probing: those that a probe is at.
@@ -99,7 +155,8 @@ class Machine:
         remembers: bool = True,
     ) -> None:
         self.arch, self.triton, self.ptxas = arch, triton, ptxas
-        self.verified = (arch, triton, ptxas) in verified()
+        self.verified = verified().get((arch, triton, ptxas), frozenset())
+        self.unverified = frozenset(families()) - self.verified
         self.guards = not passive and self._wants("SLIPSTREAM_GUARD", "auto", "always")
         self.probes = not passive and self._wants("SLIPSTREAM_PROBE", "once", "always")
         self.admitted: set[Kind] = set()
@@ -119,12 +176,21 @@ class Machine:
         value = os.environ.get(variable, default)
         if value not in (default, always, "off"):
             raise ValueError(f"{variable}: want {default}, off, {always}, got {value!r}")
-        return value == always or (value == default and not self.verified)
+        return value == always or (value == default and bool(self.unverified))
 
     def _settle(self) -> None:
         self.quiet = not (
             self.guards or self.probes or self._blocked or self._verdicts.get("unusable")
         )
+
+    @property
+    def trust(self) -> str:
+        """In words."""
+        if not self.unverified:
+            return "verified by the matrix"
+        if not self.verified:
+            return "not verified by the matrix"
+        return f"verified by the matrix but for {', '.join(sorted(self.unverified))}"
 
     @property
     def name(self) -> str:
@@ -139,7 +205,7 @@ class Machine:
             return self._reasons[kind]
         except KeyError:
             reason = self._verdicts.get("unusable", {}).get(in_words(kind))
-        if reason is None and (fault := self._fault(str(kind[0]).partition(".")[0])):
+        if reason is None and (fault := self._fault(_family(kind))):
             reason = f"{fault.pattern}: {fault.name}; {fault.way_out}"
         self._reasons[kind] = reason
         return reason
@@ -163,8 +229,11 @@ class Machine:
         """Whether a probe is still to be made."""
         if not self.probes:
             return False
-        always = os.environ.get("SLIPSTREAM_PROBE") == "always"
-        return always or in_words(kind) not in self._verdicts.get("probed", {})
+        if os.environ.get("SLIPSTREAM_PROBE") == "always":
+            return True
+        if _family(kind) in self.verified:
+            return False
+        return in_words(kind) not in self._verdicts.get("probed", {})
 
     def probed(self, kind: Kind) -> None:
         self._learn("probed", kind, "agrees")
@@ -178,7 +247,11 @@ class Machine:
         warnings.warn(f"{text}. Forget it with `slipstream doctor --forget`", Guarded, stacklevel=3)
 
     def compiles(self, module: str, name: str, compile: dict) -> None:
-        """Compiles in the child what the JIT is about to; Unusable if that goes wrong."""
+        """Compiles in the child what the JIT is about to, unless it is verified; Unusable if that
+        goes wrong."""
+        always = os.environ.get("SLIPSTREAM_GUARD") == "always"
+        if not always and family_of(module) in self.verified:
+            return
         job = job_of(module, name, compile, self.arch)
         if cached(job):
             return
@@ -248,12 +321,13 @@ def of_device(device: torch.device) -> arches.Arch:
     return arches.of(torch.cuda.get_device_capability(device), hip)
 
 
-def elsewhere(arch: str, remembers: bool = False) -> Machine:
-    """The compilers that are here, as they would be for a GPU that is not: for tools."""
-    path = toolchain.ptxas_path(arch)
-    ptxas = (path and toolchain.ptxas_version(path)) or ""
-    triton = toolchain.triton_version() or ""
-    return Machine(arch, triton, ptxas, passive=True, remembers=remembers)
+def elsewhere(
+    arch: str, remembers: bool = False, compilers: Mapping[str, str] | None = None
+) -> Machine:
+    """The compilers that are here, or others, as they would be for a GPU that is not: for tools."""
+    compilers = compilers or toolchain.versions()
+    ptxas = toolchain.ptxas_of(arch, compilers)
+    return Machine(arch, compilers["triton"], ptxas, passive=True, remembers=remembers)
 
 
 def watch(

@@ -14,6 +14,8 @@ from typing import Any
 from slipstream.core.aot import Compiled, Job
 from slipstream.core.arch import ARCHS, Arch, expect_fits
 from slipstream.core.faults import applying
+from slipstream.core.machine import family_of
+from slipstream.core.toolchain import ptxas_of
 from slipstream.core.worker import TIMEOUT, Outcome, Worker
 
 # Best first; an operator has the worst of its kernels.
@@ -30,6 +32,7 @@ class Row:
     arch: str
     triton: str
     ptxas: str
+    module: str
     kernel: str
     operators: tuple[str, ...]
     status: str
@@ -48,43 +51,52 @@ Task = tuple[Job, tuple[str, ...]]
 
 
 def run(
-    tasks: Sequence[Task],
+    tasks: Iterable[Task],
     *,
     processes: int = 2,
     timeout: float = TIMEOUT,
     path: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
-    done: Callable[[Row], None] = lambda row: None,
+    done: Callable[[Job, Row], None] = lambda job, row: None,
 ) -> list[Row]:
     """Compiles every task (a job and the operators that want it) and judges it.
 
     Args:
+        tasks: compiled from the first one on while others are still being found.
         path: folders before sys.path in the children: another Triton's.
-        done: called with each row, from any thread but one at a time.
+        done: called with each job and row, from any thread but one at a time.
     """
-    waiting: queue.Queue[Task] = queue.Queue()
-    for task in tasks:
-        waiting.put(task)
+    waiting: queue.Queue[Task | None] = queue.Queue()
     rows: list[Row] = []
     one_at_a_time = threading.Lock()
 
     def serve() -> None:
         worker = Worker(path, env)
-        while True:
-            try:
-                task = waiting.get_nowait()
-            except queue.Empty:
-                return worker.close()
+        while (task := waiting.get()) is not None:
             row = attempt(worker, task, timeout)
             with one_at_a_time:
                 rows.append(row)
-                done(row)
+                done(task[0], row)
+        worker.close()
 
-    threads = [threading.Thread(target=serve) for _ in range(min(processes, len(tasks)))]
+    threads = [threading.Thread(target=serve) for _ in range(processes)]
     for thread in threads:
         thread.start()
+    try:
+        for task in tasks:
+            waiting.put(task)
+    except BaseException:
+        waiting.queue.clear()
+        raise
+    finally:
+        for _ in threads:
+            waiting.put(None)
     for thread in threads:
         thread.join()
+    return ordered(rows)
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda x: (x.arch, x.kernel, str(x.constants)))
 
 
@@ -95,12 +107,11 @@ def attempt(worker: Worker, task: Task, timeout: float) -> Row:
     status, reason = judge(job, outcome)
     if outcome.compiled is not None and outcome.compiled.shared > ARCHS[job.arch].shared:
         reason = _too_large(worker, job, outcome.compiled, timeout)
-    blackwell = job.arch.startswith("sm_") and int(job.arch[3:]) >= 100
-    ptxas = worker.about.get("ptxas_sm_100" if blackwell else "ptxas_sm_90", "")
     row = Row(
         arch=job.arch,
         triton=worker.about.get("triton", ""),
-        ptxas=ptxas if job.arch.startswith("sm_") else "",
+        ptxas=ptxas_of(job.arch, worker.about) if worker.about else "",
+        module=job.kernel.rpartition(":")[0],
         kernel=job.name,
         operators=operators,
         status=status,
@@ -179,11 +190,16 @@ def by_operator(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
     return table
 
 
-def verified(rows: Iterable[Row]) -> set[tuple[str, str, str]]:
-    """(arch, Triton, ptxas) where no compiler died, hung or refused."""
+def verified(rows: Iterable[Row]) -> dict[tuple[str, str, str], set[str]]:
+    """(arch, Triton, ptxas) -> the families of whose kernels none died, hung or was refused."""
     rows = list(rows)
-    bad = {(x.arch, x.triton, x.ptxas) for x in rows if STATUSES.index(x.status) > 1}
-    return {(x.arch, x.triton, x.ptxas) for x in rows} - bad
+    found: dict[tuple[str, str, str], set[str]] = {}
+    for row in rows:
+        found.setdefault((row.arch, row.triton, row.ptxas), set()).add(family_of(row.module))
+    for row in rows:
+        if STATUSES.index(row.status) > 1:
+            found[row.arch, row.triton, row.ptxas].discard(family_of(row.module))
+    return found
 
 
 def as_json(row: Row) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -143,6 +144,13 @@ def _bundled() -> Path | None:
         return None
     path = Path(spec.submodule_search_locations[0]) / "backends/nvidia/bin"
     return path if (path / "ptxas").exists() else None
+
+
+def ptxas_of(arch: str, compilers: Mapping[str, str]) -> str:
+    """The version of the ptxas for an architecture, of what `versions` says."""
+    if not arch.startswith("sm_"):
+        return ""
+    return compilers["ptxas_sm_100" if int(arch[3:]) >= 100 else "ptxas_sm_90"]
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ say twice which kernels and tiles a call takes. For tools, alone in their proces
 some attributes of torch and Triton are replaced.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.core import guard, library
 from slipstream.core.aot import Job, gpu_target, job_of
-from slipstream.core.arch import ARCHS, Arch, named
+from slipstream.core.arch import Arch, named
 from slipstream.core.library import NAMESPACE
-from slipstream.core.machine import elsewhere
+from slipstream.core.machine import Machine, elsewhere
 
-# Devices no machine has, one for each architecture: launches remember tiles by device.
+# Devices no machine has, one for each architecture and release: launches remember tiles by device.
 _FIRST_DEVICE = 64
+_DEVICES: dict[tuple[str, str], int] = {}
 
 
 # Implementations that compile nothing: what `impl` of an operator calls them.
@@ -43,16 +44,19 @@ def trace(
     arch: str,
     backward: bool = True,
     remembers: bool = False,
+    compilers: Mapping[str, str] | None = None,
 ) -> list[Job]:
     """The compilations of call(device) and, if asked for, of its gradients; each once.
 
     Args:
         remembers: what guarded compilation has learnt here counts.
+        compilers: others than those that are here, as toolchain.versions names them.
 
     Raises whatever the call raises for such tensors, PlainTorch where it compiles nothing.
     """
     jobs: dict[str, Job] = {}
-    with _pretending(named(arch), jobs, remembers) as (device, functions):
+    here = elsewhere(arch, remembers, compilers)
+    with _pretending(named(arch), jobs, here) as (device, functions):
         with torch.enable_grad() if backward else torch.no_grad():
             call(device)
         with torch.no_grad():
@@ -125,7 +129,7 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def _pretending(
-    arch: Arch, jobs: dict[str, Job], remembers: bool
+    arch: Arch, jobs: dict[str, Job], here: Machine
 ) -> Iterator[tuple[torch.device, list]]:
     from triton import knobs
     from triton.runtime import driver
@@ -148,8 +152,7 @@ def _pretending(
         jobs.setdefault(job.key, job)
         return True  # nothing to launch
 
-    here = elsewhere(arch.name, remembers)
-    index = _FIRST_DEVICE + list(ARCHS).index(arch.name)
+    index = _DEVICES.setdefault((arch.name, here.triton), _FIRST_DEVICE + len(_DEVICES))
     with ExitStack() as stack:
         enter = stack.enter_context
         for target, name, value in (

@@ -8,20 +8,27 @@ more than 32 bits, subclasses of tensors, and other types. So is all in the inte
 GPUs, where the size of the memory behind a tensor counts too.
 """
 
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, reduce
+from inspect import getclosurevars
 from operator import attrgetter, itemgetter, or_
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from slipstream.core.ahead import compiling
+from slipstream.core.replay import Recorder, recorder
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 
 Pick = Callable[[tuple], tuple]
 # In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
 RUNS = "3.6."
+# Descriptors that are kept of a launch's argument.
+MOST_MAPS = 256
+_DESCRIPTOR = "TensorDescriptor"
 _dtype = attrgetter("dtype")
 # by the identity of kernels, which it keeps alive
 _KEPT: dict[int, Any] = {}
@@ -59,22 +66,49 @@ class Found:
         from triton import __version__, knobs
         from triton.runtime import driver
 
-        self._compiled, self._rest, self._run = compiled, rest, None
+        self._compiled, self.rest, self.run = compiled, rest, None
         self._driver: Any = driver
         self._hooks = knobs.runtime
-        if __version__.startswith(RUNS):
-            self._run = compiled.run
-            self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
-
-    def launch(self, grid: tuple[int, ...], args: tuple) -> None:
-        """grid: all three of its sizes."""
-        hooks = self._hooks
-        if self._run is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            self._compiled[grid](*args, *self._rest)  # with what a profiler wants to know
+        if not __version__.startswith(RUNS):
             return
+        self.run, self._handles = compiled.run, (compiled.function,)
+        if type(self.run).__name__ == "CudaLauncher" and not _scratch(self.run):
+            flags = (self.run.launch_cooperative_grid, self.run.launch_pdl)
+            self.run, self._handles = self.run.launch, (compiled.function, *flags, None, None)
+        self._handles += (compiled.packed_metadata, None, None, None)  # and nobody to tell
+
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """grid: all three of its sizes."""
+        if self.run is None or self.watched():
+            self._compiled[grid](*args, *self.rest)  # with what a profiler wants to know
+            return
+        self.run(*self.head(grid), *args, *self.rest)
+
+    def watched(self) -> bool:
+        hooks = self._hooks
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+    def head(self, grid: tuple[int, ...]) -> tuple:
+        """What `run` wants before the kernel's arguments."""
         active = self._driver.active
         stream = active.get_current_stream(active.get_current_device())
-        self._run(*grid, stream, *self._handles, *args, *self._rest)
+        return (*grid, stream, *self._handles)
+
+    def told(self) -> tuple:
+        """The last three of head, where a profiler wants to know."""
+        hooks = self._hooks
+        metadata = self._compiled.launch_metadata((), 0)
+        return metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
+
+    def stream_of(self) -> Callable[[], int]:
+        """The current stream of the device that is current now."""
+        active = self._driver.active
+        return partial(active.get_current_stream, active.get_current_device())
+
+
+def _scratch(launcher: Any) -> int:
+    """Bytes of memory that the launcher would have to allocate for each program."""
+    return launcher.global_scratch_size + launcher.profile_scratch_size
 
 
 def found(compiled: Any, rest: tuple = ()) -> Found | None:
@@ -102,6 +136,13 @@ class Kept:
         def run(*args: Any, **named: Any) -> None:
             key = self.key_of(args, named)
             kept = None if key is None else self._found.get(key)
+            if compiling():
+                if kept is None:
+                    self.kernel.warmup(*args, grid=grid, **named)
+                return
+            taking = recorder()
+            if taking is not None:
+                self._taken(taking, (*grid, 1, 1)[:3], args, named, kept)
             if kept is not None:
                 kept.launch((*grid, 1, 1)[:3], args)
                 return
@@ -110,6 +151,19 @@ class Kept:
                 self._keep(key, compiled, len(args), named)
 
         return run
+
+    def _taken(
+        self, taking: Recorder, grid: tuple, args: tuple, named: dict, kept: Found | None
+    ) -> None:
+        given = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) or _is_descriptor(x)}
+        memory = [x if isinstance(x, Tensor) else x.base for x in given.values()]
+        again = None
+        if kept is not None and kept.run is not None and memory:
+            maps = [x for x in given.values() if not isinstance(x, Tensor)]
+            run, known = _unwrapped(kept.run)
+            if len(known) == len(maps) and None not in known:
+                again = Again(kept, run, grid, args, set(given), list(map(_Maps, maps, known)))
+        taking.launched(memory, again)
 
     def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
         """Of all that decides which kernel it is; None where this does not tell."""
@@ -147,7 +201,7 @@ class Kept:
                 places["tensors"].append(i)
             elif kind is int:
                 places["narrow" if param.do_not_specialize else "numbers"].append(i)
-            elif kind.__name__ == "TensorDescriptor":
+            elif kind.__name__ == _DESCRIPTOR:
                 places["described"].append(i)
             elif kind not in (float, type(None)):
                 return None
@@ -166,6 +220,80 @@ class Kept:
         if not all(p.is_constexpr and p.name in named for p in last):
             return None
         return tuple(named[p.name] for p in last)
+
+
+class Again:
+    """A launch for other memory at the same places: core/replay.py's Launch."""
+
+    def __init__(
+        self,
+        kept: Found,
+        run: Callable[..., Any],
+        grid: tuple[int, ...],
+        args: tuple,
+        given: Collection[int],
+        maps: Sequence["_Maps"],
+    ) -> None:
+        """given: places of memory in args; maps: of those that are descriptors, in order."""
+        self._kept, self._run, self._stream = kept, run, kept.stream_of()
+        self._args = list(kept.head(grid))
+        self._head = len(self._args)
+        self._places, self._maps = [], []
+        left = iter(maps)
+        for i, x in enumerate((*args, *kept.rest)):
+            self._args.append(x)
+            if i in given:
+                self._places.append(len(self._args) - 1)
+                if not isinstance(x, Tensor):
+                    self._maps.append((len(self._args) - 1, next(left)))
+                    self._args += [*x.shape, *x.strides]
+        for place in self._places:
+            self._args[place] = None  # their memory is not kept
+
+    def __call__(self, pointers: Sequence[int]) -> None:
+        args = self._args.copy()
+        args[3] = self._stream()  # after the grid's three sizes
+        for place, pointer in zip(self._places, pointers):
+            args[place] = pointer
+        for place, map_of in self._maps:
+            args[place] = map_of(args[place])
+        if self._kept.watched():
+            args[self._head - 3 : self._head] = self._kept.told()
+        self._run(*args)
+
+
+class _Maps:
+    """TMA's descriptors, by address: those of memory that is allocated again are made."""
+
+    def __init__(self, like: Any, meta: Any) -> None:
+        self._like = {"shape": like.shape, "strides": like.strides, "padding": like.padding}
+        self._meta = meta
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, pointer: int) -> Any:
+        found = self._made.get(pointer)
+        if found is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            if len(self._made) >= MOST_MAPS:
+                self._made.clear()
+            base = SimpleNamespace(data_ptr=lambda: pointer)
+            made = make_tensordesc_arg(SimpleNamespace(base=base, **self._like), self._meta)
+            found = self._made[pointer] = made[0]
+        return found
+
+
+def _is_descriptor(x: Any) -> bool:
+    return type(x).__name__ == _DESCRIPTOR
+
+
+def _unwrapped(run: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The launcher that takes maps for TMA, and what there is to know of each; they are made in
+    Python, by a function around it."""
+    if type(run) is not FunctionType:
+        return run, ()
+    around = getclosurevars(run).nonlocals
+    return around["launcher"], around["tensordesc_meta"]
 
 
 def _picking(places: list[int]) -> Pick:

@@ -3,9 +3,7 @@
 import importlib.util
 import os
 import re
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.device import on as on
 from slipstream.core.library import fake
 from slipstream.core.plan import OR_PLAIN, Candidate, choose
 
@@ -33,8 +32,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # the releases whose Gluon has the names in kernels/gluon.py
 GLUON = ((3, 6), (3, 7))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_NOWHERE = nullcontext()
-_THREAD = threading.local()
 _NAMED = (
     Candidate("triton", "portable Triton kernels, on CUDA", lambda call: _refuses(*call)),
     Candidate("eager", "plain torch, on any device"),
@@ -102,23 +99,6 @@ def not_hopper(x: Tensor) -> str | None:
 def precision() -> str:
     """Of float32 products: the fastest that is right to float32 and that the backend has."""
     return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
-
-
-def on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    if not hasattr(_THREAD, "bound"):
-        _bind(device)
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOWHERE
-    return torch.cuda.device(device)
-
-
-def _bind(device: torch.device) -> None:
-    """A thread of autograd has no CUDA context before it asks the runtime for something, and the
-    driver, which makes the descriptors for TMA, wants one."""
-    _THREAD.bound = True
-    if device.type == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.mem_get_info(device)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.softmax.latent import latent_attention
 from slipstream.layers.attention import extended
 from slipstream.layers.base import Mixed, Mixer, State, normal, token_positions
 from slipstream.ops.attention import attention
@@ -131,13 +132,7 @@ class MLA(Mixer):
         """q [N, T, H, nope + rope] -> [N, T, H, DV], the last query on token `lengths` of S."""
         weight = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
         w_k, w_v = weight.split([self.nope, self.v_head_dim], 1)  # [H, nope | DV, R]
-        T, S = q.shape[1], latent.shape[1]
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         q = torch.cat([torch.einsum("nthd,hdr->nthr", q_nope, w_k), q_rope], -1)
-        x = (q.flatten(1, 2) @ latent.mT).unflatten(1, (T, -1))  # [N, T, H, S]
-        x = x.double() if x.dtype == torch.float64 else x.float()
-        own = lengths[:, None] - T + torch.arange(T, device=q.device)
-        later = torch.arange(S, device=q.device) > own[..., None]
-        p = (x * self.scale).masked_fill(later[:, :, None], -torch.inf).softmax(-1)
-        o = p.to(latent.dtype).flatten(1, 2) @ latent[..., : self.rank]
-        return torch.einsum("nthr,hvr->nthv", o.unflatten(1, (T, -1)), w_v)
+        o = latent_attention(q, latent, lengths, width=self.rank, scale=self.scale)
+        return torch.einsum("nthr,hvr->nthv", o, w_v)

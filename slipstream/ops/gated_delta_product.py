@@ -50,7 +50,8 @@ def chunk_gated_delta_product(
         reverse: run time backwards, each token's n steps still in their order; the final state is
             then that before the first token.
         cu_seqlens: offsets [N+1] in tokens of N sequences packed in B == 1, int32 or int64.
-        chunk_size: steps a chunk, a power of two from 16 to 256; chosen if None.
+        chunk_size: a hint, steps a chunk in plain torch, a power of two from 16 to 256; Triton's
+            kernels have their own. Chosen if None.
         impl: "triton", "eager" or "reference" to insist on one; chosen if None.
 
     Returns:

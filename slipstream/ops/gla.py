@@ -39,7 +39,8 @@ def chunk_gla(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
+            kernels have their own. Chosen if None.
         impl: "triton", "eager" or "reference" to insist on one; chosen if None.
 
     Returns:

@@ -52,7 +52,8 @@ def chunk_gsa(
         state_v_first: states are [N, H, M, K] and [N, H, V, M] instead.
         reverse: run time backwards; the final states are then those before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        chunk_size: tokens a chunk, a power of two from 16 to 256; chosen if None.
+        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
+            kernels have their own. Chosen if None.
         impl: "triton", "eager" or "reference" to insist on one; chosen if None.
 
     Returns:
@@ -135,6 +136,7 @@ def _run(
         scores, keys = run_to_float32(slots, options, recurrent=recurrent, names=names)
         keys = keys if options.output_final_state else None
         reads = reads._replace(q=scores.softmax(-1).to(dtype))
+        del scores
         o, values = run(reads, once, recurrent=recurrent)
     else:
         scores, keys = run_wide(slots, options, recurrent=recurrent, names=names)

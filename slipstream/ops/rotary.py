@@ -68,28 +68,44 @@ def rotary_embedding(
 
 
 def rotary_tables(
-    positions: Tensor, dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
+    positions: Tensor,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    xpos: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles p base^(-2i/R).
+    """cos and sin of the angles p base^(-2i/R), with xpos times z_i^(p / xpos).
+
+        z_i = (2i/R + 0.4) / 1.4
 
     Args:
         positions: integer or floating [...], p.
         dim: R, how many features turn; even.
         base: the slowest pair turns once in about 2 pi base tokens.
+        xpos: None is plain. Else scores of a query and a key fade with the tokens between them,
+            pair by pair, by z_i every so many: 512, say, for queries, and -512 for keys.
         dtype: of the result; the angles are float32, float64 if this is.
 
     Returns:
         cos, sin, each [..., R/2].
 
     Raises:
-        ValueError: dim is odd or negative.
+        ValueError: dim is odd or negative, or xpos is 0.
+    Source: Su et al., RoFormer, 2021; Sun et al., A Length-Extrapolatable Transformer, 2022.
     """
     if dim < 0 or dim % 2:
         raise ValueError(f"dim: want an even number of features, got {dim}")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     pair = torch.arange(0, dim, 2, device=positions.device, dtype=wide)
-    angle = positions.to(wide)[..., None] * base ** (-pair / max(dim, 1))
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    place = positions.to(wide)[..., None]
+    angle = place * base ** (-pair / max(dim, 1))
+    if xpos is None:
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+    if xpos == 0:
+        raise ValueError("xpos: want tokens, below 0 for keys, got 0; None is without")
+    size = ((pair / max(dim, 1) + 0.4) / 1.4) ** (place / xpos)
+    return (angle.cos() * size).to(dtype), (angle.sin() * size).to(dtype)
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None = None) -> Tensor:

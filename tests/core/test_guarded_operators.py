@@ -376,7 +376,8 @@ def test_sound_kernels_are_probed_once_and_then_only_launched(
 def test_a_verified_machine_looks_at_nothing(
     family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "verified", lambda: {("sm_90", "3.6.0", "1.2.3")})
+    everything = frozenset(machine.families())
+    monkeypatch.setattr(machine, "verified", lambda: {("sm_90", "3.6.0", "1.2.3"): everything})
     monkeypatch.setattr(guard, "_admit", lambda *args: pytest.fail("looked"))
     plant(monkeypatch, family, lambda plain: plain)
     assert unverified().quiet

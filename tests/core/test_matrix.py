@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slipstream.core import matrix
+from slipstream.cli.cover import cover, resolved
+from slipstream.core import machine, matrix
 from slipstream.core.aot import Compiled, Job
 from slipstream.core.worker import Outcome
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
@@ -72,8 +75,10 @@ def test_attempt_names_the_known_fault_behind_a_crash() -> None:
     assert "rounding-mode: Triton 3.4 or later, or operands in float32" in row.reason
     table = matrix.by_operator([row, replace(row, status="ok", reason="")])
     assert table["chunk_retention"]["sm_70"][0] == "crash"
-    assert matrix.verified([row]) == set()
-    assert matrix.verified([replace(row, status="slow")]) == {("sm_70", "3.3.1", "12.4.99")}
+    compilers = ("sm_70", "3.3.1", "12.4.99")
+    sound = replace(row, module="slipstream.kernels.norm.triton.norm", status="slow")
+    assert matrix.verified([row, sound]) == {compilers: {"norm"}}
+    assert matrix.verified([row, replace(row, status="ok")]) == {compilers: set()}
 
 
 @compiles
@@ -99,12 +104,96 @@ def test_the_page_says_what_runs_where() -> None:
 
     ok, slow, refused = ["ok", ""], ["slow", "spills 4096 bytes a thread"], ["refused", "too wide"]
     known = {"sm_80": ok, "sm_86": refused, "sm_90": slow}
+    about = {"ptxas": "12.8.93", "variants": "flags", "kernels": 3}
     data = {
-        "releases": {"3.6.0": {"ptxas": {"sm_90": "12.8.93"}, "operators": {"chunk_gla": known}}},
-        "without": {"rotary": "plain torch"},
+        "3.6.0": {
+            arch: {**about, "operators": {"chunk_gla": cell, "rotary": ["torch", "too plain"]}}
+            for arch, cell in known.items()
+        }
     }
     text = page(data)
     assert "| operator | sm_80 | sm_86 | sm_90 |" in text
     assert "| chunk_gla | ok | refused [1] | slow [2] |" in text
     assert "1. too wide\n2. spills\n" in text
-    assert "- rotary: plain torch" in text
+    assert "- rotary: too plain" in text and "| rotary" not in text
+    assert "sm_86 3 (flags)" in text
+
+
+def test_cover_has_every_value_of_every_flag() -> None:
+    tasks = [
+        (replace(JOB, constants={"C": c, "PACKED": p, "GATE": g}, warps=4 * w), (f"op{c}",))
+        for c, p, g, w in product((16, 32, 64), (False, True), (False, True), (1, 2))
+    ]
+    other = (replace(JOB, kernel="module:other_kernel"), ("op16",))
+    few, pairs = (cover([*tasks, other], x) for x in ("flags", "pairs"))
+    assert len(few) == 4 and 7 <= len(pairs) <= 10 and other in few
+    for name in ("C", "PACKED", "GATE"):
+        values = {x.constants.get(name) for x, _ in tasks}
+        assert {x.constants.get(name) for x, _ in few[:3]} == values
+    assert {op for _, ops in few for op in ops} == {"op16", "op32", "op64"}
+    found = {(x.constants.get("C"), x.constants.get("GATE")) for x, _ in pairs[:-1]}
+    assert len(found) == 6
+    assert cover(tasks, "all") == tasks
+    assert len(cover([*tasks, other], "few")) == 4
+    assert [resolved("auto", x) for x in ("sm_80", "sm_86", "sm_90")] == ["flags", "few", "flags"]
+    with pytest.raises(ValueError, match="--variants: want one of auto"):
+        resolved("some", "sm_80")
+
+
+@compiles
+def test_rows_hold_until_the_kernel_or_a_compiler_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from slipstream.cli import rows
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    about = {"triton": "3.6.0", "ptxas_sm_90": "12.8.93", "ptxas_sm_100": "12.9.86"}
+    job = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel")
+    kept = rows.Rows(about)
+    assert kept.split([(job, ("rms_norm",))]) == ([], [(job, ("rms_norm",))])
+    row = matrix.attempt(_Worker({3: outcome()}), (job, ("rms_norm",)), 1.0)  # type: ignore
+    kept.add(job, row)
+    again, rest = rows.Rows(about).split([(job, ("layer_norm",))])
+    assert rest == [] and again == [replace(row, operators=("layer_norm",))]
+    for changed in (
+        rows.Rows({**about, "triton": "3.7.1"}),
+        rows.Rows(about, anew=True),
+    ):
+        assert changed.split([(job, ("rms_norm",))])[0] == []
+    assert rows.Rows(about).split([(replace(job, stages=2), ("rms_norm",))])[0] == []
+    kernel = rows.load(job.kernel)
+    monkeypatch.setattr(rows, "load", lambda path: SimpleNamespace(cache_key="other source"))
+    assert kernel.cache_key != "other source"
+    assert rows.Rows(about).split([(job, ("rms_norm",))])[0] == []
+
+
+def test_a_changed_family_is_no_longer_verified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from slipstream.cli import support
+
+    monkeypatch.setattr(support, "VERIFIED", tmp_path / "verified.json")
+    support.VERIFIED.write_text("[]")
+    worker: Any = _Worker({3: outcome()})
+    kernels = ("norm.triton.norm:a", "linear.triton.walk:b")
+    jobs = [replace(JOB, kernel=f"slipstream.kernels.{x}") for x in kernels]
+    found = [matrix.attempt(worker, (x, ("op",)), 1.0) for x in jobs]
+    support._trust([found[0], replace(found[1], status="hang")])
+    (entry,) = json.loads(support.VERIFIED.read_text())
+    assert entry["families"] == {"norm": machine.families()["norm"]}
+    here = ("sm_90", "3.3.1", "12.4.99")
+    monkeypatch.setattr(machine, "verified", lambda: {here: frozenset({"norm"})})
+    trusted = machine.Machine(*here, remembers=False)
+    assert trusted.guards and not trusted.quiet
+    assert not trusted.wants_probe(("norm.triton",)) and trusted.wants_probe(("linear.step",))
+    assert trusted.trust.startswith("verified by the matrix but for conv")
+    trusted.compiles("slipstream.kernels.norm.triton.norm", "a", {})  # looks at nothing
+    with pytest.raises(KeyError):
+        trusted.compiles("slipstream.kernels.linear.triton.walk", "b", {})
+
+
+def test_families_have_digests_of_what_their_kernels_are() -> None:
+    found = machine.families()
+    assert {"linear", "softmax", "norm", "core"} <= set(found) and len(set(found.values())) > 5
+    assert machine.family_of("slipstream.kernels.softmax.hopper.forward") == "softmax"
+    assert machine.family_of("slipstream.core.ids_triton") == "core"

@@ -19,6 +19,8 @@ CALLS = [
     Call("packed", T=700, S=700, q_lengths=(5, 0, 400, 295), k_lengths=(5, 0, 400, 295), right=0),
     Call("packed, no mask", T=700, S=700, q_lengths=(5, 0, 400, 295), k_lengths=(5, 0, 400, 295)),
     Call("used", B=3, T=200, S=450, used=(450, 9, 0), right=0),
+    Call("sinks", B=2, T=300, S=300, H=4, HKV=2, right=0, has=frozenset({"sinks"})),
+    Call("many", B=8, T=520, S=520, H=8, HKV=8, right=0),
 ]
 
 

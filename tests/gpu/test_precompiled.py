@@ -33,6 +33,7 @@ def test_first_call_after_precompile_compiles_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "SLIPSTREAM_PROBE": "off"}
     run = ["-c", "from slipstream.cli import main; main()", "precompile", "chunk_gated_delta_rule"]
     run += ["--arch", f"sm_{major}{minor}", "--head-dim", "64", "--no-packed", "--no-grouped"]
+    run += ["--jobs", "8"]
     blind = {**env, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, *run], env=blind, check=True, timeout=500)
     out = subprocess.run(

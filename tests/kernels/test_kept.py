@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from slipstream.core import ahead, replay
 from slipstream.kernels.kept import Kept, found, kept
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 
@@ -44,8 +45,10 @@ class Launcher:
         self.given = [i for i, kind in enumerate(src.signature.values()) if kind != "constexpr"]
 
     def __call__(self, *args: Any) -> None:
-        *grid, stream, function, _, _, _, _ = args[:9]
+        *grid, stream, function, _, metadata, enter, _ = args[:9]
         assert stream == 7
+        if enter is not None:
+            enter(metadata)
         given = [args[9 + i] for i in self.given]
         given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given]
         self.launches.append((*grid, function, given))
@@ -148,6 +151,49 @@ def test_a_profiler_sees_every_launch(gpu: list[tuple]) -> None:
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert seen == ["toy_kernel"] and len(gpu) == 3
+
+
+def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
+    def call(x: torch.Tensor, z: torch.Tensor | None, n: int) -> torch.Tensor:
+        y, part = torch.empty_like(x), x.new_empty(2, 64)
+        remembering[2, 3](x, part[1], z, 0.5, n, 1, W=32, FLAG=True)
+        remembering[1,](part.view(-1)[64:], y, x, 2.0, n, 16, 16, False)
+        return y
+
+    def places(given: list, known: dict[int, str]) -> list:
+        return [[known.get(x, "made") if isinstance(x, int) and x > 99 else x for x in given]]
+
+    remembering = Kept(toy_kernel)
+    for z in (None, torch.zeros(64)):
+        x = torch.zeros(64)
+        call(x, z, 5)
+        record = replay.record(call, (x, z, 5))[1]
+        assert record is not None
+        x, z = torch.zeros(64), None if z is None else torch.zeros(64)
+        known = {x.data_ptr(): "x"} | ({} if z is None else {z.data_ptr(): "z"})
+        gpu.clear()
+        record.play((x, z, 5))
+        call(x, z, 5)
+        played, called = gpu[:2], gpu[2:]
+        for a, b in zip(played, called, strict=True):
+            assert a[:4] == b[:4] and places(a[4], known) == places(b[4], known)
+        assert played[0][4][1] == played[1][4][0]
+
+
+def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None:
+    def call(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        for width in (16, 32):
+            remembering[1,](x, y, None, 0.5, 5, 1, W=width, FLAG=True)
+        state += 1
+        return y.zero_()
+
+    remembering, state = Kept(toy_kernel), torch.zeros(2)
+    ahead.compile_kernels(call, (torch.zeros(64), state))
+    assert not gpu and not state.any()
+    with mock.patch.object(toy_kernel, "compile", None):
+        call(torch.zeros(64), state)
+    assert len(gpu) == 2 and state.all()
 
 
 def test_keeps_nothing_that_was_stopped(gpu: list[tuple]) -> None:

@@ -155,9 +155,21 @@ def test_default_config_is_allowed() -> None:
                 if dtype == torch.float8_e4m3fn and "fp8e4nv" not in arch.dots:
                     continue
                 takes_tma = arch.wgmma and (dtype != torch.float32 or precision == "tf32")
-                for M, N, tma in ((64, 64, False), (1 << 14, 1 << 14, False), (1 << 14, 200, True)):
-                    c = choose(p, arch, M, N, tma and takes_tma)
+                wide = 1 << 14
+                for M, N, tma in ((64, 64, False), (wide, wide, False), (wide, 200, True)):
+                    c = choose(p, arch, M, N, wide, tma and takes_tma)
                     assert objection(c, p, arch) is None, (arch.name, p, c)
+
+
+def test_few_tiles_are_shared() -> None:
+    sm_90 = arches.named("sm_90")
+    for M, N, K, programs in ((128, 4096, 4096, 256), (1, 8192, 8192, 128), (64, 512, 4096, 32)):
+        c = choose(BF16, sm_90, M, N, K, False)
+        assert objection(c, BF16, sm_90) is None
+        assert -(-M // c.block_m) * -(-N // c.block_n) * c.split_k == programs
+        assert c.split_k * 4 * c.block_k <= K
+    for M, N, K in ((1 << 13, 1 << 13, 1 << 13), (128, 4096, 512)):
+        assert choose(BF16, sm_90, M, N, K, False).split_k == 1
 
 
 def test_tma_wants_rows_of_16_bytes() -> None:
@@ -169,6 +181,9 @@ def test_tma_wants_rows_of_16_bytes() -> None:
     assert refuses(a, b) is None
     assert refuses(a, b.t().contiguous().t()) is None
     assert "multiples of 16 bytes" in str(refuses(a[:, :50], b[:50].t().contiguous().t()[:, :48]))
+    # of 32 bits one of them may have its columns adjacent
+    wide = torch.randn(32, 100), torch.randn(100, 48)
+    assert refuses(*wide) is None and "400 long" not in str(refuses(*wide))
     narrow = torch.randn(32, 100).bfloat16(), torch.randn(48, 100).bfloat16().t()
     assert "200 long" in str(refuses(*narrow))
     assert "result" in str(refuses(a, b[:, :47]))

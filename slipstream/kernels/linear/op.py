@@ -72,6 +72,10 @@ def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
 
         return step_launch
     if impl == "hopper":
+        if terms.transition == "none":
+            from slipstream.kernels.linear.hopper import additive_launch
+
+            return additive_launch
         from slipstream.kernels.linear.hopper import launch as hopper_launch
 
         return hopper_launch
@@ -192,7 +196,8 @@ _backward_op: Callable = define(
     _backward,
     _fake_backward,
 )
-_call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
+_call_forward = shortcut(_forward_op, replays=True)
+_call_backward = shortcut(_backward_op, replays=True)
 
 
 class _Linear(torch.autograd.Function):

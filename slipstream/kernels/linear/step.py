@@ -196,4 +196,4 @@ _op: Callable = define(
     _step,
     _fake,
 )
-_call = shortcut(_op)
+_call = shortcut(_op, replays=True)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.core import guard, probe
 from slipstream.core.ids import expect_ids
 from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss.reference import Terms
@@ -98,16 +99,21 @@ def _local(target: Tensor, terms: Terms, shard: Shard) -> tuple[Tensor, Tensor]:
 
 
 def columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard, impl: str) -> Columns:
-    if is_triton(impl):
-        from slipstream.kernels.loss.triton import launch
+    return _attempt(impl, _columns, plain_columns, (logits, target, terms, shard))
 
-        lse, hit, z_sum = (
-            torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
-            for _ in range(3)
-        )
-        here = launch.Shard(shard.first, shard.size, z_sum)
-        launch.cross_entropy(logits, target, terms, loss=hit, lse=lse, shard=here)
-        return Columns(lse, hit, z_sum)
+
+def _columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard) -> Columns:
+    from slipstream.kernels.loss.triton import launch
+
+    lse, hit, z_sum = (
+        torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    here = launch.Shard(shard.first, shard.size, z_sum)
+    launch.cross_entropy(logits, target, terms, loss=hit, lse=lse, shard=here)
+    return Columns(lse, hit, z_sum)
+
+
+def plain_columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard) -> Columns:
     z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
     hit = torch.where(inside, z.gather(1, local[:, None])[:, 0], 0)
     return Columns(torch.logsumexp(z, -1), hit, z.sum(-1))
@@ -139,14 +145,37 @@ def dlogits(
     out: Tensor,
 ) -> Tensor:
     """The gradient of a rank's logits, in `out`, which may be the logits."""
-    if is_triton(impl):
-        from slipstream.kernels.loss.triton import launch
+    args = logits, target, lse, terms, shard, dloss, out
+    return _attempt(impl, _dlogits, plain_dlogits, args)
 
-        launch.cross_entropy(
-            logits, target, terms, lse=lse, grad=out, weight=dloss, has_lse=True,
-            shard=launch.Shard(shard.first, shard.size),
-        )  # fmt: skip
-        return out
+
+def _dlogits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    shard: Shard,
+    dloss: Tensor,
+    out: Tensor,
+) -> Tensor:
+    from slipstream.kernels.loss.triton import launch
+
+    here = launch.Shard(shard.first, shard.size)
+    launch.cross_entropy(
+        logits, target, terms, lse=lse, grad=out, weight=dloss, has_lse=True, shard=here
+    )
+    return out
+
+
+def plain_dlogits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    shard: Shard,
+    dloss: Tensor,
+    out: Tensor,
+) -> Tensor:
     z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
     d = (z - lse[:, None]).exp_().mul_((1 + 2 * terms.z_loss * lse)[:, None])
     d -= terms.label_smoothing / shard.size
@@ -156,6 +185,44 @@ def dlogits(
         d *= 1 - (z / terms.softcap).square()
     d *= (dloss * terms.logit_scale)[:, None]
     return out.copy_(d.masked_fill_((target == terms.ignore_index)[:, None], 0))
+
+
+def _attempt(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
+    """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
+    if not is_triton(impl):
+        return plain(*args)
+    logits = args[0]
+    dtype, classes, device = logits.dtype, logits.shape[1], logits.device
+    return guard.attempt(
+        lambda: ("cross_entropy.shard", dtype, classes),
+        device,
+        run,
+        None if impl == "triton" else plain,
+        args,
+        lambda: _mismatch(dtype, classes, device),
+    )
+
+
+def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
+    """The probe: the second of two shards, every option on, one row ignored."""
+    terms, shard = Terms(-100, 0.1, 20.0, 1e-3, 0.9), Shard(classes, classes, 2 * classes, None)
+    logits = torch.randn(9, classes, device=device).to(dtype)
+    target, dloss = torch.randint(0, 2 * classes, (9,), device=device), torch.rand(9, device=device)
+    target[:4] = classes + target[:4] % classes
+    target[4] = -100
+    live = target != -100
+    with torch.no_grad():
+        pairs = [f(logits, target, terms, shard) for f in (_columns, plain_columns)]
+        lse = pairs[1].lse + 1
+        grads = [
+            f(logits, target, lse, terms, shard, dloss, torch.empty_like(logits))
+            for f in (_dlogits, plain_dlogits)
+        ]
+    for name, x, y in (*zip(Columns._fields, *pairs), ("gradient", *grads)):
+        error = probe.relative(x[live], y[live])
+        if not error < 2e-2:
+            return f"{name} of a shard is off by {error:.1e} of its size"
+    return None
 
 
 class _Rows(torch.autograd.Function):

@@ -7,6 +7,7 @@ choose(...)  the default, from tables by architecture, dtype and whether the til
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -20,6 +21,8 @@ TMA_ROWS, TMA_BYTES = 128, 128
 TMA_OUT = 4 * 64 * 128
 # A thread has 255 registers; with more than that of accumulators everything goes through memory.
 MOST_SUMS = 256
+# Programs that may share a tile, each with a part of K.
+MOST_SPLITS = 8
 # Multiply-adds that a thread does one by one where there is no matrix instruction.
 MOST_UNROLLED = 8192
 
@@ -30,7 +33,8 @@ class MatmulConfig:
 
     num_stages: slices that are loaded ahead. group_m: rows of tiles that go together, so that they
     share what they read. kernel: "tma" (sm_90 only, its two warpgroups are num_warps=8) or
-    "pointer", which is anywhere.
+    "pointer", which is anywhere. split_k: programs that share a tile, each with a part of K; for
+    "pointer".
     """
 
     block_m: int = 128
@@ -40,26 +44,29 @@ class MatmulConfig:
     num_stages: int = 3
     group_m: int = 8
     kernel: str = "pointer"
+    split_k: int = 1
 
-    def pack(self) -> list[int]:
+    def pack(self) -> tuple[int, ...]:
         """As numbers, for an operator's arguments."""
-        return [*astuple(self)[:-1], KERNELS.index(self.kernel)]
+        *sizes, kernel, split_k = astuple(self)
+        return (*sizes, KERNELS.index(kernel), split_k)
 
 
-def unpack(numbers: list[int]) -> MatmulConfig:
-    return MatmulConfig(*numbers[:-1], kernel=KERNELS[numbers[-1]])
+def unpack(numbers: Sequence[int]) -> MatmulConfig:
+    return MatmulConfig(*numbers[:-2], kernel=KERNELS[numbers[-2]], split_k=numbers[-1])
 
 
 @dataclass(frozen=True)
 class Problem:
     """What decides about tiles besides the device: dtypes, precision of float32 products, the
-    order in memory (a_t: a column by column, b_t: b column by column)."""
+    order in memory (a_t: a column by column, b_t: b column by column; swaps: terms.tma_swaps)."""
 
     dtype: torch.dtype
     out_dtype: torch.dtype
     precision: str
     a_t: bool = False
     b_t: bool = False
+    swaps: bool = False
     residual: torch.dtype | None = None
 
     @property
@@ -102,7 +109,7 @@ def objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
         value = getattr(c, name)
         if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
             return f"{name}: want a power of two from {least} to {most}, got {value!r}"
-    for name, most in (("num_stages", 8), ("group_m", 64)):
+    for name, most in (("num_stages", 8), ("group_m", 64), ("split_k", MOST_SPLITS)):
         value = getattr(c, name)
         if not isinstance(value, int) or not 1 <= value <= most:
             return f"{name}: want a number from 1 to {most}, got {value!r}"
@@ -130,6 +137,8 @@ def _tma_objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
         return f"{arch.name} has no wgmma with TMA, want sm_90"
     if p.dtype == torch.float32 and p.precision != "tf32":
         return f"wgmma multiplies float32 as tf32, not as {p.precision}"
+    if c.split_k > 1:
+        return "its programs do not share tiles: want split_k 1"
     if c.block_m != TMA_ROWS or c.num_warps != 8:
         return "two warpgroups of 64 rows each want block_m 128 and num_warps 8"
     if c.block_n < 64:
@@ -163,6 +172,8 @@ def nearest(c: MatmulConfig, p: Problem, arch: Arch) -> MatmulConfig | None:
     for kernel, stages, *values in itertools.product(kernels, range(1, 7), *sizes):
         near = replace(c, kernel=kernel, num_stages=stages, **dict(zip(names, values)))
         near = replace(near, group_m=min(max(_number(c.group_m), 1), 64))
+        most = 1 if kernel == "tma" else MOST_SPLITS
+        near = replace(near, split_k=min(max(_number(c.split_k), 1), most))
         away = sum(_steps(getattr(c, name), v) for name, v in zip(names, values))
         away += abs(stages - _number(c.num_stages)) / 2 + 4 * (kernel != c.kernel)
         if away < least and objection(near, p, arch) is None:
@@ -185,14 +196,25 @@ BIG = {2: (128, 256, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 128, 128, 8,
 MIDDLE = {2: (128, 128, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 64, 128, 8, 3)}
 SMALL = {2: (128, 128, 64, 4, 4), 1: (128, 128, 64, 4, 4), 4: (64, 64, 128, 4, 3)}
 PLAIN = MatmulConfig(64, 64, 16, 4, 2)
+# Few tiles, with wgmma: alone if they fill the device, else programs share wider ones.
+ALONE = {2: (64, 64, 256, 4, 4), 1: (64, 64, 256, 4, 4), 4: (64, 64, 128, 4, 4)}
+SHARED = {2: (64, 128, 128, 4, 4), 1: (64, 128, 128, 4, 4), 4: (64, 128, 128, 4, 4)}
+# Slices of K that a program of several has at least: of as many as fill the device, and of twice as
+# many, of which two fit a multiprocessor.
+LEAST_SLICES, TWICE_SLICES = 4, 16
+# With less of K one program's time is less than that of adding up.
+FEW_DEEP = 1024
 
 
-def choose(p: Problem, arch: Arch, M: int, N: int, tma: bool) -> MatmulConfig:
-    """The default. It depends on M only by whether wide tiles fill the device.
+def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulConfig:
+    """The default. It depends on M by whether wide tiles fill the device, and by whether there are
+    so few that programs share them.
 
     Args:
         tma: the strides are multiples of 16 bytes and precision and architecture have the kernel.
     """
+    if tma and p.swaps:
+        M, N = N, M
     wide_tiles = -(-M // TMA_ROWS) * -(-N // 256)
     full = wide_tiles >= arch.units
     if tma:
@@ -202,5 +224,34 @@ def choose(p: Problem, arch: Arch, M: int, N: int, tma: bool) -> MatmulConfig:
     if arch.instruction is None or plain or p.dtype not in (*HALVES, *FP8, torch.float32):
         return PLAIN
     table = BIG if arch.wgmma and full else MIDDLE if arch.shared >= 160 << 10 else SMALL
+    if not few(arch, M, N, K):
+        return _pointer(table, p)
+    if not arch.wgmma:
+        return _shared(_pointer(table, p), arch, M, N, K)
+    alone = _pointer(ALONE, p)
+    if (M <= 64 or p.size == 1) and _tiles(alone, M, N) * 10 >= arch.units * 9:
+        return alone
+    return _shared(_pointer(SHARED, p), arch, M, N, K)
+
+
+def _pointer(table: Mapping[int, tuple[int, ...]], p: Problem) -> MatmulConfig:
     bm, bn, deep, warps, stages = table[p.size]
     return MatmulConfig(bm, bn, deep // p.size, warps, stages)
+
+
+def _tiles(c: MatmulConfig, M: int, N: int) -> int:
+    return -(-M // c.block_m) * -(-N // c.block_n)
+
+
+def few(arch: Arch, M: int, N: int, K: int) -> bool:
+    """Whether there are so few tiles, and so much of K, that programs share them."""
+    tiles = -(-M // 64) * -(-N // 128)
+    return tiles <= arch.units // 2 and K >= FEW_DEEP
+
+
+def _shared(c: MatmulConfig, arch: Arch, M: int, N: int, K: int) -> MatmulConfig:
+    """With as many programs a tile as fill the device, or twice as many."""
+    slices, each = -(-K // c.block_k), arch.units // _tiles(c, M, N)
+    once = min(each, slices // LEAST_SLICES)
+    twice = min(2 * arch.units // _tiles(c, M, N), slices // TWICE_SLICES)
+    return replace(c, split_k=max(min(max(once, twice), MOST_SPLITS), 1))

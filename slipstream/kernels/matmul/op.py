@@ -24,19 +24,28 @@ from slipstream.kernels.matmul.config import (
     MatmulConfig,
     Problem,
     check,
+    few,
     unpack,
 )
 from slipstream.kernels.matmul.config import choose as choose_tile
 from slipstream.kernels.matmul.reference import matmul_reference
-from slipstream.kernels.matmul.terms import FP8, Terms, activated, row_by_row, scaled
+from slipstream.kernels.matmul.terms import (
+    FP8,
+    Terms,
+    activated,
+    row_by_row,
+    scaled,
+    tma_swaps,
+)
 
-Call = tuple[Terms, MatmulConfig | None]
+# and whether an implementation was named
+Call = tuple[Terms, MatmulConfig | None, bool]
 
 
 def matmul(t: Terms, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
     given = (t.a, t.b, t.bias, t.residual)
-    rest = [] if config is None else config.pack(), impl or ""
+    rest = () if config is None else config.pack(), impl or ""
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in given):
         return _CALL(*t, *rest)
     if not t.activation:
@@ -90,11 +99,11 @@ def arch_of(device: torch.device) -> Arch:
 def problem(t: Terms) -> Problem:
     residual = None if t.residual is None else t.residual.dtype
     columns = t.a.stride(1) != 1, t.b.stride(1) != 1
-    return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, residual)
+    return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, tma_swaps(t), residual)
 
 
 def _triton_refuses(call: Call) -> str | None:
-    t, config = call
+    t, config, _ = call
     if not HAVE_TRITON:
         return "Triton is not installed"
     if not (t.a.is_cuda or INTERPRETED):
@@ -114,10 +123,14 @@ def _triton_refuses(call: Call) -> str | None:
 
 
 def _hopper_refuses(call: Call) -> str | None:
-    t, config = call
+    t, config, named = call
     if config is not None and config.kernel != "tma":
         return "the configuration is the portable kernel's"
-    return not_hopper(t.a) or _triton_refuses((t, None)) or tma_refuses(t)
+    if reason := not_hopper(t.a) or _triton_refuses((t, None, named)) or tma_refuses(t):
+        return reason
+    if config is None and not named and few(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1]):
+        return "there are few tiles, of which the portable kernel's programs share each"
+    return None
 
 
 def tma_refuses(t: Terms) -> str | None:
@@ -126,8 +139,12 @@ def tma_refuses(t: Terms) -> str | None:
         return f"wgmma multiplies float32 as tf32, not as {t.precision}"
     K, N = t.b.shape
     size = t.a.element_size()
-    for name, x in (("a", t.a), ("b", t.b.t())):
-        turned = size == 2 and row_by_row(x.t())
+    swaps = tma_swaps(t)
+    for name, x, turns in (
+        ("a", t.a, size in (2, 4) and not swaps),
+        ("b", t.b.t(), size == 2 or swaps),
+    ):
+        turned = turns and row_by_row(x.t())
         if not (row_by_row(x) or turned or K * size % 16 == 0):
             return f"TMA wants rows of {name} at multiples of 16 bytes, they are {K * size} long"
     if N * t.out_dtype.itemsize % 16:
@@ -148,7 +165,7 @@ CANDIDATES = (
 
 
 def plan_for(t: Terms, config: MatmulConfig | None, impl: str | None) -> Plan:
-    return choose(CANDIDATES, (t, config), impl)
+    return choose(CANDIDATES, (t, config, impl is not None), impl)
 
 
 def _impl(*args: Any) -> Tensor:
@@ -182,7 +199,7 @@ def _with(names: list[str], t: Terms, config: MatmulConfig | None) -> Tensor:
 def _launch(name: str, t: Terms, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     if config is None:
-        shape = t.a.shape[0], t.b.shape[1]
+        shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
         config = choose_tile(problem(t), arch_of(t.a.device), *shape, name == "hopper")
     assert config.kernel == KERNELS[name == "triton"]
     if name == "hopper":
@@ -224,4 +241,4 @@ _OP = define(
     _impl,
     _fake,
 )
-_CALL = shortcut(_OP)
+_CALL = shortcut(_OP, replays=True)

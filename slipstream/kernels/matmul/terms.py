@@ -58,3 +58,9 @@ def row_by_row(x: Tensor) -> bool:
     """Whether TMA can read x's rows."""
     step = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and step > 0 and step % 16 == 0
+
+
+def tma_swaps(t: Terms) -> bool:
+    """Whether the sm_90 kernel multiplies b^T a^T: its right factor of 32 bits goes along K."""
+    a, b = t.a, t.b
+    return a.element_size() == 4 and row_by_row(a) and row_by_row(b) and not row_by_row(b.t())

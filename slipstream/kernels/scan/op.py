@@ -133,7 +133,8 @@ _backward_op: Callable = define(
     _backward,
     _fake_backward,
 )
-_call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
+_call_forward = shortcut(_forward_op, replays=True)
+_call_backward = shortcut(_backward_op, replays=True)
 
 
 class _Scan(torch.autograd.Function):

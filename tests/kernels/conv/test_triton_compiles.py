@@ -7,12 +7,17 @@ from slipstream.kernels.launching import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.conv.triton.conv"
+WALK = "slipstream.kernels.conv.triton.walk"
 
 
 def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> Compiled:
+    """Full is with everything, and backward of packed sequences."""
     from slipstream.kernels.conv.triton import launch
 
-    tile = launch.BACKWARD if backward else launch.FORWARD
+    tile, kernel = launch.FORWARD, f"{MODULE}:conv_fwd_kernel"
+    if backward:
+        tile = launch.BACKWARD if full else launch.WALK
+        kernel = f"{MODULE}:conv_bwd_kernel" if full else f"{WALK}:conv_bwd_walk_kernel"
     names = ["x", "w", *(["dy", "dx"] if backward else ["y"])]
     names += ["b", "s", *([] if backward else ["r"])] if full else []
     tensors = {f"{name}_ptr": dtype for name in names}
@@ -20,7 +25,7 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
     tensors |= {"where_ptr": "*i32"} if full else {}
     BT = tile.BT if W <= 4 or tile.BT == 8 else tile.BT // 2
     return compile_kernel(
-        f"{MODULE}:{'conv_bwd_kernel' if backward else 'conv_fwd_kernel'}",
+        kernel,
         tensors,
         {"D": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True},
         target=arch,

@@ -110,5 +110,9 @@ def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = F.pad(given.q, (0, 8))
     assert "multiple of 64" in str(plan.refuses(given._replace(q=wide, k=wide)))
     assert "float16" in str(plan.refuses(given._replace(q=given.q.float())))
-    assert "one gate" in str(plan.refuses(given._replace(p=given.k)))
-    assert "delta rule" in str(plan.refuses(given._replace(beta=None)))
+    assert "one beta" in str(plan.refuses(given._replace(p=given.k)))
+    assert "one gate" in str(plan.refuses(given._replace(gv=torch.zeros(*given.v.shape))))
+    channel = given._replace(g=torch.zeros(*given.v.shape))
+    assert plan.refuses(channel) is None
+    wide = F.pad(given.v, (0, 64))
+    assert "K and V have to be" in str(plan.refuses(channel._replace(v=wide)))

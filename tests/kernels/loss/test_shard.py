@@ -5,6 +5,9 @@ TRITON_INTERPRET=1 python -m tests.kernels.loss.test_shard
 """
 
 import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from slipstream.core import guard, machine
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.loss import shard
+from slipstream.kernels.loss.reference import Terms
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from tests.kernels.interpreted import error, run
 
@@ -28,6 +34,39 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.skipif(not (HAVE_TRITON and dist.is_available()), reason="wants Triton and gloo")
 def test_sharded_losses_match_whole() -> None:
     run(script="tests.kernels.loss.test_shard")
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, not interpreted")
+@pytest.mark.parametrize("fate", ["dies", "wrong"])
+def test_a_failing_kernel_gives_way_to_plain_torch(
+    fate: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    here = machine.Machine("sm_90", "3.6.0", "1.2.3")
+    monkeypatch.setattr(guard, "machine", lambda device: here)
+
+    def planted(plain: Callable) -> Callable:
+        def launch(*args: Any) -> Any:
+            if fate == "dies":
+                raise guard.Unusable("planted_kernel: the compiler's process died")
+            out = plain(*args)
+            return out * 1.2 if isinstance(out, Tensor) else [x * 1.2 for x in out]
+
+        return launch
+
+    monkeypatch.setattr(shard, "_columns", planted(shard.plain_columns))
+    monkeypatch.setattr(shard, "_dlogits", planted(shard.plain_dlogits))
+    logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
+    terms, part = Terms(-100, 0.1, 0.0, 0.0, 1.0), shard.Shard(10, 10, 20, None)
+    results = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for impl in ("eager", "triton|eager"):
+            c = shard.columns(logits, target, terms, part, impl)
+            rest = part, torch.ones(6), impl, torch.empty(6, 10)
+            results.append((*c, shard.dlogits(logits, target, c.lse + 1, terms, *rest)))
+    assert all(map(torch.equal, *results))
+    assert any("cross_entropy.shard" in str(x.message) for x in said)
 
 
 def found(given: list[Tensor], target: Tensor, **options: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from slipstream.ops.matmul import MatmulConfig, matmul
 from tests.kernels.interpreted import error, run
 
 SMALL = MatmulConfig(16, 16, 16, 4, 2, group_m=2)
+SHARED = MatmulConfig(16, 16, 16, 4, 2, group_m=2, split_k=3)
 LAYOUTS = ("rows", "columns", "every other", "expanded")
 
 
@@ -36,9 +37,10 @@ def check_layouts(M: int, K: int, N: int, dtype: torch.dtype, limit: float) -> N
     for of_a, of_b in itertools.product(LAYOUTS, LAYOUTS):
         a = laid_out(torch.randn(M, K, dtype=dtype), of_a)
         b = laid_out(torch.randn(K, N, dtype=dtype), of_b)
-        got = matmul(a, b, config=SMALL, impl="triton")
-        e = error(got, matmul(a.double(), b.double(), impl="reference"))
-        assert e < limit, (M, K, N, dtype, of_a, of_b, e)
+        want = matmul(a.double(), b.double(), impl="reference")
+        for config in (SMALL, SHARED):
+            e = error(matmul(a, b, config=config, impl="triton"), want)
+            assert e < limit, (M, K, N, dtype, of_a, of_b, config, e)
 
 
 def check_epilogue() -> None:
@@ -55,9 +57,10 @@ def check_epilogue() -> None:
             wide: dict[str, Any] = {
                 name: None if x is None else x.double() for name, x in given.items()
             }
-            got = matmul(a, b, **given, activation=activation, config=SMALL)
             want = matmul(a.double(), b.double(), **wide, activation=activation, impl="reference")
-            assert got.dtype == torch.float32 and error(got, want) < 1e-5, activation
+            for config in (SMALL, SHARED):
+                got = matmul(a, b, **given, activation=activation, config=config)
+                assert got.dtype == torch.float32 and error(got, want) < 1e-5, activation
 
 
 def check_gradients() -> None:

@@ -89,5 +89,6 @@ def test_norm_sums_compile(arch: str) -> None:
     module = "slipstream.kernels.norm.triton.norm"
     assert compile_kernel(f"{module}:norm_sums_kernel", tensors, flags, target=arch).stack == 0
     tensors = {"part_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16"}
-    flags = {"BP": 32, "BD": 64}
-    assert compile_kernel(f"{module}:norm_dweight_kernel", tensors, flags, target=arch).stack == 0
+    flags = {"BP": 512, "BD": 32}
+    kernel = f"{module}:norm_dweight_kernel"
+    assert compile_kernel(kernel, tensors, flags, target=arch, warps=16).stack == 0

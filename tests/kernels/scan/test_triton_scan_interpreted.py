@@ -17,13 +17,14 @@ from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.ops import chunk_hgrn
 from tests.operators import offsets, relative_error
 
-SEGMENT = 8
+# rows of a tile there
+TILE = 8
 # B, T, D, lengths of packed sequences
 SIZES = {
     "one token": (1, 1, 1, None),
-    "one segment": (2, SEGMENT, 6, None),
-    "segments": (2, 4 * SEGMENT + 5, 18, None),
-    "packed": (1, 44, 5, (5, 0, 20, 1, 0, SEGMENT, 10, 0)),
+    "one tile": (2, TILE, 6, None),
+    "tiles": (2, 7 * TILE + 5, 18, None),
+    "packed": (1, 76, 5, (5, 0, 52, 1, 0, TILE, 10, 0)),
     "packed in one": (1, 7, 5, (5, 0, 2)),
 }
 GATES = {
@@ -35,8 +36,8 @@ GATES = {
 CASES = [
     *((size, "mixed", torch.float32, True, False) for size in SIZES),
     *(("packed", gate, torch.float32, True, True) for gate in ("weak", "strong", "reset")),
-    ("segments", "weak", torch.float32, False, True),
-    ("segments", "weak", torch.float16, True, False),
+    ("tiles", "weak", torch.float32, False, True),
+    ("tiles", "weak", torch.float16, True, False),
 ]
 
 
@@ -105,9 +106,6 @@ def test_scan_refuses_the_cpu_by_name():
 
 
 if __name__ == "__main__":
-    from slipstream.kernels.scan.triton import launch
-
-    launch.SEGMENT = SEGMENT
     torch.manual_seed(int(os.environ.get("SEED", "0")))
     # NaN in whatever is never written
     torch.use_deterministic_algorithms(True)
@@ -115,7 +113,4 @@ if __name__ == "__main__":
         check(*case)
         print(*case, "ok", flush=True)
     check_only_final()
-    launch.NARROW = 0  # nothing is split
-    check("segments", "mixed", torch.float32, True, False)
-    check("packed", "mixed", torch.float32, True, True)
     check_alone_equals_packed()

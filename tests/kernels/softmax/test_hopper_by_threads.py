@@ -63,19 +63,32 @@ def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
     check({name: x[:1] for name, x in found.items()}, right, 1e-9, call.name)
 
 
+def forward(
+    terms: Terms, options: Options, programs: int, warpgroups: int = 2, extra: int = 0
+) -> dict[str, Any]:
+    q, k, v = terms[:3]
+    B, T, H, D = q.shape
+    DV = v.shape[-1]
+    width = 64 if D == 192 else D
+    o, lse = (torch.full((B, *x), torch.nan, dtype=q.dtype) for x in ((T, H, DV), (H, T)))
+    counter = ptr(torch.zeros(1, dtype=torch.int32)) if extra & 128 else None
+    launch(
+        found("forward:softmax_fwd_sm90_kernel"), programs,
+        (desc(q, 64, width), desc(k, 32, width), desc(v, 32), ptr(o), ptr(lse), ptr(terms.sinks),
+         *offsets(terms),
+         counter, *factors(options), *sizes(terms, options, False, 64 * warpgroups), *at(q),
+         *at(k), *at(v)),
+        NC=warpgroups, BN=32, D=D, DV=DV, ST=2, **flags(terms, options, extra),
+    )  # fmt: skip
+    return {"o": o, "lse": lse}
+
+
 def run(
     terms: Terms, options: Options, do: Any, dlse: Any, programs: int, warpgroups: int = 2
 ) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
-    o, lse = torch.full_like(q, torch.nan), torch.full((B, H, T), torch.nan, dtype=torch.float64)
-    launch(
-        found("forward:softmax_fwd_sm90_kernel"), programs,
-        (desc(q, 64), desc(k, 32), desc(v, 32), ptr(o), ptr(lse), *offsets(terms),
-         *factors(options), *sizes(terms, options, False, 64 * warpgroups), *at(q), *at(k),
-         *at(v)),
-        NC=warpgroups, BN=32, D=D, DV=D, ST=2, **flags(terms, options),
-    )  # fmt: skip
+    o, lse = forward(terms, options, programs, warpgroups).values()
     room = -(-T // 4) * 4
     base, delta = torch.full((2, B, H, room), torch.nan, dtype=torch.float64)
     base[..., :T] = torch.where(lse == -torch.inf, torch.inf, lse / _LN2)
@@ -99,18 +112,39 @@ def run(
     return {"o": o, "lse": lse, "q": dq, "k": dk, "v": dv}
 
 
+@pytest.mark.parametrize("extra", [0, 128, 256, 128 + 256])
+@pytest.mark.parametrize("call", CALLS, ids=lambda c: c.name)
+def test_forward_ways(call: Call, extra: int) -> None:
+    forward_matches(Call(**{**vars(call), "D": 16, "DV": 16}), 2, extra)
+
+
+def test_forward_with_sinks() -> None:
+    for call in (CALLS[i] for i in (1, 2, 5, 9, 10)):
+        forward_matches(
+            Call(**{**vars(call), "D": 16, "DV": 16, "has": frozenset({"sinks"})}), 2, 0
+        )
+
+
+@pytest.mark.parametrize("call", [CALLS[i] for i in (0, 1, 2, 6, 8, 9, 10)], ids=lambda c: c.name)
+def test_forward_of_two_widths(call: Call) -> None:
+    forward_matches(Call(**{**vars(call), "D": 192, "DV": 128}), 2, 128)
+
+
+def forward_matches(call: Call, warpgroups: int, extra: int) -> None:
+    terms, options = call.terms(torch.float64), call.options
+    right = want(terms, options, *incoming(terms))
+    right = {name: right[name] for name in ("o", "lse")}
+    for programs in (1, 3):
+        check(forward(terms, options, programs, warpgroups, extra), right, 1e-9, call.name)
+
+
 @pytest.mark.parametrize("call", [CALLS[i] for i in (0, 1, 2, 6, 8, 9, 10)], ids=lambda c: c.name)
 def test_forward_of_three_warpgroups(call: Call) -> None:
-    call = Call(**{**vars(call), "D": 16, "DV": 16})
-    terms, options = call.terms(torch.float64), call.options
-    do, dlse = incoming(terms)
-    right = want(terms, options, do, dlse)
-    for programs in (1, 3):
-        check(run(terms, options, do, dlse, programs, 3), right, 1e-9, call.name)
+    forward_matches(Call(**{**vars(call), "D": 16, "DV": 16}), 3, 0)
 
 
-def desc(x: torch.Tensor, rows: int) -> Descriptor:
-    return Descriptor(x.numpy().reshape(-1, x.shape[2] * x.shape[3]), (rows, x.shape[3]))
+def desc(x: torch.Tensor, rows: int, width: int | None = None) -> Descriptor:
+    return Descriptor(x.numpy().reshape(-1, x.shape[2] * x.shape[3]), (rows, width or x.shape[3]))
 
 
 def at(x: torch.Tensor) -> tuple[int, int, int]:
@@ -143,7 +177,8 @@ def sizes(terms: Terms, options: Options, of_keys: bool, rows: int = 128) -> tup
     return T, S, H, N, H // HKV, tiles, steps, min(3, pairs), tiles * pairs, left, right
 
 
-def flags(terms: Terms, options: Options) -> dict[str, int]:
+def flags(terms: Terms, options: Options, extra: int = 0) -> dict[str, int]:
+    extra |= 64 if terms.sinks is not None else 0
     given = (
         options.left >= 0,
         options.right >= 0,
@@ -152,4 +187,5 @@ def flags(terms: Terms, options: Options) -> dict[str, int]:
         terms.cu_q is not None,
         terms.cu_k is not None,
     )
-    return {"FLAGS": sum(1 << i for i, x in enumerate(given) if x), "CONSUMER": 0, "PRODUCER": 0}
+    flags = sum(1 << i for i, x in enumerate(given) if x) + extra
+    return {"FLAGS": flags, "CONSUMER": 0, "PRODUCER": 0}

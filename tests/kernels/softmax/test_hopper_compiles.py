@@ -24,14 +24,15 @@ pytestmark = pytest.mark.skipif(
 SPILLS = 192
 
 
-def call_of(D: int, options: Options, packed: bool) -> Any:
+def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:
     def call(device: torch.device) -> None:
         from slipstream.kernels.softmax.hopper import launch
 
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
-        terms = Terms(make(1, 500, 4, D), make(1, 500, 2, D), make(1, 500, 2, D))
+        # more units of work than multiprocessors
+        terms = Terms(*(make(1, 5000, h, x) for h, x in ((4, D), (2, D), (2, DV or D))))
         if packed:
             cu = make(4, dtype=torch.int32)
             terms = terms._replace(cu_q=cu, cu_k=cu)
@@ -60,6 +61,11 @@ def test_the_forward_without_a_mask_compiles() -> None:
 
 
 @pytest.mark.slow
+def test_the_forward_of_two_widths_compiles() -> None:
+    check(call_of(192, Options(0.1, -1, 0), packed=False, DV=128), only="fwd_sm90")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "right"), [("forward", 0), ("open", -1)])
 def test_what_is_tried_compiles(part: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for tile in TRIED[64][part][1:]:
@@ -78,12 +84,15 @@ def check(call: Any, spills: int = SPILLS, only: str = "") -> None:
 
     jobs = [j for j in trace(call, "sm_90", backward=False) if j.name.endswith("sm90_kernel")]
     jobs = [j for j in jobs if only in j.name]
-    assert len(jobs) == (1 if only else 3)
+    fused = any("bwd" in job.name for job in jobs)
+    assert len(jobs) == (1 if only else 2 if fused else 3)
     for job in jobs:
         got = job.compile()
         assert got.shared <= ARCHS["sm_90"].shared, job.name
         assert got.instructions["wgmma"] and got.instructions["tma"], job.name
-        assert not got.instructions["mma.sync"] and not got.instructions["atomic"], job.name
+        assert not got.instructions["mma.sync"], job.name
+        # who takes a unit of the forward, by a counter
+        assert not got.instructions["atomic"] or "fwd" in job.name, job.name
         assert got.stack <= spills, f"{job.name}: {got.stack} bytes spilled"
         text = machine_code(got.asm["cubin"])
         products = text.count("HGMMA")

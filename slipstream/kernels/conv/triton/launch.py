@@ -17,6 +17,7 @@ from slipstream.kernels.conv.triton.conv import (
     conv_update_kernel,
     conv_where_kernel,
 )
+from slipstream.kernels.conv.triton.walk import conv_bwd_walk_kernel
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on, processors
 
@@ -33,6 +34,8 @@ class Tile(NamedTuple):
 # 4 channels a thread: forward the next tile is in registers too, backward there are more rows
 FORWARD = Tile(8, 256, 2, 8)
 BACKWARD = Tile(16, 256, 4, 10)
+# of one that is not packed; as many tokens as the widest has taps
+WALK = Tile(16, 256, 4, 8)
 
 
 def forward(
@@ -74,12 +77,22 @@ def backward(
     W = weight.shape[1]
     dx, dstate = torch.empty_like(x), None
     with on(x.device):
-        tile, P, tiles = _programs(BACKWARD, x, W)
+        tile, P, tiles = _programs(BACKWARD if where is not None else WALK, x, W)
+        each = max(-(-tiles // P), 1)
+        if where is None:
+            P = -(-tiles // each)
         part = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
-        kept(conv_bwd_kernel)[(P * -(-D // tile.BD),)](
-            dy, x, weight, bias, state, where, dx, part, T, tiles,
-            D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
-        )  # fmt: skip
+        grid, sizes = (P * -(-D // tile.BD),), (D, W, tile.BT, tile.BD, silu)
+        if where is not None:
+            kept(conv_bwd_kernel)[grid](
+                dy, x, weight, bias, state, where, dx, part, T, tiles, *sizes,
+                num_warps=tile.warps,
+            )  # fmt: skip
+        else:
+            kept(conv_bwd_walk_kernel)[grid](
+                dy, x, weight, bias, state, dx, part, T, tiles, each, *sizes,
+                num_warps=tile.warps,
+            )  # fmt: skip
         if state is not None:
             dstate = torch.empty_like(state)
             kept(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](

@@ -1,4 +1,7 @@
-"""The delta rule on sm_90: all but the ends and the joining of segments are kernels here.
+"""The delta rule and free a and b on sm_90: all but a few small kernels are here.
+
+Portable are the ends and the joining of segments; the gradients of the scores, where gates are per
+channel or a and b free; and those of q, k, a and b without a gate per channel.
 
 The portable walk that keeps states fits a multiprocessor twice without gates, this one once: that
 one is taken where there are more programs than multiprocessors.
@@ -8,14 +11,19 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_launch as sm90
+from slipstream.kernels.linear.hopper import dplr_launch
+from slipstream.kernels.linear.hopper.plan import per_channel
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
+from slipstream.kernels.linear.triton import dplr_launch as dplr_portable
 from slipstream.kernels.linear.triton.delta_plan import crowded, slots_of
 from slipstream.kernels.linear.triton.launch import Split
 
 
 def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """As the portable one."""
+    if per_channel(terms):
+        return dplr_portable.forward(_placed(terms), scale, dplr_launch)
     return portable.forward(_placed(terms), scale, _OWN)
 
 
@@ -24,13 +32,16 @@ def backward(
 ) -> dict[str, Tensor]:
     """As the portable one."""
     dout = None if dout is None else _at_16_bytes(dout)
+    if per_channel(terms):
+        return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch)
     return portable.backward(_placed(terms), dout, dfinal, scale, _OWN)
 
 
 def _placed(terms: Terms) -> Terms:
-    """With q, k and v as TMA reads them."""
-    q, k, v = (_at_16_bytes(x) for x in terms[:3])
-    return terms._replace(q=q, k=k, v=v)
+    """With all as TMA reads them."""
+    names = ("q", "k", "v", "a", "b", "g")
+    given = {name: x for name in names if (x := getattr(terms, name)) is not None}
+    return terms._replace(**{name: _at_16_bytes(x) for name, x in given.items()})
 
 
 def _at_16_bytes(x: Tensor) -> Tensor:

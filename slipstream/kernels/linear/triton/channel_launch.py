@@ -5,7 +5,8 @@ Forward: q and k times their decays to the edges of their chunk, and the scores 
 chunks at once (channel_prepare.py), then one walk (channel_walk.py). Backward: the same again, P =
 do v^T within chunks, three walks, then the gradients on the side that decays (channel_grads.py).
 
-Memory beyond results, with K = V and chunks of 64: forward 2.5 times k; backward the same, less
+Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, or what ROOM says for long
+sequences and large batches, which are done one part after the other; backward 2.5 times k, less
 what there is room for where the gradient of the gate will be, P half of k, and a state every SPAN
 chunks a quarter of it in 16 bits; with grouped heads the gradients of q and k for each value head;
 for a sequence that is split, a state a segment, once forward and twice backward.
@@ -15,7 +16,7 @@ and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and 
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
 # forward takes the dtype of o (op.py)
 WIDE = True
+# Bytes that forward prepares at a time, at most, and what is too little to be halved.
+ROOM, LITTLE = 1 << 28, 1 << 26
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MOST = 16
 FILL = 528
@@ -66,19 +69,66 @@ def forward(terms: Terms, scale: float, dtype: torch.dtype | None = None) -> tup
     terms = _prepare(terms)
     o = terms.v.new_empty(terms.v.shape, dtype=dtype)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-    work = _work(terms, None)
     with _on(o.device):
-        made = _made(work)
-        walk = Walk(made.ke, made.ke, work.v, s_in=terms.initial_state, s_out=final)
-        if work.split is not None:
-            walk = met(walk, work, made)._replace(s_out=None)
-        if made.qs is not None:
-            launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
-        else:
-            assert work.do is not None
-            launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
-            _grads(work, made, _pairs(work), scale, dqs=o, dq=o)
+        for part in _parts(terms):
+            given, there = _part(terms, part, final), final[part.rows]
+            _forward(given, scale, o[part.rows, part.tokens], there)
     return o, final
+
+
+def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
+    work = _work(terms, None)
+    made = _made(work)
+    walk = Walk(made.ke, made.ke, work.v, s_in=terms.initial_state, s_out=final)
+    if work.split is not None:
+        walk = met(walk, work, made)._replace(s_out=None)
+    if made.qs is not None:
+        launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
+    else:
+        assert work.do is not None
+        launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
+        _grads(work, made, _pairs(work), scale, dqs=o, dq=o)
+
+
+class Slice(NamedTuple):
+    """Of the batch, and of the tokens of each row."""
+
+    rows: slice
+    tokens: slice
+
+
+def _parts(terms: Terms) -> list[Slice]:
+    """One after the other, so that what is prepared for each takes little memory: rows of the
+    batch, or spans of tokens of a single row, where the state goes on."""
+    whole, (B, T) = slice(None), terms.q.shape[:2]
+    work = _work(terms, None)
+    side = 2 if work.q is None else 3  # of the tensors that _made makes, and of scores
+    room = side * work.g.numel() * terms.k.element_size()
+    count = max(-(-room // ROOM), 2 if room > LITTLE else 1)
+    if terms.cu_seqlens is not None or count == 1:
+        return [Slice(whole, whole)]
+    if B > 1:
+        each = -(-B // count)
+        return [Slice(slice(b, b + each), whole) for b in range(0, B, each)]
+    # segments, where there are any, go into spans without a rest
+    unit = work.tile.C if work.split is None else work.split.tokens
+    each = -(-T // (count * unit)) * unit
+    return [Slice(whole, slice(t, t + each)) for t in range(0, T, each)]
+
+
+def _part(terms: Terms, part: Slice, final: Tensor) -> Terms:
+    """final: the state after the spans before."""
+    given = {
+        name: x[part.rows, part.tokens]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
+    }
+    state = terms.initial_state
+    if part.tokens.start:
+        state = final
+    elif state is not None:
+        state = state[part.rows]
+    return terms._replace(**given, initial_state=state)
 
 
 def backward(

@@ -119,7 +119,9 @@ def delta_grads_kernel(
             b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
             b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
             b_z = tl.dot(b_s, tl.trans(b_ds), b_z, input_precision=PRECISION)
-        z = tl.sum(tl.sum(tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0), 1), 0)
+        b_z = tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0)
+        # flat: sums by both axes of a product break Triton 3.6's compiler on sm_100
+        z = tl.sum(tl.reshape(b_z, (BV * BV,)), 0)
 
     # [i, j] and, so that no product is transposed, [j, i]
     b_a = tl.zeros((C, C), tl.float32)
@@ -158,7 +160,7 @@ def delta_grads_kernel(
 
     b_sum = tl.zeros((C,), tl.float32)  # k . dk'
     b_row = tl.zeros((C,), tl.float32)  # q . dq + p . dp - k . dk
-    b_e = tl.zeros((C,), tl.float32)
+    e = 0.0
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + o_n
         at_k = (i_b, 0, i_h, i_k * BK)
@@ -187,7 +189,7 @@ def delta_grads_kernel(
             b_dq *= b_start
             b_dp *= b_start
             b_dk *= tl.exp2((G_C - b_G) + (low_C - b_low))[:, None]
-            b_e += tl.sum(b_dk * b_k, 1)
+            e += tl.sum(tl.reshape(b_dk * b_k * b_beta[:, None], (C * BK,)), 0)
         b_dq = tl.dot(b_a, b_k, b_dq, input_precision=PRECISION) * scale
         b_dp = -tl.dot(b_m, b_k, b_dp, input_precision=PRECISION)
         b_dk = tl.dot(b_at, b_q, b_dk, input_precision=PRECISION)
@@ -207,6 +209,6 @@ def delta_grads_kernel(
 
     o_t = (row + o_c) * HV + i_h
     if HAS_GATE:
-        z = tl.sum(b_e * b_beta, 0) + z * tl.exp2(G_C)
+        z = e + z * tl.exp2(G_C)
         tl.store(dg_ptr + o_t, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
     tl.store(dbeta_ptr + o_t, b_sum, mask=m_c)

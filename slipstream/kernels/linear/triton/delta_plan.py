@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.launching import precision
+from slipstream.kernels.launching import precision, shared_memory
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose, segment_tokens
 from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family
@@ -39,15 +39,20 @@ def states_like(terms: Terms) -> Tensor:
 
 
 def split_of(terms: Terms) -> Split | None:
-    """Decided by shapes alone. Joining segments takes a square of K in shared memory."""
+    """Decided by shapes and device. Joining segments takes M and a state in shared memory."""
     B, T, HV, V = terms.v.shape
     tile, BK = tile_of(terms)
     programs = -(-V // tile.walk.B) * HV * terms.sequences
-    tokens = segment_tokens(programs, T, tile.C) if BK <= 128 else None
+    joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.walk.B)
+    tokens = segment_tokens(programs, T, tile.C) if joinable else None
     if tokens is None:
         return None
     packed = terms.cu_seqlens is not None
     return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+
+
+def _shared(device: torch.device) -> int:
+    return shared_memory(device.index or 0) if device.type == "cuda" else 1 << 17
 
 
 def slots_of(terms: Terms, split: Split | None) -> int:

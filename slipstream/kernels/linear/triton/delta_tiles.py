@@ -4,10 +4,10 @@ C tokens a chunk, in all of them. A walk has BV columns of V a program and all o
 power of two; the gradients' kernel BK channels of K, and takes V by BV at a time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
-from slipstream.kernels.linear.triton.tiles import FILL, NARROWEST, ROWS, power_of_two
+from slipstream.kernels.linear.triton.tiles import FILL, NARROWEST, ROWS, UNPIPELINED, power_of_two
 
 WALKS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
 
@@ -91,6 +91,8 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     cut = {name: _cut(getattr(tile, name), most_v) for name in WALKS}
     cut |= {name: _cut(getattr(tile, name), BK) for name in ("solve", "grads")}
     tma = base[0] == "sm_90" and tile.C >= 64
+    if tma and family in UNPIPELINED:
+        cut = {name: replace(part, stages=1) for name, part in cut.items()}
     return DeltaTile(tile.C, **cut, tma=tma), BK
 
 

@@ -23,12 +23,7 @@ from slipstream.kernels.linear.triton.dplr_prepare import dplr_prepare_kernel
 from slipstream.kernels.linear.triton.dplr_scores import dplr_scores_kernel
 from slipstream.kernels.linear.triton.dplr_strong import dplr_strong_kernel
 from slipstream.kernels.linear.triton.dplr_strong_grads import dplr_strong_grads_kernel
-from slipstream.kernels.linear.triton.dplr_tiles import (
-    LIMIT,
-    WHOLE,
-    DplrTile,
-    choose,
-)
+from slipstream.kernels.linear.triton.dplr_tiles import LIMIT, WHOLE, DplrTile, choose
 from slipstream.kernels.linear.triton.dplr_walk import dplr_walk_back_kernel, dplr_walk_kernel
 from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
@@ -69,18 +64,22 @@ def _tile_of(terms: Terms) -> tuple[DplrTile, int]:
     return _tile(terms.q.device, K, V, terms.q.element_size())
 
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
+def forward(terms: Terms, scale: float, own: Any = None) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
+
+    Args:
+        own: what launches prepare, walk, keep, walk_back and, where takes_grads, grads instead.
+    """
     terms = _all_contiguous(terms)
     o = terms.v.new_empty(terms.v.shape)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     with _on(o.device):
-        _walk(terms, _prepare(terms, scale, keep=False), o=o, final=final)
+        _walk(terms, _prepare(terms, scale, keep=False, own=own), o=o, final=final, own=own)
     return o, final
 
 
 def backward(
-    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float
+    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float, own: Any = None
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
     given = terms
@@ -91,18 +90,18 @@ def backward(
     if terms.initial_state is not None:
         dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
-        prepared = _prepare(terms, scale, keep=True)
+        prepared = _prepare(terms, scale, keep=True, own=own)
         x, states = _kept(terms, prepared)
-        _walk(terms, prepared, x=x, states=states)
+        _walk(terms, prepared, x=x, states=states, own=own)
         # what is not read again gives its memory to what comes after it
         prepared = prepared._replace(u=prepared.qb)
         walked = Walked(x, torch.empty_like(x), states, torch.empty_like(states))
-        _walk_back(terms, do, prepared, walked, dfinal, dstate)
+        _walk_back(terms, do, prepared, walked, dfinal, dstate, own)
         prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
         strong = prepared.strong
         scores, dv, dbeta = _scores(terms, do, prepared, walked, scale)
         del prepared
-        grads = _grads(terms, do, walked, scores, dbeta, strong, scale)
+        grads = _grads(terms, do, walked, scores, dbeta, strong, scale, own)
     grads["v"] = dv
     if dstate is not None:
         grads["initial_state"] = dstate
@@ -159,7 +158,7 @@ def _slots(terms: Terms) -> int:
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
-def _prepare(terms: Terms, scale: float, *, keep: bool) -> Prepared:
+def _prepare(terms: Terms, scale: float, *, keep: bool, own: Any = None) -> Prepared:
     _, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = _tile_of(terms)
@@ -192,6 +191,11 @@ def _prepare(terms: Terms, scale: float, *, keep: bool) -> Prepared:
         kept(kernel)[(slots * HV,)](*given, *made, *args, *sizes, **flags)
 
     gated = terms.g is not None
+    if own is not None:
+        flags = {**options, **_options(terms, tile.prepare)}
+        flags |= {"HAS_GATE": gated, "LIMIT": WHOLE[v.dtype]}
+        own.prepare(given, made, sizes, slots * HV, flags)
+        return out
     run(dplr_prepare_kernel, tile.prepare, HAS_GATE=gated, LIMIT=WHOLE[v.dtype])
     if gated:
         run(dplr_strong_kernel, tile.prepare, _ones(terms), LIMIT=LIMIT[v.dtype])
@@ -212,8 +216,15 @@ def _walk(
     final: Tensor | None = None,
     x: Tensor | None = None,
     states: Tensor | None = None,
+    own: Any = None,
 ) -> None:
     T, HV, V = terms.v.shape[1:]
+    if own is not None:
+        if o is not None and final is not None:
+            own.walk(terms, prepared, o, final)
+        else:
+            own.keep(terms, prepared, x, states)
+        return
     tile, WIDE = _tile_of(terms)
     keep = states is not None
     part = tile.keep if keep else tile.walk
@@ -255,7 +266,11 @@ def _walk_back(
     walked: Walked,
     dfinal: Tensor | None,
     dstate: Tensor | None,
+    own: Any = None,
 ) -> None:
+    if own is not None:
+        own.walk_back(terms, do, prepared, walked.y, walked.dstates, dfinal, dstate)
+        return
     T, HV, V = terms.v.shape[1:]
     tile, WIDE = _tile_of(terms)
     part = tile.back
@@ -339,13 +354,13 @@ def _grads(
     dbeta: Tensor | None,
     strong: Tensor | None,
     scale: float,
+    own: Any = None,
 ) -> dict[str, Tensor]:
     """Gradients of q, k, and a, b, beta, g if given; those of beta and g in float32."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = _tile_of(terms)
-    given = [name for name in "qkab" if getattr(terms, name) is not None]
-    wide = {name: do.new_empty(B, T, HV, K) for name in given}
+    wide = {n: do.new_empty(B, T, HV, K) for n in "qkab" if getattr(terms, n) is not None}
     gated = terms.g is not None
     dg = do.new_empty(B, T, HV, K, dtype=torch.float32) if gated else None
     ins = (terms.q, terms.k, terms.a, terms.b, terms.g, terms.beta)
@@ -360,10 +375,13 @@ def _grads(
             *ins, *outs, *args, *sizes, **flags, **_gate_options(terms), **_options(terms, part)
         )
 
-    run(dplr_grads_kernel, tile.grads, HAS_GATE=gated)
-    if gated:
-        flags = {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
-        run(dplr_strong_grads_kernel, tile.grads, _ones(terms), **flags)
+    if own is not None and strong is not None and own.takes_grads(terms, do):
+        own.grads(terms, do, walked, scores, strong, {**wide, "g": dg}, dbeta, scale)
+    else:
+        run(dplr_grads_kernel, tile.grads, HAS_GATE=gated)
+        if gated:
+            flags = {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
+            run(dplr_strong_grads_kernel, tile.grads, _ones(terms), **flags)
     if HV != H:
         wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
     if dg is not None:

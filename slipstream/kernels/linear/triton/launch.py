@@ -6,6 +6,7 @@ gate's gradient, float32, one number a token, head and tile, and a state every S
 sequence that is split, a state a segment, once forward and twice backward.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -57,6 +58,15 @@ class GateSums(NamedTuple):
     anchors: Tensor
 
 
+class Own(NamedTuple):
+    """What launches the walks in place of _launch's kernel, but where only the state is wanted."""
+
+    walk: Callable[..., None]
+    grads: Callable[..., None]  # dk and dv
+    parts: int  # of k . dk, which are to be added
+    span: int  # chunks from one anchor to the next
+
+
 @cache
 def _family(device: torch.device) -> str:
     return family(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "cpu"
@@ -73,7 +83,7 @@ def _tile_of(terms: Terms) -> tuple[Tile, int]:
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
 
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
     terms = _contiguous(terms)
     o = terms.v.new_empty(terms.v.shape)
@@ -83,7 +93,8 @@ def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
         split = _split(terms)
         if split is not None:
             walk = _met(walk, terms, split)._replace(s_out=None)
-        _launch(walk, terms, scale, split)
+        launch = _launch if own is None else own.walk
+        launch(walk, terms, scale, split)
     return o, final
 
 
@@ -94,6 +105,7 @@ def backward(
     scale: float,
     *,
     gate_gradient: bool = True,
+    own: Own | None = None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype; dg only with gate_gradient."""
     terms = _contiguous(terms)
@@ -114,22 +126,28 @@ def backward(
         split = _split(terms)
         sums = None
         if gate_gradient and terms.g is not None:
-            sums = _gate_sums(terms, split)
+            sums = _gate_sums(terms, split, own)
         if split is not None:
             kept = _met(kept, terms, split)
             back = _met(back, terms, split)
         dq_walk = kept._replace(r=do, w=v, x=k, y=dq, s_out=None, transposed=True)
-        dk_walk = back._replace(r=v, w=do, x=q, y=dk, s_out=None, transposed=True)
-        _launch(dq_walk, terms, scale, split, sums, q)
-        _launch(dk_walk, terms, scale, split, sums, k)
-        _launch(back if split is None else back._replace(s_out=None), terms, scale, split)
+        if split is not None:
+            back = back._replace(s_out=None)
+        if own is None:
+            _launch(dq_walk, terms, scale, split, sums, q)
+            dk_walk = back._replace(r=v, w=do, x=q, y=dk, s_out=None, transposed=True)
+            _launch(dk_walk, terms, scale, split, sums, k)
+            _launch(back, terms, scale, split)
+        else:
+            own.walk(dq_walk, terms, scale, split, sums, q)
+            own.grads(back, dk, v, terms, scale, split, sums)
         if HV != H:
             dq, dk = (x.view(B, T, H, HV // H, K).sum(3) for x in (dq, dk))
         grads = {"q": dq, "k": dk, "v": dv}
         if dstate is not None:
             grads["initial_state"] = dstate
         if sums is not None:
-            grads["g"] = _gate_gradient(terms, sums, split)
+            grads["g"] = _gate_gradient(terms, sums, split, own)
     return grads
 
 
@@ -145,13 +163,13 @@ def _contiguous(terms: Terms) -> Terms:
     )
 
 
-def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None) -> Tensor:
+def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None, own: Own | None) -> Tensor:
     assert terms.g is not None
     B, T, HV = terms.g.shape
     cu = terms.cu_seqlens
     dg = torch.empty(B, T, HV, dtype=terms.g.dtype, device=terms.g.device)
     NX, spans, _ = sums.z.shape
-    BH = 16
+    BH, TOKENS = 8, _span(terms, own)
     kept(gate_gradient_kernel)[-(-HV // BH) * spans,](
         sums.q_rows,
         sums.k_rows,
@@ -165,8 +183,9 @@ def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None) -> Tensor:
         T if split is None else split.tokens,
         spans,
         NX=NX,
-        TOKENS=SPAN * _tile_of(terms)[0].C,
-        BT=64,
+        NK=sums.k_rows.shape[0],
+        TOKENS=TOKENS,
+        BT=min(256, TOKENS),
         BH=BH,
         PACKED=cu is not None,
         SPLIT=split is not None,
@@ -222,12 +241,17 @@ def _met(walk: Walk, terms: Terms, split: Split) -> Walk:
     return walk._replace(s_in=states, scale_in=1.0)
 
 
-def _gate_sums(terms: Terms, split: Split | None) -> GateSums:
+def _span(terms: Terms, own: Own | None) -> int:
+    """Tokens."""
+    return (SPAN if own is None else own.span) * _tile_of(terms)[0].C
+
+
+def _gate_sums(terms: Terms, split: Split | None, own: Own | None) -> GateSums:
     B, T, HV, V = terms.v.shape
     K = terms.q.shape[-1]
     tile, _ = _tile(terms.q.device, V, K, terms.q.element_size(), True)
     NX = -(-K // tile.BX)
-    span = SPAN * tile.C
+    span = _span(terms, own)
     if split is not None:
         spans = split.slots * -(-split.tokens // span)
     else:
@@ -235,7 +259,7 @@ def _gate_sums(terms: Terms, split: Split | None) -> GateSums:
     wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
     return GateSums(
         q_rows=torch.empty(NX, HV, B * T, **wide),
-        k_rows=torch.empty(NX, HV, B * T, **wide),
+        k_rows=torch.empty(NX if own is None else own.parts, HV, B * T, **wide),
         z=torch.empty(NX, spans, HV, **wide),
         anchors=torch.empty(spans, HV, V, K, **wide),
     )

@@ -19,6 +19,8 @@ class Tile:
 
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
 NARROWEST = {"sm_90": 64}
+# Triton 3.6 refuses to pipeline a loop with a store by a descriptor there.
+UNPIPELINED = ("sm_100",)
 # Chunks from one anchor of the gate's gradient to the next (walk.py): an anchor costs as much to
 # write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
 SPAN = 16
@@ -58,9 +60,12 @@ ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
 
 def family(capability: tuple[int, int]) -> str:
-    """The row of the tables for a device: sm_86 stands for all with 99 KB of shared memory."""
+    """The row of the tables for a device: sm_86 stands for all with 99 KB of shared memory, sm_75
+    for those with 64 KB, as (9, 4), which is gfx942."""
+    if capability in ((7, 5), (9, 4)):
+        return "sm_75"
     if capability[0] < 8:
-        return "sm_75" if capability == (7, 5) else "sm_70"
+        return "sm_70"
     if capability == (8, 0):
         return "sm_80"
     if capability[0] == 9:
@@ -81,7 +86,8 @@ def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[T
         row = ("interpreter", bytes_each, 64)
     tile = GATED.get(row, TILES[row]) if gated else TILES[row]
     BX = min(tile.BX, max(narrowest, power_of_two(X)))
-    return Tile(tile.C, BX, tile.warps, tile.stages, tile.tma), BD
+    stages = 1 if tile.tma and family in UNPIPELINED else tile.stages
+    return Tile(tile.C, BX, tile.warps, stages, tile.tma), BD
 
 
 def segment_tokens(programs: int, tokens: int, C: int) -> int | None:

@@ -369,5 +369,5 @@ def linear_walk_kernel(
             tl.store(p_a, b_s, mask=m_s)
     if HAS_S_OUT:
         tl.store(s_out_ptr + i_s + o_io, b_s * scale_out, mask=m_s)
-    if SPLIT and HAS_GATE and not HAS_Y:
+    if SPLIT and (HAS_GATE and not HAS_Y):
         tl.store(total_ptr + i_n * HV + i_h, total, mask=i_x == 0)

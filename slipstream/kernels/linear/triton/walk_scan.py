@@ -63,7 +63,7 @@ def state_scan_kernel(
 @triton.jit(do_not_specialize=["T", "N", "HV", "tokens", "segment", "spans"])
 def gate_gradient_kernel(
     q_rows_ptr,  # [NX, HV, tokens]: q . dq
-    k_rows_ptr,  # [NX, HV, tokens]: k . dk
+    k_rows_ptr,  # [NK, HV, tokens]: k . dk
     z_ptr,  # [NX, spans, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
@@ -74,6 +74,7 @@ def gate_gradient_kernel(
     segment,
     spans,
     NX: tl.constexpr,
+    NK: tl.constexpr,
     TOKENS: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
@@ -86,8 +87,8 @@ def gate_gradient_kernel(
     i_span = pid // NH
     o_h = (pid % NH) * BH + tl.arange(0, BH)
     o_t = tl.arange(0, BT)
-    if SPLIT:  # a segment is some whole spans
-        each = segment // TOKENS
+    if SPLIT:
+        each = tl.cdiv(segment, TOKENS)
         begin, length, i_s = find_segment(cu_ptr, i_span // each, T, N, segment, PACKED)
         first = i_s * segment + (i_span % each) * TOKENS
         length = tl.minimum(length, (i_s + 1) * segment)
@@ -95,17 +96,18 @@ def gate_gradient_kernel(
         begin, length, i_s = find_segment(cu_ptr, i_span, T, N, TOKENS, PACKED)
         first = i_s * TOKENS
     b_z = tl.zeros((BH,), tl.float32)
-    for x in range(NX):
+    for x in tl.static_range(NX):
         p_z = z_ptr + (tl.full((), x, tl.int64) * spans + i_span) * HV + o_h
         b_z += tl.load(p_z, mask=(o_h < HV) & (first < length), other=0.0)
     for i in range(TOKENS // BT):
         t = first + TOKENS - (i + 1) * BT
         m = (t + o_t < length)[:, None] & (o_h < HV)[None, :]
         b = tl.zeros((BT, BH), tl.float32)
-        for x in range(NX):
+        for x in tl.static_range(NX):
             o = (tl.full((), x, tl.int64) * HV + o_h[None, :]) * tokens + begin + (t + o_t)[:, None]
             b += tl.load(q_rows_ptr + o, mask=m, other=0.0)
-            b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
+            if x < NK:
+                b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
         p_dg = dg_ptr + (begin + t + o_t[:, None]) * HV + o_h[None, :]
         b_dg = tl.cumsum(b, 0, reverse=True) + b_z[None, :]
         tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=m)

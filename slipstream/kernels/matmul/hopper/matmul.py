@@ -14,6 +14,9 @@ one before it is written: 128 bytes of a row at a time, through two buffers a wa
 Tiles go in groups of GROUP rows of tiles, column by column, so that those at work at one time
 share what they read in the L2 cache. TMA leaves out what is beyond the edges, and reads 0 there.
 
+An a of 32 bits goes through registers: wgmma takes it from shared memory along K only, and slower.
+A b of them that memory has as [K, N] is the left factor of out^T = b^T a^T, with OUT_T.
+
 Symbols: c warpgroup, i_m and i_n a tile's row and column, A_T and B_T: a or b^T is what memory
 has row by row in the other order, a as [K, M] and b as [N, K].
 """
@@ -123,35 +126,92 @@ def _finish(
 
 
 @gluon.jit
+def _sum(
+    c: gl.constexpr, a_s, b_s, full, empty, acc, step, k_tiles,
+    STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+):  # fmt: skip
+    """The products of a tile's slices, from `step` on."""
+    for i_k in range(k_tiles):
+        s = step % STAGES
+        mbarrier.wait(full.index(s), (step // STAGES) & 1)
+        a, b = a_s.index(2 * s + c), b_s.index(s)
+        if A_T:
+            a = a.permute((1, 0))
+        if B_T:
+            b = b.permute((1, 0))
+        token = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(token,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _left(
+    c: gl.constexpr, a_s, full, step, STAGES: gl.constexpr, A_T: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """A slice of a in registers."""
+    s = step % STAGES
+    mbarrier.wait(full.index(s), (step // STAGES) & 1)
+    a = a_s.index(2 * s + c)
+    if A_T:
+        a = a.permute((1, 0))
+    return a.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=1))
+
+
+@gluon.jit
+def _rounded(b_a):
+    """As tf32, and once the last product is done: if what is loaded during one were the next one's
+    operand itself, ptxas would wait for every instruction."""
+    return gl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,r", [b_a], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _sum_through(
+    c: gl.constexpr, a_s, b_s, full, empty, acc, step, k_tiles,
+    STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """As _sum, with a through registers: the next slice of it is loaded during a product."""
+    b_a = _left(c, a_s, full, step, STAGES, A_T, layout)
+    for i_k in range(k_tiles):
+        b = b_s.index((step + i_k) % STAGES)
+        if B_T:
+            b = b.permute((1, 0))
+        token = warpgroup_mma(_rounded(b_a), b, acc, is_async=True)
+        following = step + gl.minimum(i_k + 1, k_tiles - 1)
+        b_a = _left(c, a_s, full, following, STAGES, A_T, layout)
+        acc = warpgroup_mma_wait(0, deps=(token,))
+        mbarrier.arrive(empty.index((step + i_k) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
 def _multiply(
     c: gl.constexpr, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
     M, N, K, r_stride, sa_stride, sb_stride,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    A_T: gl.constexpr, B_T: gl.constexpr, ACTIVATION: gl.constexpr, LEVELS: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, OUT_T: gl.constexpr, ACTIVATION: gl.constexpr,
+    LEVELS: gl.constexpr,
 ):  # fmt: skip
-    deep: gl.constexpr = 256 // a_s.dtype.primitive_bitwidth
+    bits: gl.constexpr = a_s.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, deep]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 256 // bits]
     )
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
     step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         i_m, i_n = _place(i, m_tiles, n_tiles, GROUP)
         acc = gl.zeros([64, BN], gl.float32, layout)
-        for i_k in range(k_tiles):
-            s = step % STAGES
-            mbarrier.wait(full.index(s), (step // STAGES) & 1)
-            a, b = a_s.index(2 * s + c), b_s.index(s)
-            if A_T:
-                a = a.permute((1, 0))
-            if B_T:
-                b = b.permute((1, 0))
-            token = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(token,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
-            step += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        ring = a_s, b_s, full, empty
+        if bits == 32:
+            acc = _sum_through(c, *ring, acc, step, k_tiles, STAGES, A_T, B_T, layout)
+        else:
+            acc = _sum(c, *ring, acc, step, k_tiles, STAGES, A_T, B_T)
+        step += k_tiles
         parts = (acc,)
         for _ in gl.static_range(LEVELS):
             halves = ()
@@ -159,11 +219,18 @@ def _multiply(
                 halves = halves + _halves(parts[j])
             parts = halves
         for j in gl.static_range(len(parts)):
-            _finish(
-                parts[j], out_s.index(2 * c + j % 2), out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
-                i_m * 128 + c * 64, i_n * BN + j * (BN >> LEVELS), M, N,
-                r_stride, sa_stride, sb_stride, ACTIVATION,
-            )  # fmt: skip
+            part, buffer = parts[j], out_s.index(2 * c + j % 2)
+            row, col = i_m * 128 + c * 64, i_n * BN + j * (BN >> LEVELS)
+            if OUT_T:
+                _finish(
+                    part.permute((1, 0)), buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
+                    col, row, N, M, r_stride, sa_stride, sb_stride, ACTIVATION,
+                )  # fmt: skip
+            else:
+                _finish(
+                    part, buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
+                    row, col, M, N, r_stride, sa_stride, sb_stride, ACTIVATION,
+                )  # fmt: skip
     store_wait(0)
 
 
@@ -172,12 +239,13 @@ def _first(
     out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
     M, N, K, r_stride, sa_stride, sb_stride,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    A_T: gl.constexpr, B_T: gl.constexpr, ACTIVATION: gl.constexpr, LEVELS: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, OUT_T: gl.constexpr, ACTIVATION: gl.constexpr,
+    LEVELS: gl.constexpr,
 ):  # fmt: skip
     _multiply(
         0, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
         M, N, K, r_stride, sa_stride, sb_stride,
-        BN, BK, GROUP, STAGES, A_T, B_T, ACTIVATION, LEVELS,
+        BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
     )  # fmt: skip
 
 
@@ -186,12 +254,13 @@ def _second(
     out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
     M, N, K, r_stride, sa_stride, sb_stride,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    A_T: gl.constexpr, B_T: gl.constexpr, ACTIVATION: gl.constexpr, LEVELS: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, OUT_T: gl.constexpr, ACTIVATION: gl.constexpr,
+    LEVELS: gl.constexpr,
 ):  # fmt: skip
     _multiply(
         1, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
         M, N, K, r_stride, sa_stride, sb_stride,
-        BN, BK, GROUP, STAGES, A_T, B_T, ACTIVATION, LEVELS,
+        BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
     )  # fmt: skip
 
 
@@ -200,10 +269,12 @@ def matmul_sm90_kernel(
     a_desc, b_desc, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
     M, N, K, r_stride, sa_stride, sb_stride,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    A_T: gl.constexpr, B_T: gl.constexpr, ACTIVATION: gl.constexpr, LEVELS: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, OUT_T: gl.constexpr, ACTIVATION: gl.constexpr,
+    LEVELS: gl.constexpr,
 ):  # fmt: skip
     """Grid (P). Descriptors of [64, BK], [BK, BN] and [64, BN >> LEVELS], a's and b's the other
-    way round with A_T and B_T. bias [N]; r [M, N] by rows; sa [M] or stride 0, sb [N] or 0."""
+    way round with A_T and B_T. bias [N]; r [M, N] by rows; sa [M] or stride 0, sb [N] or 0.
+    OUT_T: out, r, bias and scales are of the transpose, out's descriptor is [BN >> LEVELS, 64]."""
     a_s = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES] + a_desc.block_shape, a_desc.layout)
     b_s = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
     out_s = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_shape, out_desc.layout)
@@ -217,12 +288,12 @@ def matmul_sm90_kernel(
             (_first, (
                 out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                 M, N, K, r_stride, sa_stride, sb_stride,
-                BN, BK, GROUP, STAGES, A_T, B_T, ACTIVATION, LEVELS,
+                BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
             )),
             (_second, (
                 out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                 M, N, K, r_stride, sa_stride, sb_stride,
-                BN, BK, GROUP, STAGES, A_T, B_T, ACTIVATION, LEVELS,
+                BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
             )),
             (_load, (
                 a_desc, b_desc, a_s, b_s, full, empty, M, N, K,

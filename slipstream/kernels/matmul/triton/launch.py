@@ -1,15 +1,18 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Launch of the portable matmul: no synchronisation; nothing but the result is allocated, but for
-a copy of a factor neither of whose strides is 1."""
+"""Launches of the portable matmul: no synchronisation. Memory beyond the result: S times as much in
+float32 where K is split in S, and a copy of a factor neither of whose strides is 1."""
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import INTERPRETED, on
-from slipstream.kernels.matmul.config import MatmulConfig
+from slipstream.kernels.matmul.config import MOST_SPLITS, MatmulConfig
 from slipstream.kernels.matmul.terms import Terms
-from slipstream.kernels.matmul.triton.matmul import matmul_kernel
+from slipstream.kernels.matmul.triton.matmul import matmul_kernel, matmul_sum_kernel
+
+# elements of a row that one program of matmul_sum_kernel adds up, by 4 warps
+SUMMED = 512
 
 
 def matmul(t: Terms, c: MatmulConfig) -> Tensor:
@@ -25,17 +28,39 @@ def matmul(t: Terms, c: MatmulConfig) -> Tensor:
     if INTERPRETED:
         precision = "ieee"
     tiles = -(-M // c.block_m) * -(-N // c.block_n)
+    S = c.split_k
+    after = None if t.bias is None else t.bias.contiguous(), residual, sa, sb
+    strides = (
+        0 if residual is None else residual.stride(0),
+        0 if sa is None else sa.dim(),
+        0 if sb is None else sb.dim(),
+    )
+    during, to, f = after, out, t.activation
+    if S > 1:
+        during, to, f = (None,) * 4, out.new_empty(S, M, N, dtype=torch.float32), ""
+    early = S > 1 and _overlaps(a.device)
     with on(a.device):
-        kept(matmul_kernel)[(tiles,)](
-            a, b, None if t.bias is None else t.bias.contiguous(), residual, sa, sb, out, M, N, K,
-            a.stride(0 if not a_t else 1), b.stride(0 if not b_t else 1),
-            0 if residual is None else residual.stride(0),
-            0 if sa is None else sa.dim(), 0 if sb is None else sb.dim(),
+        kept(matmul_kernel)[(tiles, S)](
+            a, b, *during, to, M, N, K,
+            a.stride(0 if not a_t else 1), b.stride(0 if not b_t else 1), *strides,
             c.block_m, c.block_n, c.block_k, c.group_m, a_t, b_t,
-            M % 16 == 0, N % 16 == 0, K % 16 == 0, t.activation, precision,
+            M % 16 == 0, N % 16 == 0, K % 16 == 0, S > 1, early, f, precision,
             num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip
+        if S > 1:
+            kept(matmul_sum_kernel)[(M, -(-N // SUMMED))](
+                to, *after, out, M, N, S, *strides,
+                1, SUMMED, MOST_SPLITS, N % 16 == 0, early, t.activation,
+                num_warps=4, **({"launch_pdl": True} if early else {}),
+            )  # fmt: skip
     return out
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be there before the one that it waits for has ended."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(x: Tensor | None) -> Tensor | None:

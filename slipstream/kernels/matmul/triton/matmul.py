@@ -4,6 +4,10 @@
 
     z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
 
+Few tiles do not fill a device. Then S programs have a tile, each an equal run of K's slices, and
+leave float32 sums, which a second kernel adds up in their order. With PDL (sm_90 and later) its
+programs are there before the first kernel's have ended, and wait for them.
+
 Symbols: a [M, K], b [K, N], out [M, N]; tiles BM x BN, slices of BK. A_T, B_T: a's columns, b's
 rows are what memory has one after the other, as [K, M] and [N, K]. Tiles go in groups of GROUP
 rows of tiles, column by column, so that those at work at one time share what they read.
@@ -39,16 +43,40 @@ def _offsets(o_row, o_k, stride, T: tl.constexpr):
     return o_row.to(tl.int64)[:, None] * stride + o_k[None, :]
 
 
+@triton.jit
+def _finish(
+    b_acc, o_m, o_n, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N,
+    r_stride, sa_stride, sb_stride, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of out."""
+    m_m, m_n = o_m < M, o_n < N
+    if sa_ptr is not None:
+        b_acc *= tl.load(sa_ptr + o_m * sa_stride, mask=m_m, other=0.0)[:, None]
+    if sb_ptr is not None:
+        b_acc *= tl.load(sb_ptr + o_n * sb_stride, mask=m_n, other=0.0)[None, :]
+    if bias_ptr is not None:
+        b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    b_acc = _activate(b_acc, ACTIVATION)
+    m = m_m[:, None] & m_n[None, :]
+    if r_ptr is not None:
+        p_r = r_ptr + _offsets(o_m, o_n, r_stride, False)
+        b_acc += tl.load(p_r, mask=m, other=0.0).to(tl.float32)
+    p_out = out_ptr + _offsets(o_m, o_n, N, False)
+    tl.store(p_out, b_acc.to(out_ptr.dtype.element_ty), mask=m)
+
+
 @triton.jit(do_not_specialize=["M", "N", "K", "sa_stride", "sb_stride"])
 def matmul_kernel(
     a_ptr, b_ptr, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N, K,
     a_stride, b_stride, r_stride, sa_stride, sb_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     A_T: tl.constexpr, B_T: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles). out [M, N] contiguous; EVEN_*: a multiple of 16, so that masks keep loads
-    wide. bias [N]; r [M, N] by rows; sa [M] or stride 0, sb [N] or stride 0."""
+    """Grid (tiles, S). out [M, N] contiguous, or with SPLIT the sums [S, M, N]; EVEN_*: a multiple
+    of 16, so that masks keep loads wide. bias [N]; r [M, N] by rows; sa [M] or stride 0, sb [N] or
+    stride 0."""
     if EVEN_M:
         M = M // 16 * 16
     if EVEN_N:
@@ -67,24 +95,54 @@ def matmul_kernel(
     p_b = b_ptr + tl.trans(_offsets(o_n, o_k, b_stride, not B_T))
     a_step = a_stride.to(tl.int64) * BK if A_T else BK
     b_step = BK if B_T else b_stride.to(tl.int64) * BK
+    first_k, last_k = 0, K
+    if SPLIT:
+        each = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1))
+        first_k = tl.program_id(1) * each
+        p_a += first_k * a_step
+        p_b += first_k * b_step
+        first_k *= BK
+        last_k = tl.minimum(first_k + each * BK, K)
     b_acc = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, K, BK):
+    for k in range(first_k, last_k, BK):
         m_k = o_k < K - k
         b_a = tl.load(p_a, mask=m_m[:, None] & m_k[None, :], other=0.0)
         b_b = tl.load(p_b, mask=m_k[:, None] & m_n[None, :], other=0.0)
         b_acc = tl.dot(b_a, b_b, b_acc, input_precision=PRECISION)
         p_a += a_step
         p_b += b_step
-    if sa_ptr is not None:
-        b_acc *= tl.load(sa_ptr + o_m * sa_stride, mask=m_m, other=0.0)[:, None]
-    if sb_ptr is not None:
-        b_acc *= tl.load(sb_ptr + o_n * sb_stride, mask=m_n, other=0.0)[None, :]
-    if bias_ptr is not None:
-        b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-    b_acc = _activate(b_acc, ACTIVATION)
-    m = m_m[:, None] & m_n[None, :]
-    if r_ptr is not None:
-        p_r = r_ptr + _offsets(o_m, o_n, r_stride, False)
-        b_acc += tl.load(p_r, mask=m, other=0.0).to(tl.float32)
-    p_out = out_ptr + _offsets(o_m, o_n, N, False)
-    tl.store(p_out, b_acc.to(out_ptr.dtype.element_ty), mask=m)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT:
+        out_ptr += tl.program_id(1).to(tl.int64) * M * N
+        tl.store(out_ptr + _offsets(o_m, o_n, N, False), b_acc, mask=m_m[:, None] & m_n[None, :])
+    else:
+        _finish(
+            b_acc, o_m, o_n, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N,
+            r_stride, sa_stride, sb_stride, ACTIVATION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "N", "S", "sa_stride", "sb_stride"])
+def matmul_sum_kernel(
+    part_ptr, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N, S,
+    r_stride, sa_stride, sb_stride,
+    BM: tl.constexpr, BN: tl.constexpr, MOST: tl.constexpr, EVEN_N: tl.constexpr,
+    PDL: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out from the sums [S, M, N], S <= MOST; grid (M / BM, N / BN)."""
+    if EVEN_N:
+        N = N // 16 * 16
+    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m = (o_m < M)[:, None] & (o_n < N)[None, :]
+    p_part = part_ptr + _offsets(o_m, o_n, N, False)
+    b_acc = tl.zeros([BM, BN], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for s in tl.static_range(MOST):
+        b_acc += tl.load(p_part + s * tl.cast(M, tl.int64) * N, mask=m & (s < S), other=0.0)
+    _finish(
+        b_acc, o_m, o_n, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N,
+        r_stride, sa_stride, sb_stride, ACTIVATION,
+    )  # fmt: skip

@@ -22,6 +22,10 @@ from slipstream.kernels.norm.triton.norm import (
     norm_sums_kernel,
 )
 
+# Partial sums that norm_dweight_kernel adds up at once: more than there mostly are, so that it
+# waits for memory but once.
+SUMMED = 512
+
 
 class Grads(NamedTuple):
     """dx and dresidual are the same tensor if they have the same dtype."""
@@ -34,8 +38,8 @@ class Grads(NamedTuple):
 
 
 @cache
-def _tile(index: int, D: int, bytes_each: int, backward: bool, heavy: bool = False) -> tiles.Tile:
-    return tiles.choose(D, bytes_each, shared_memory(index), backward, heavy)
+def _tile(index: int, D: int, bytes_each: int, backward: bool, *of_backward: bool) -> tiles.Tile:
+    return tiles.choose(D, bytes_each, shared_memory(index), backward, *of_backward)
 
 
 def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
@@ -156,8 +160,8 @@ def backward(
     h, dy = h.contiguous(), dy.contiguous()
     dh = None if dh is None else dh.contiguous()
     gate = None if gate is None else gate.contiguous()
-    heavy = gate is not None or needs_bias
-    tile = _tile(h.get_device(), D, h.element_size(), True, heavy)
+    heavy, sums_wanted = gate is not None or needs_bias, needs_weight or needs_bias
+    tile = _tile(h.get_device(), D, h.element_size(), True, heavy, sums_wanted)
     blocks = -(-D // tile.BD)
     P = _programs(R, tile, groups * blocks, h.get_device())
     dx = torch.empty_like(dy)
@@ -204,7 +208,7 @@ def backward(
         dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
         dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
         if parts.shape[0]:
-            kept(norm_dweight_kernel)[(-(-width // 64), parts.shape[0])](
-                parts, dweight, dbias, P, width, 32, 64, num_warps=4
+            kept(norm_dweight_kernel)[(-(-width // 32), parts.shape[0])](
+                parts, dweight, dbias, P, width, SUMMED, 32, num_warps=16
             )
     return Grads(dx, dr, dweight, dbias, dgate)

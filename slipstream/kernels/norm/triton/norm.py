@@ -17,7 +17,8 @@ d = dy w, dy times f(gate) first unless gate_first,
     dgate = dy (u w + b) f'(gate)       or dz h f'(gate) if gate_first
 
 A row is in registers, so it is read once. One that is too long for them (BD < D) goes through
-twice: forward in a loop, backward by a kernel for the two sums and one that has columns of its own.
+in a loop, forward two or three times, of which the later ones find it in the L1 cache, and twice
+backward, by a kernel for the two sums and one that has columns of its own.
 dw and db are sums of a few programs' partial sums, each over a fixed share of the tokens.
 
 Symbols: BR rows and BD columns of a tile, P programs a group, i_g group, o_d column.
@@ -116,19 +117,21 @@ def norm_fwd_kernel(
                 b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
             _store_y(y_ptr, gate_ptr, b_u, b_w, b_b, o, m, SILU, GATE_FIRST)
         else:
-            b_square = tl.zeros([BR], tl.float32)
+            if CENTRE:
+                b_sum = tl.zeros([BR, BD], tl.float32)
+                for c in range(0, D, BD):
+                    m = m_r[:, None] & (c + o_d < D)[None, :]
+                    b_sum += _load_z(
+                        x_ptr, r_ptr, gate_ptr, None, o + c, m, SILU, GATE_FIRST, ROUND
+                    )  # fmt: skip
+                b_mean = tl.sum(b_sum, 1) / D
+            b_square = tl.zeros([BR, BD], tl.float32)
             for c in range(0, D, BD):
                 m = m_r[:, None] & (c + o_d < D)[None, :]
                 b_z = _load_z(x_ptr, r_ptr, gate_ptr, None, o + c, m, SILU, GATE_FIRST, ROUND)
-                if CENTRE:
-                    # of the first c columns and this block's, mean and squares of both together
-                    size = tl.minimum(D - c, BD).to(tl.float32)
-                    b_off = tl.sum(b_z, 1) / size - b_mean
-                    b_z = tl.where(m, b_z - (b_mean + b_off)[:, None], 0.0)
-                    b_mean += b_off * size / (c + size)
-                    b_square += b_off * b_off * size * c / (c + size)
-                b_square += tl.sum(b_z * b_z, 1)
-            b_rstd = tl.rsqrt(b_square / N + eps)
+                b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
+                b_square += b_z * b_z
+            b_rstd = tl.rsqrt(tl.sum(b_square, 1) / N + eps)
             for c in range(0, D, BD):
                 m_d = c + o_d < D
                 m = m_r[:, None] & m_d[None, :]
@@ -147,7 +150,7 @@ def _load_terms(
     dy_ptr, h_ptr, gate_ptr, o, m, b_w, b_rstd, b_mean,
     SILU: tl.constexpr, GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile dy, dy past the gate, u (0 outside), d, h, f and f'."""
+    """Of a tile dy, dy past the gate, u, d, h, f and f'; dy and d are 0 outside, u is finite."""
     b_h = tl.load(h_ptr + o, mask=m, other=0.0).to(tl.float32)
     b_dy = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
     b_z, b_dz, b_f, b_df = b_h, b_dy, 1.0, 0.0
@@ -157,7 +160,7 @@ def _load_terms(
             b_z = b_h * b_f
         else:
             b_dz = b_dy * b_f
-    b_u = tl.where(m, (b_z - b_mean[:, None]) * b_rstd[:, None], 0.0)
+    b_u = (b_z - b_mean[:, None]) * b_rstd[:, None]
     return b_dy, b_dz, b_u, b_dz * b_w, b_h, b_f, b_df
 
 

@@ -36,30 +36,46 @@ FORWARD = (
 )
 BACKWARD = (
     Row(4096, 4096, 8, 2, 3),
-    Row(16384, 16384, 16, 2, 1),
+    Row(8192, 16384, 16, 2, 1),
+    Row(16384, 16384, 16, 1, 1),
 )
-# Of a row that is longer than the last entry: columns of one round or program.
-LOOPED = Row(8192, 8192, 8, 0, 1)
-SPLIT = Row(2048, 4096, 8, 2, 1)
+# Backward without a weight's or a bias's gradient: no program has to go on to other rows.
+SINGLE = (
+    Row(4096, 2048, 4, 0, 1),
+    Row(8192, 8192, 8, 0, 1),
+    Row(16384, 16384, 16, 0, 1),
+)
+# Of a row that is longer than the last entry: columns of one round or program. UNEVEN: of one whose
+# rows do not begin at multiples of 16 bytes, and which takes more registers.
+LOOPED, UNEVEN = Row(32768, 32768, 32, 0, 1), Row(8192, 8192, 8, 0, 1)
+SPLIT = Row(4096, 8192, 8, 2, 1)
 # Columns above which backward with a gate or a bias spills registers.
 HEAVY = 8192
 # Tensors that a backward tile may hold ahead: dy, h, gate, dh, w.
 AHEAD = 5
 
 
-def choose(D: int, bytes_each: int, shared: int, backward: bool, heavy: bool = False) -> Tile:
+def choose(
+    D: int,
+    bytes_each: int,
+    shared: int,
+    backward: bool,
+    heavy: bool = False,
+    sums: bool = True,
+) -> Tile:
     """The tile for rows of D features; BD < D if they take more than one.
 
     Args:
         shared: bytes of shared memory that a program may use.
         heavy: there is a gate or a bias, whose sums or factors take registers in backward.
+        sums: of a weight's or a bias's gradient are made in backward.
     """
-    table = BACKWARD if backward else FORWARD
+    table = FORWARD if not backward else BACKWARD if sums else SINGLE
     BD = 1 << max(D - 1, 0).bit_length()
     most = HEAVY if heavy and backward else BD
     row = next((row for row in table if row.widest >= BD and most >= BD), None)
     if row is None:
-        row = SPLIT if backward else LOOPED
+        row = SPLIT if backward else UNEVEN if D * bytes_each % 16 else LOOPED
         BD = row.widest
     BR = max(1, row.elements // BD)
     stages = row.stages

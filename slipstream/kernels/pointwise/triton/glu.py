@@ -48,9 +48,10 @@ def glu_kernel(
     gate_ptr, up_ptr, dy_ptr, y_ptr, dgate_ptr, dup_ptr, gate_stride, up_stride, R,
     F: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R / BR, D / BD). y without dy, else dgate and dup."""
-    row = (tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
-    o_d = (tl.program_id(1) * BD + tl.arange(0, BD))[None, :]
+    """Grid (R / BR * D / BD), a row's blocks one after the other. y without dy, else dgate, dup."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    row = ((tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
+    o_d = (tl.program_id(0) % ND * BD + tl.arange(0, BD))[None, :]
     m = (row < R) & (o_d < D)
     b_g = tl.load(gate_ptr + row * gate_stride + o_d, mask=m, other=0.0).to(tl.float32)
     b_f, b_df = _activation(b_g, F)
@@ -101,7 +102,7 @@ def _run(
     BR = ELEMENTS // BD
     stride = 0 if up is None else up.stride(0)
     with on(gate.device):
-        kept(glu_kernel)[(-(-R // BR), -(-D // BD))](
+        kept(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
             gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=4
         )
 

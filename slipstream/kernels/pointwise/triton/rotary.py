@@ -28,7 +28,7 @@ def rotary_kernel(
 ):  # fmt: skip
     """Grid (B T, H / BH). x [B, T, H, D], y the same contiguous; cos, sin [S, HALF], or
     [B or 1, T, HALF] without position [B or 1, T]."""
-    i_b, i_t = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
+    i_b, i_t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH))[:, None]
     o_p = tl.arange(0, BP)
     p_table = i_b * stride_cos + i_t * HALF

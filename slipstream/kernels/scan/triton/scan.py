@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""One kernel for the scan, forward and backward, over tokens or over segments of them.
+"""One kernel for the scan, forward and backward, that reads and writes everything once.
 
     y_r = a_r y_{r-1} + x_r                                      r = 0 .. rows - 1 of a sequence
 
@@ -11,17 +11,30 @@ the end, x is dh, y is D, the whole gradient of h, and a_r is the decay of the t
 
 with the final state's gradient for D before row 0, where a is 1, and a_0 D_0 for the initial's.
 
-A tile is RUNS runs of RUN rows. A run is a scan of maps y -> a y + x in the registers of a thread,
-runs are scanned across threads by what they make as a whole, and all of it then takes in what comes
-before the tile. Tiles are loaded in advance, so that one program keeps a multiprocessor's share of
-the memory busy. A sequence is one walk over its tiles and reads everything once; or, where that
-leaves most of a device idle, segments of L tokens: `ends` makes of each the sum of its log decays
-and its y from a zero start, the kernel over those as rows makes the y after each, and then every
-segment walks.
+A program takes a tile, RUNS runs of RUN rows, and scans it as if it began with 0, all at once with
+the others: a run in the registers of a thread, runs across threads by what they make as a whole. Of
+the tile that makes y -> a y + x, which it leaves for the tiles after it. What comes before is made
+of what the three tiles before left, and of y after the one before those, for which its program had
+to wait, too:
+
+    y_before(i) = x_{i-1} + a_{i-1} (x_{i-2} + a_{i-2} (x_{i-3} + a_{i-3} y(i-4)))
+
+So there are four chains, whose links take about a microsecond each. Their order never depends on
+time: the same inputs, the same bits. Programs take their tiles by a ticket, so that those that are
+waited for have begun before.
+
+A word is 0 until it holds a and x, or 1 and y, float32: a, which is never negative, with its sign
+set, in the high half.
 """
 
 import triton
 import triton.language as tl
+
+CHAINS = tl.constexpr(4)
+# Looks at words after which a program gives up, with NaN: far beyond any kernel's time.
+PATIENCE = tl.constexpr(1 << 22)
+FILLED = tl.constexpr(-(1 << 63))
+SAME = tl.constexpr(-0x40800000 << 32)  # 1 and 0: y -> y
 
 
 @triton.jit
@@ -37,33 +50,45 @@ def _then_also_before(a, x, pa, px, b, y, pb, py):
 
 
 @triton.jit
-def _rows(r, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """Rows of the tile from row r on, [RUNS, RUN, 1]: threads go along the first of these."""
-    return r + RUN * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, RUN)[None, :, None]
+def _last(b_x, axis: tl.constexpr, SIZE: tl.constexpr):
+    """As integers, since the compiler may leave out a sum with 0 there."""
+    o = tl.arange(0, SIZE)
+    last = (o == SIZE - 1)[:, None] if axis == 0 else (o == SIZE - 1)[None, :, None]
+    b_i = tl.where(last, b_x.to(tl.int32, bitcast=True), 0)
+    return tl.sum(b_i, axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sequence(cu_ptr, i_n, T, UNIT: tl.constexpr):
-    """First row and number of rows of sequence n; rows are tokens, or segments of UNIT of them.
+def _runs(b_a, b_x, RUN: tl.constexpr, RUNS: tl.constexpr):
+    """What is before each run in its tile makes of y, and what the whole tile makes; b_a, b_x: what
+    the rows of a run do up to each."""
+    b_al, b_xl = _last(b_a, 1, RUN), _last(b_x, 1, RUN)  # [RUNS, BD]
+    b_pa, b_px = tl.full(b_al.shape, 1.0, tl.float32), tl.zeros_like(b_xl)
+    both = (b_al, b_xl, b_pa, b_px)
+    b_al, b_xl, b_pa, b_px = tl.associative_scan(both, 0, _then_also_before)
+    return b_pa, b_px, _last(b_al, 0, RUNS), _last(b_xl, 0, RUNS)
 
-    Packed, the segments of sequence n have the slots from cu[n] // UNIT + n on: never more than
-    there are up to the next sequence's.
-    """
+
+@triton.jit
+def _sequence(cu_ptr, i_n, T):
+    """First row and number of rows of sequence n."""
     if cu_ptr is not None:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        rows = tl.cdiv(tl.maximum(end - begin, 0), UNIT).to(tl.int32)
-        if UNIT > 1:
-            begin = begin // UNIT + i_n
+        rows = tl.maximum(end - begin, 0).to(tl.int32)
     else:
-        rows = tl.cdiv(T, UNIT)
+        rows = T
         begin = i_n.to(tl.int64) * rows
     return begin, rows
 
 
 @triton.jit
-def _segment(cu_ptr, slot, T, N, L: tl.constexpr):
-    """The sequence of a slot, and which of its segments it is."""
+def _tile_of(cu_ptr, slot, T, N, L: tl.constexpr):
+    """The sequence of a slot, and which of its tiles of L rows it is.
+
+    Packed, the tiles of sequence n have the slots from cu[n] // L + n on: never more than there are
+    up to the next sequence's.
+    """
     if cu_ptr is not None:
         i_n = 0
         past = N
@@ -72,16 +97,16 @@ def _segment(cu_ptr, slot, T, N, L: tl.constexpr):
             before = tl.load(cu_ptr + middle).to(tl.int64) // L + middle <= slot
             i_n = tl.where(before, middle, i_n)
             past = tl.where(before, past, middle)
-        segment = slot - (tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0) // L + i_n)
+        i_t = slot - (tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0) // L + i_n)
     else:
-        segments = tl.cdiv(T, L)
-        i_n = slot // segments
-        segment = slot - i_n * segments
-    return i_n, segment.to(tl.int32)
+        tiles = tl.cdiv(T, L)
+        i_n = slot // tiles
+        i_t = slot - i_n * tiles
+    return i_n, i_t.to(tl.int32)
 
 
 @triton.jit
-def _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D: tl.constexpr, REVERSE: tl.constexpr):
+def _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D: tl.constexpr, REVERSE: tl.constexpr):
     """Token, log decay and input of each row; those past `stop` leave y alone."""
     o_t = begin + (rows - 1 - o_r if REVERSE else o_r)
     m = (o_r < stop) & (o_d < D)[None, None, :]
@@ -95,65 +120,54 @@ def _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D: tl.constexpr, REVERSE: t
 
 
 @triton.jit
-def _advance(b_g, b_x, b_y, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """y of each row of a tile, and of its last, from that before the tile."""
-    b_a, b_h = tl.associative_scan((tl.exp(b_g), b_x), 1, _then)
-    last = (tl.arange(0, RUN) == RUN - 1)[None, :, None]
-    b_al = tl.sum(tl.where(last, b_a, 0.0), 1)  # [RUNS, BD]
-    b_hl = tl.sum(tl.where(last, b_h, 0.0), 1)
-    b_pa, b_ph = tl.full(b_al.shape, 1.0, tl.float32), tl.zeros_like(b_hl)
-    both = (b_al, b_hl, b_pa, b_ph)
-    b_al, b_hl, b_pa, b_ph = tl.associative_scan(both, 0, _then_also_before)
-    b_h += b_a * (b_pa * b_y[None, :] + b_ph)[:, None, :]
-    b_hl += b_al * b_y[None, :]
-    last = (tl.arange(0, RUNS) == RUNS - 1)[:, None]
-    return b_h, tl.sum(tl.where(last, b_hl, 0.0), 0)
+def _leave(p, m, b_a, b_x):
+    b_w = b_a.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    b_w |= (b_x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | FILLED
+    tl.atomic_xchg(p, b_w, mask=m, sem="relaxed")
+
+
+@triton.jit
+def _look(p, m):
+    return tl.load(p, mask=m, other=SAME, volatile=True)
+
+
+@triton.jit
+def _map(b_w):
+    b_a = tl.abs((b_w >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    return b_a, b_w.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _before(made_ptr, after_ptr, b_0, i_t, m, D: tl.constexpr):
+    """y before a tile, the i_t-th of its sequence, whose words are there; b_0: before the first."""
+    p_y, m_y = after_ptr - CHAINS * D, m & (i_t >= CHAINS)
+    m_1, m_2, m_3 = m & (i_t >= 1), m & (i_t >= 2), m & (i_t >= 3)
+    b_wy, b_w1 = _look(p_y, m_y), _look(made_ptr - D, m_1)
+    b_w2, b_w3 = _look(made_ptr - 2 * D, m_2), _look(made_ptr - 3 * D, m_3)
+    b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
+    looks = 0
+    while (tl.max(b_all) >= 0) & (looks < PATIENCE):
+        b_wy, b_w1 = _look(p_y, m_y), _look(made_ptr - D, m_1)
+        b_w2, b_w3 = _look(made_ptr - 2 * D, m_2), _look(made_ptr - 3 * D, m_3)
+        b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
+        looks += 1
+    b_a1, b_x1 = _map(b_w1)
+    b_a2, b_x2 = _map(b_w2)
+    b_a3, b_x3 = _map(b_w3)
+    _, b_y = _map(b_wy)
+    b_y = tl.where(i_t >= CHAINS, b_y, b_0)
+    b_y = b_x1 + b_a1 * (b_x2 + b_a2 * (b_x3 + b_a3 * b_y))
+    return tl.where(b_all < 0, b_y, float("nan"))
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def scan_ends_kernel(
-    x_ptr,  # [tokens, D]; so is g
-    g_ptr,
-    sum_ptr,  # [slots, D]: of the log decays of each segment
-    end_ptr,  # [slots, D]: y after it from a zero start
-    cu_ptr,  # [N + 1]
-    T,
-    N,
-    D: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BD: tl.constexpr,
-    L: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """grid (ceil(D / BD) * slots,)"""
-    ND: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    slot = (pid // ND).to(tl.int64)
-    i_n, segment = _segment(cu_ptr, slot, T, N, L)
-    begin, rows = _sequence(cu_ptr, i_n, T, 1)
-    o_d = (pid % ND) * BD + tl.arange(0, BD)
-    b_y = tl.zeros((BD,), tl.float32)
-    b_sum = tl.zeros((BD,), tl.float32)
-    stop = tl.minimum(rows, (segment + 1) * L)
-    for r in tl.range(tl.maximum(segment, 0) * L, stop, RUN * RUNS, num_stages=STAGES):
-        o_r = _rows(r, RUN, RUNS)
-        _, _, b_g, b_x = _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
-        b_sum += tl.sum(tl.sum(b_g, 0), 0)
-        _, b_y = _advance(b_g, b_x, b_y, RUN, RUNS)
-    tl.store(sum_ptr + slot * D + o_d, b_sum, mask=o_d < D)
-    tl.store(end_ptr + slot * D + o_d, b_y, mask=o_d < D)
-
-
-@triton.jit(do_not_specialize=["T", "N"])
-def scan_walk_kernel(
-    x_ptr,  # [rows, D]; so are g, y, h, dg
+def scan_kernel(
+    x_ptr,  # [tokens, D]; so are g, y, h, dg
     g_ptr,
     y_ptr,
     s_in_ptr,  # [N, D]: y before the first row
     s_out_ptr,  # [N, D]: after the last, and backward through the first token's decay
-    after_ptr,  # [slots, D]: y after each segment; a program then takes one, else a sequence
+    word_ptr,  # [1 + 2 * slots * D], zeros: the ticket, what tiles make of y, y after them
     h_ptr,  # backward: the scan's result
     initial_ptr,  # [N, D]: and its state before the first token
     dg_ptr,
@@ -163,53 +177,57 @@ def scan_walk_kernel(
     D: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
-    STAGES: tl.constexpr,
     BD: tl.constexpr,
-    L: tl.constexpr,
-    UNIT: tl.constexpr,
+    VEC: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """grid (ceil(D / BD) * slots or N,)"""
+    """grid (ceil(D / BD) * slots,)"""
     ND: tl.constexpr = (D + BD - 1) // BD
-    # from the end, what `ends` read last being in cache still
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    o_d = (pid % ND) * BD + tl.arange(0, BD)
+    L: tl.constexpr = RUN * RUNS
+    # each warp looks at words by itself, at another time: what it waits for has to be all its own
+    tl.static_assert(BD <= 32)
+    ticket = tl.atomic_add(word_ptr, 1, sem="relaxed").to(tl.int32)
+    o_d = (ticket % ND) * BD + tl.arange(0, BD)
+    if VEC > 0:  # channels a thread takes, fewer than it could load at once
+        o_d = tl.max_contiguous(tl.multiple_of(o_d, VEC), VEC)
     m_d = o_d < D
-    slot = (pid // ND).to(tl.int64)
-    i_n = slot
-    if after_ptr is not None:
-        i_n, segment = _segment(cu_ptr, slot, T, N, L)
-    begin, rows = _sequence(cu_ptr, i_n, T, UNIT)
+    slot = (ticket // ND).to(tl.int64)
+    i_n, i_t = _tile_of(cu_ptr, slot, T, N, L)
+    begin, rows = _sequence(cu_ptr, i_n, T)
     o_n = i_n.to(tl.int64) * D + o_d
-    b_y = tl.zeros((BD,), tl.float32)
+    r = tl.maximum(i_t, 0) * L
+    stop = tl.minimum(rows, r + L)
+    # threads go along the first dimension
+    o_r = r + RUN * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, RUN)[None, :, None]
+    p, m, b_g, b_x = _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
+    b_a, b_y = tl.associative_scan((tl.exp(b_g), b_x), 1, _then)
+    b_pa, b_px, b_al, b_xl = _runs(b_a, b_y, RUN, RUNS)
+    made_ptr = word_ptr + 1 + slot * D + o_d
+    after_ptr = made_ptr + tl.num_programs(0).to(tl.int64) // ND * D
+    if stop < rows:
+        _leave(made_ptr, m_d, b_al, b_xl)
+    b_0 = tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
-        b_y += tl.load(s_in_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
-    start = 0
-    stop = rows
-    if after_ptr is not None:
-        start = tl.maximum(segment, 0) * L
-        stop = tl.minimum(rows, (segment + 1) * L)
-        if segment > 0:
-            b_y = tl.load(after_ptr + (slot - 1) * D + o_d, mask=m_d, other=0.0)
-    for r in tl.range(start, stop, RUN * RUNS, num_stages=STAGES):
-        o_r = _rows(r, RUN, RUNS)
-        p, m, b_g, b_x = _tile(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
-        b_h, b_y = _advance(b_g, b_x, b_y, RUN, RUNS)
-        tl.store(y_ptr + p, b_h.to(y_ptr.dtype.element_ty), mask=m)
-        if dg_ptr is not None:
-            first = o_r == rows - 1
-            b_before = tl.load(h_ptr + p - D, mask=m & (~first), other=0.0).to(tl.float32)
-            if initial_ptr is not None:
-                b_0 = tl.load(initial_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
-                b_before = tl.where(first, b_0[None, None, :], b_before)
-            b_dg = b_h * b_before * tl.exp(tl.load(g_ptr + p, mask=m, other=0.0).to(tl.float32))
-            tl.store(dg_ptr + p, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+        b_0 += tl.load(s_in_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
+    if (i_t > 0) & (r < rows):
+        b_0 = _before(made_ptr, after_ptr, b_0, i_t, m_d, D)
+    b_last = b_xl + b_al * b_0
+    if stop < rows:
+        _leave(after_ptr, m_d, tl.full((BD,), 1.0, tl.float32), b_last)
+    b_y += b_a * (b_pa * b_0[None, :] + b_px)[:, None, :]
+    tl.store(y_ptr + p, b_y.to(y_ptr.dtype.element_ty), mask=m)
+    if dg_ptr is not None:
+        first = o_r == rows - 1
+        b_before = tl.load(h_ptr + p - D, mask=m & (~first), other=0.0).to(tl.float32)
+        if initial_ptr is not None:
+            b_i = tl.load(initial_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
+            b_before = tl.where(first, b_i[None, None, :], b_before)
+        b_dg = b_y * b_before * tl.exp(tl.load(g_ptr + p, mask=m, other=0.0).to(tl.float32))
+        tl.store(dg_ptr + p, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
     if s_out_ptr is not None:
         if REVERSE:  # a sequence without tokens has no decay
             b_g = tl.load(g_ptr + begin * D + o_d, mask=m_d & (rows > 0), other=0.0)
-            b_y *= tl.exp(b_g.to(tl.float32))
+            b_last *= tl.exp(b_g.to(tl.float32))
         # of the program that came to the last row
-        m_s = m_d
-        if after_ptr is not None:
-            m_s = m_d & (segment == tl.maximum(tl.cdiv(rows, L) - 1, 0))
-        tl.store(s_out_ptr + o_n, b_y.to(s_out_ptr.dtype.element_ty), mask=m_s)
+        m_s = m_d & (i_t == tl.maximum(tl.cdiv(rows, L) - 1, 0))
+        tl.store(s_out_ptr + o_n, b_last.to(s_out_ptr.dtype.element_ty), mask=m_s)

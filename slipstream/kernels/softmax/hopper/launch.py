@@ -15,7 +15,11 @@ from slipstream.kernels.softmax.hopper.backward_kv import softmax_dkv_sm90_kerne
 from slipstream.kernels.softmax.hopper.backward_kv_wide import softmax_dkv_wide_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_q import softmax_dq_sm90_kernel
 from slipstream.kernels.softmax.hopper.forward import softmax_fwd_sm90_kernel
+from slipstream.kernels.softmax.hopper.forward_load import panels
+from slipstream.kernels.softmax.hopper.launch_fused import fused, takes
 from slipstream.kernels.softmax.hopper.tiles import (
+    CLOSE,
+    MIXED,
     REGISTERS,
     SECTION,
     TILES,
@@ -36,13 +40,18 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     terms, options, _ = portable.ready(terms, options)
     q, k, v = terms[:3]
     B, T, H, D = q.shape
-    tile = _forward_tile(D, options)
-    o = q.new_empty(B, T, H, D)
+    DV = v.shape[-1]
+    tile = MIXED[D, DV] if D != DV else _forward_tile(D, options)
+    width = D // panels(D)
+    o = q.new_empty(B, T, H, DV)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    desc_q, at_q = _matrix(q, 64)
-    desc_k, at_k = _matrix(k, tile.B)
+    desc_q, at_q = _matrix(q, 64, width)
+    desc_k, at_k = _matrix(k, tile.B, width)
     desc_v, at_v = _matrix(v, tile.B)
-    grid, sizes = _sizes(terms, options, tile)
+    grid, sizes = _sizes(terms, options, tile, section=_section(terms, options))
+    uneven = max(options.left, options.right) >= 0 or any(x is not None for x in _offsets(terms))
+    dynamic = uneven and sizes[8] > grid[0] and tile.persistent
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
     with on(q.device):
         kept(softmax_fwd_sm90_kernel)[grid](
             desc_q,
@@ -50,7 +59,9 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
             desc_v,
             o,
             lse,
+            terms.sinks,
             *_offsets(terms),
+            counter,
             *factor_and_cap(options),
             *sizes,
             *at_q,
@@ -59,9 +70,9 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
             NC=tile.rows // 64,
             BN=tile.B,
             D=D,
-            DV=D,
+            DV=DV,
             ST=tile.buffers[0],
-            **_flags(terms, options, tile.rows // 64),
+            **_flags(terms, options, tile.rows // 64, counter is not None, tile.shared, tile.early),
         )
     return o, lse
 
@@ -75,6 +86,8 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
+    if terms.q.shape[-1] != terms.v.shape[-1]:
+        return portable.backward(terms, options, o, lse, do, dlse)
     terms, options, _ = portable.ready(terms, options)
     q, k, v = terms[:3]
     B, T, H, _ = q.shape
@@ -84,9 +97,30 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with on(q.device):
         portable.row_sums(o, do, lse, dlse, base, delta)
-        _dq(terms, options, do, dq, base, delta)
-        _dkv(terms, options, do, dk, dv, base, delta)
-    return {"q": dq, "k": dk, "v": dv}
+        if takes(terms, options):
+            fused(terms, options, do, dq, dk, dv, base, delta, _matrix)
+        else:
+            _dq(terms, options, do, dq, base, delta)
+            _dkv(terms, options, do, dk, dv, base, delta)
+    grads = {"q": dq, "k": dk, "v": dv}
+    if terms.sinks is not None:
+        grads["sinks"] = _sinks_gradient(terms.sinks, lse, delta)
+    return grads
+
+
+def _section(terms: Terms, options: Options) -> int:
+    """How many pairs of sequence and head the forward works on at a time: as few as keep all
+    programs busy, two where their units differ in work, so that keys and values stay close."""
+    k, v = terms.k, terms.v
+    masked = max(options.left, options.right) >= 0
+    group = terms.q.shape[2] // k.shape[2]
+    pair = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return max(1 + masked, CLOSE * group // pair)
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    p = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
+    return -(p * delta[..., : lse.shape[-1]]).sum((0, 2)).to(sinks.dtype)
 
 
 def _forward_tile(D: int, options: Options) -> Tile:
@@ -153,8 +187,11 @@ def _dkv(
     )
 
 
-def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
-    """x [B, T, H, D] as a matrix in tiles of `rows`, and where a batch and a head begin in it."""
+def _matrix(
+    x: Tensor, rows: int, width: int | None = None
+) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """x [B, T, H, D] as a matrix in tiles of `rows` by `width` or D, and where a batch and a head
+    begin in it."""
     B, T, H, D = x.shape
     if not _suits(x):
         x = x.clone(memory_format=torch.contiguous_format)  # contiguous() may leave it where it is
@@ -163,7 +200,9 @@ def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int
     b, h = b if B > 1 else 0, h if H > 1 else 0
     rb, (rh, ch) = b // t, (h // t, 0) if h % t == 0 else (0, h)
     shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
-    return TensorDescriptor(x, shape, [t, 1], [rows, D], _layout(rows, D, x.dtype)), (rb, rh, ch)
+    width = width or D
+    layout = _layout(rows, width, x.dtype)
+    return TensorDescriptor(x, shape, [t, 1], [rows, width], layout), (rb, rh, ch)
 
 
 def _suits(x: Tensor) -> bool:
@@ -187,9 +226,10 @@ def _offsets(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _sizes(
-    terms: Terms, options: Options, tile: Tile, of_keys: bool = False
+    terms: Terms, options: Options, tile: Tile, of_keys: bool = False, section: int = 0
 ) -> tuple[tuple[int], tuple]:
-    """The grid and the arguments from T to right."""
+    """The grid and the arguments from T to right. section: pairs at a time, 0 for what SECTION
+    holds."""
     q, k = terms.q, terms.k
     T, S, H, HKV, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2], terms.sequences
     total, cu, heads = (S, terms.cu_k, HKV) if of_keys else (T, terms.cu_q, H)
@@ -197,15 +237,22 @@ def _sizes(
     tiles = -(-total // tile.rows) if cu is None else total // tile.rows + N
     pairs = heads if cu is not None else heads * N
     walked = (T * H // HKV) if of_keys else -(-S * HKV // H)
-    section = max(1, min(pairs, SECTION // (walked * 2 * q.shape[-1] * q.element_size())))
+    section = section or max(1, SECTION // (walked * 2 * q.shape[-1] * q.element_size()))
     units = tiles * pairs
-    sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), section, units)
+    sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), min(section, pairs), units)
     grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
     return grid, (*sizes, bound(options.left), bound(options.right))
 
 
-def _flags(terms: Terms, options: Options, warpgroups: int = 2) -> dict[str, Any]:
-    """common.py's flags, and registers."""
+def _flags(
+    terms: Terms,
+    options: Options,
+    warpgroups: int = 2,
+    dynamic: bool = False,
+    shared: bool = False,
+    early: bool = False,
+) -> dict[str, Any]:
+    """common.py's flags, those of the forward, and registers."""
     given = (
         options.left >= 0,
         options.right >= 0,
@@ -213,6 +260,10 @@ def _flags(terms: Terms, options: Options, warpgroups: int = 2) -> dict[str, Any
         terms.lengths is not None,
         terms.cu_q is not None,
         terms.cu_k is not None,
+        terms.sinks is not None,
+        dynamic,
+        shared,
+        early,
     )
     flags = sum(1 << i for i, x in enumerate(given) if x)
     consumer, producer, at_most = REGISTERS[warpgroups]

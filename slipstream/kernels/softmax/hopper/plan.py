@@ -4,7 +4,7 @@ import torch
 
 from slipstream.core import guard
 from slipstream.kernels.launching import not_hopper
-from slipstream.kernels.softmax.hopper.tiles import TILES
+from slipstream.kernels.softmax.hopper.tiles import MIXED, TILES
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton.plan import kind
 
@@ -18,10 +18,11 @@ def refuses(terms: Terms, options: Options) -> str | None:
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return "q, k and v differ in dtype"
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] not in TILES:
-        widths = ", ".join(map(str, TILES))
+    D, DV = q.shape[-1], v.shape[-1]
+    if (D not in TILES) if D == DV else (D, DV) not in MIXED:
+        widths = ", ".join([*map(str, TILES), *(f"{x} and {y}" for x, y in MIXED)])
         return f"heads of q and v are to be of one width of {widths}"
-    for name in ("g", "sinks", "slopes"):
+    for name in ("g", "slopes"):
         if getattr(terms, name) is not None:
             return f"it takes no {name}"
     if options.scale <= 0:

@@ -10,13 +10,17 @@ from typing import NamedTuple
 
 class Tile(NamedTuple):
     """B: keys (of dk and dv: queries) a step. buffers: of each ring. persistent: a program a
-    multiprocessor, which takes unit after unit, or a program a unit. rows: of a unit.
+    multiprocessor, which takes unit after unit, or a program a unit. rows: of a unit. Of the
+    forward, shared: weights go by way of shared memory, not in registers; early: the product with
+    values is waited for ahead of the exponentials, which takes fewer registers.
     """
 
     B: int
     buffers: tuple[int, int]
     persistent: bool = True
     rows: int = 128
+    shared: bool = False
+    early: bool = False
 
 
 class Tiles(NamedTuple):
@@ -28,16 +32,25 @@ class Tiles(NamedTuple):
 
 TILES = {
     64: Tiles(
-        Tile(128, (4, 4)), Tile(64, (4, 4), False), Tile(64, (4, 4)), Tile(128, (4, 4), rows=192)
+        Tile(128, (4, 4), shared=True),
+        Tile(64, (4, 4), False),
+        Tile(64, (4, 4)),
+        Tile(128, (5, 5), rows=192, early=True),
     ),
     128: Tiles(Tile(128, (2, 2)), Tile(64, (3, 3)), Tile(64, (2, 2), False)),
     256: Tiles(Tile(64, (2, 2)), Tile(64, (2, 1)), Tile(64, (2, 2), rows=64)),
 }
+# the forward of heads of q and k of one width and of v of another; the backward is the portable one
+MIXED = {(192, 128): Tile(128, (2, 2))}
 # what may replace a row, for bench/attention_hopper.py; the first of each is the row
 TRIED = {
     64: {
-        "forward": [Tile(128, (4, 4)), Tile(128, (4, 4), False), Tile(128, (4, 4), rows=192)],
-        "open": [Tile(128, (4, 4), rows=192), Tile(128, (4, 4), False, 192), Tile(128, (4, 4))],
+        "forward": [Tile(128, (4, 4), shared=True), Tile(128, (4, 4))],
+        "open": [
+            Tile(128, (5, 5), rows=192, early=True),
+            Tile(128, (4, 4), rows=192, early=True),
+            Tile(128, (4, 4), shared=True),
+        ],
         "dq": [Tile(64, (4, 4), False), Tile(64, (4, 4))],
         "dkv": [Tile(64, (4, 4)), Tile(64, (4, 4), False)],
     },
@@ -57,3 +70,5 @@ TRIED = {
 REGISTERS = {2: (240, 24, 168), 3: (160, 32, 128)}
 # bytes of keys and values at work at a time: they are to stay in the L2 cache
 SECTION = 32 << 20
+# the same of the forward: half of the cache is far from a multiprocessor
+CLOSE = 8 << 20

@@ -151,7 +151,7 @@ def softmax_dq_kernel(
     b_delta = tl.load(delta_ptr + i_r + o_m, mask=o_m < rows, other=0.0)
     position = row + shift + o_m
 
-    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_SLOPES or HAS_GATE
+    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     under = 1.0 if SCALED else factor
     slope = 0.0
     if HAS_SLOPES:
@@ -293,7 +293,7 @@ def softmax_dkv_kernel(
     b_k = block(k_ptr, stride_kt, o_n, keys - row, o_d, D, BD, True)  # [BN, BD]
     b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
 
-    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_SLOPES or HAS_GATE
+    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     under = 1.0 if SCALED else factor
     b_dk = tl.zeros((BN, BD), tl.float32)
     b_dv = tl.zeros((BN, BV), tl.float32)

@@ -20,19 +20,26 @@ _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
 
 
 @triton.jit
-def _rows_of_keys(
-    p, stride_b, stride_t, j, o_n, m_n, p_table, PAGE: tl.constexpr, BN: tl.constexpr
-):
+def pages_of(j, keys, o_n, p_table, PAGE: tl.constexpr, BN: tl.constexpr):
+    """The pages of keys j + o_n, j a multiple of BN: one for all of them, or [BN]."""
+    if PAGE == 0:
+        page = j
+    elif PAGE % BN == 0:
+        page = tl.load(p_table + j // PAGE, mask=j < keys, other=0)
+    else:
+        page = tl.load(p_table + (j + o_n) // PAGE, mask=o_n < keys - j, other=0)
+    return page
+
+
+@triton.jit
+def rows_of_keys(p, stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl.constexpr):
     """Pointers [BN, 1] to keys j + o_n of a sequence whose first key, or page, is at p."""
     if PAGE == 0:
         row = j.to(tl.int64) * stride_t + o_n * stride_t
-    elif PAGE % BN == 0:  # and j is a multiple of BN
-        page = tl.load(p_table + j // PAGE).to(tl.int64)
-        row = page * stride_b + (j % PAGE) * stride_t + o_n * stride_t
+    elif PAGE % BN == 0:
+        row = page.to(tl.int64) * stride_b + (j % PAGE) * stride_t + o_n * stride_t
     else:
-        at = j + o_n
-        b_page = tl.load(p_table + at // PAGE, mask=m_n, other=0).to(tl.int64)
-        row = b_page * stride_b + (at % PAGE) * stride_t
+        row = page.to(tl.int64) * stride_b + ((j + o_n) % PAGE) * stride_t
     return p + row[:, None]
 
 
@@ -150,10 +157,13 @@ def softmax_decode_kernel(
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
     b_o = tl.zeros((BM, BV), tl.float32)
+    # the pages of a tile are known a tile ahead: a load of keys waits for no other
+    page = pages_of(low, keys, o_n, p_table, PAGE, BN)
     for i in range(tl.cdiv(high - low, BN)):
         j = low + i * BN
         m_n = o_n < keys - j
-        p_k = _rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, m_n, p_table, PAGE, BN)
+        after = pages_of(j + BN, keys, o_n, p_table, PAGE, BN)
+        p_k = rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, page, PAGE, BN)
         b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         age = position[:, None] - (j + o_n)[None, :]
@@ -167,7 +177,8 @@ def softmax_decode_kernel(
         b_m = b_top
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
         b_o *= b_shrink[:, None]
-        p_v = _rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, m_n, p_table, PAGE, BN)
+        p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
+        page = after
         b_v = tl.load(p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
 
@@ -205,21 +216,28 @@ def softmax_join_kernel(
     o_v = tl.arange(0, BV)
     at = (i_b * H + i_h) * T + i_t
     p_lse = lses_ptr + o_s.to(tl.int64) * B * H * T + at
-    b_lse = tl.load(p_lse, mask=o_s < shares, other=float("-inf"))
-    top = tl.max(b_lse, 0)
+    b_lses = tl.load(p_lse, mask=o_s < shares, other=float("-inf"))
+    top = tl.max(b_lses, 0)
     total = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - finite(top))
-    b_w = tl.exp2(b_lse - finite(top))
-    total += tl.sum(b_w, 0)
+    total += tl.sum(tl.exp2(b_lses - finite(top)), 0)
     size = (B * T).to(tl.int64) * H * DV
-    p = parts_ptr + o_s.to(tl.int64)[:, None] * size + pid * DV + o_v[None, :]
-    m = (o_s < shares)[:, None] & (o_v < DV)[None, :]
+    p = parts_ptr + pid * DV + o_v
+    b_o = tl.zeros((BV,), tl.float32)
+    # as many at once as registers hold
+    STEP: tl.constexpr = BS if BS * BV <= 8192 else 8192 // BV
+    for i in range(0, shares, STEP):
+        o_i = (i + tl.arange(0, STEP)).to(tl.int64)
+        b_lse = tl.load(lses_ptr + o_i * B * H * T + at, mask=o_i < shares, other=float("-inf"))
+        m = (o_i < shares)[:, None] & (o_v < DV)[None, :]
+        b_part = tl.load(p[None, :] + o_i[:, None] * size, mask=m, other=0.0)
+        b_o += tl.sum(b_part * tl.exp2(b_lse - finite(top))[:, None], 0)
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
-    b_o = tl.sum(tl.load(p, mask=m, other=0.0) * b_w[:, None], 0) / total
+    b_o /= total
     tl.store(o_ptr + pid * DV + o_v, b_o.to(o_ptr.dtype.element_ty), mask=o_v < DV)
     tl.store(lse_ptr + at, tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN2))
 

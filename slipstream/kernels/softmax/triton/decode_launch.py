@@ -25,8 +25,8 @@ from slipstream.kernels.softmax.triton.device import (
 
 # queries times heads of a group up to which cutting the keys is worth it
 FEW_ROWS = 64
-# programs wanted a multiprocessor, the least keys of a share in tiles, the most shares
-_OVER, _LEAST, _MOST = 2, 4, 64
+# the least keys of a share in tiles, the most shares
+_LEAST, _MOST = 4, 64
 
 
 def suits(terms: Terms) -> bool:
@@ -35,9 +35,10 @@ def suits(terms: Terms) -> bool:
     return terms.cu_q is None and terms.g is None and rows <= FEW_ROWS
 
 
-def shares(device: torch.device, programs: int, room: int, BN: int) -> int:
-    """From the size of the cache alone, so that no length is waited for."""
-    wanted = _OVER * multiprocessors(device) // programs
+def shares(device: torch.device, programs: int, room: int, BN: int, width: int) -> int:
+    """From the size of the cache alone, so that no length is waited for. As many programs as fit:
+    two a multiprocessor, or four with narrow heads (bench/results/attention_decode_gpu.csv)."""
+    wanted = (4 if width <= 64 else 2) * multiprocessors(device) // programs
     return max(1, min(wanted, room // (_LEAST * BN), _MOST))
 
 
@@ -50,7 +51,7 @@ def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
     tile = every.decode
     group = H // HKV
     tiles = -(-T * group // tile.BM)
-    parts = shares(q.device, tiles * HKV * B, call.room, tile.BN)
+    parts = shares(q.device, tiles * HKV * B, call.room, tile.BN, max(BD, BV))
     part = torch.empty(parts, B, T, H, DV, dtype=torch.float32, device=q.device)
     lses = torch.empty(parts, B, H, T, dtype=torch.float32, device=q.device)
     o, lse = q.new_empty(B, T, H, DV), lses.new_empty(B, H, T)

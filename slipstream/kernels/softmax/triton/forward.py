@@ -105,7 +105,7 @@ def softmax_fwd_kernel(
     b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
     position = row + shift + o_m
 
-    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_SLOPES or HAS_GATE
+    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     under = 1.0 if SCALED else factor  # what scales the scores under the exponential
     slope = 0.0
     if HAS_SLOPES:

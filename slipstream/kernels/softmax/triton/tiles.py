@@ -98,6 +98,13 @@ BUSY = {
         Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)
     ),
 }
+# of decode_latent.py, for latents up to 512 wide and 64 beside them, in 16 bits
+LATENT = {
+    "sm_80": Tile(16, 32, 4, 2),
+    "sm_86": Tile(16, 32, 4, 2),
+    "sm_90": Tile(64, 64, 8, 2),
+    "interpreter": Tile(16, 16, 4, 1),
+}
 # Families that use another's rows where they have none of their own.
 ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 

@@ -1,0 +1,76 @@
+"""All kernels of a call compiled side by side, before the first of them is launched.
+
+Triton compiles a kernel when it is launched, one after the other; most of that time is spent
+outside of Python's lock. So the first call of its kind runs twice: once in which launches only
+compile, in threads, and operations of torch write to nothing that was there before; then as it is.
+Nothing that a call decides depends on what is in its tensors (they are on a GPU, and nobody waits
+for it), so both times the same kernels are wanted.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Of a call's kernels, that take long to compile: there are at most about ten.
+MOST_THREADS = 8
+_THREAD = threading.local()
+
+
+def compiling() -> bool:
+    """Whether a launch is only to compile its kernel, by its `warmup`."""
+    return getattr(_THREAD, "compiling", False)
+
+
+def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Of call(*args). What fails here fails again when it is called, and says so then."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:  # another release
+        return
+    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if captures or compiling() or active_mode.get() is not None:
+        return
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        _THREAD.compiling = True
+        try:
+            with contextlib.suppress(Exception), _OwnMemory():
+                call(*args)
+        finally:
+            _THREAD.compiling = False
+
+
+class _OwnMemory(TorchDispatchMode):
+    """Operations do not write to memory that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: set[int] = set()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x, given in zip(func._schema.arguments, args):
+            writes = x.alias_info is not None and x.alias_info.is_write
+            if writes and isinstance(given, Tensor) and _address(given) not in self._own:
+                return given
+        out = func(*args, **kwargs)
+        before = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        after = {_address(x) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        self._own |= after - before
+        return out
+
+
+# Not in the class, where torch would wrap it in what first imports torch._dynamo, for seconds.
+_OwnMemory.__torch_dispatch__ = _OwnMemory.dispatch
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

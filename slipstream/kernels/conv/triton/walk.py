@@ -1,0 +1,97 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+"""The short convolution's gradient where no sequences are packed: conv.py's, one tile after the
+other.
+
+    dz_t = f'(z_t) dy_t        dx_t = sum_k w_k dz_{t+k}        dw_k = sum_t dz_t x_{t-k}
+
+A program keeps the last W - 1 rows of x and of dz, so that it reads each row of its tiles once: the
+tile that begins at t gives dx of the rows from t - W + 1 on. dx of the last W - 1 rows of its last
+tile wants dz of the rows that follow, which the next program makes once more.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.conv.triton.conv import _add, _before, _bias, _dot, _dz, _taps, _tile
+
+
+@triton.jit
+def _store_dx(dx_ptr, ws, dzs, row, m, o_d, FIRST: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    b_dx = ws[W - 1] * dzs[FIRST]
+    for k in tl.static_range(1, W):
+        b_dx += ws[W - 1 - k] * dzs[FIRST + k]
+    tl.store(dx_ptr + row * D + o_d, b_dx.to(dx_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _last(xs, FIRST: tl.constexpr, N: tl.constexpr):
+    found = ()
+    for j in tl.static_range(N):
+        found = found + (xs[FIRST + j].to(tl.float32),)
+    return found
+
+
+@triton.jit(do_not_specialize=["T", "tiles", "each"])
+def conv_bwd_walk_kernel(
+    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, part_ptr, T, tiles, each,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Grid (P D / BD), each with so many of the tiles. part [P, W + 1, D]: sums for dw, by column
+    of weight, and for dbias."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_p = tl.program_id(0) // ND
+    o_d = tl.program_id(0) % ND * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    ws = _taps(w_ptr, o_d, m_d, W)
+    b_b = _bias(b_ptr, o_d, m_d, BD)
+    sums = (tl.zeros([BD], tl.float32),) * W
+    b_db = tl.zeros([BD], tl.float32)
+    older_dz = (b_db,) * (W - 1)
+    NT = tl.cdiv(T, BT)
+    first = i_p * each
+    tiles = tl.minimum(tiles, first + each)
+    i_b, t = (first // NT).to(tl.int64), first % NT * BT
+    older = _before(x_ptr, s_ptr, i_b * T + t, t, i_b, o_d, m_d, D, W)
+    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
+    dys = _tile(dy_ptr, first, tiles, T, o_d, m_d, D, BT)
+    for i in range(first, tiles):
+        i_b, t = (i // NT).to(tl.int64), i % NT * BT
+        row = i_b * T + t
+        next_xs = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
+        next_dys = _tile(dy_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
+        if t == 0:
+            older = _before(x_ptr, s_ptr, row, t, i_b, o_d, m_d, D, W)
+        m_older = m_d & (t > 0) & (i > first)  # else another program's, or none
+        rows, dzs = older + xs, older_dz
+        for r in tl.static_range(BT):
+            b_z = b_b
+            if SILU:
+                b_z = _dot(ws, rows, b_b, r, W)
+            b_dz = _dz(dys[r].to(tl.float32), b_z, SILU)
+            dzs = dzs + (b_dz,)
+            sums = _add(sums, b_dz, rows, r, W)
+            b_db += b_dz
+            m = m_d & (t + r - W + 1 < T)
+            if r < W - 1:
+                m = m_older
+            _store_dx(dx_ptr, ws, dzs, row + r - W + 1, m, o_d, r, D, W)
+        older, older_dz = _last(rows, BT, W - 1), _last(dzs, BT, W - 1)
+        if (t + BT >= T) | (i + 1 == tiles):
+            after, after_dz = older, older_dz
+            for r in tl.static_range(W - 1):
+                m = m_d & (t + BT + r < T)
+                o = (row + BT + r) * D + o_d
+                after = after + (tl.load(x_ptr + o, mask=m, other=0.0).to(tl.float32),)
+                b_z = b_b
+                if SILU:
+                    b_z = _dot(ws, after, b_b, r, W)
+                b_dy = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
+                after_dz = after_dz + (_dz(b_dy, b_z, SILU),)
+                m = m_d & (t + BT + r - W + 1 < T)
+                _store_dx(dx_ptr, ws, after_dz, row + BT + r - W + 1, m, o_d, r, D, W)
+        xs, dys = next_xs, next_dys
+    p_part = part_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
+    for j in tl.static_range(W):
+        tl.store(p_part + j * D, sums[j], mask=m_d)
+    tl.store(p_part + W * D, b_db, mask=m_d)

@@ -1,0 +1,115 @@
+"""Parts of the gradients' kernels of per-channel decay on sm_90 (dplr_grads.py)."""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import copy_in, gl, gluon, mbarrier
+from slipstream.kernels.linear.hopper.parts import place
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
+    dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
+    ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV, H,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr, SHARED: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """Barriers: 0 of S, do and y, 1 of dS', x and v, 2 of g, 3 of q, k, a and b, 4 of scores."""
+    state_bytes: gl.constexpr = (
+        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
+    )
+    after_bytes: gl.constexpr = (
+        dstates_desc.block_type.nbytes
+        + x_desc.block_type.nbytes
+        + (0 if DELTA else do_desc.block_type.nbytes)
+    )
+    input_bytes: gl.constexpr = q_desc.block_type.nbytes
+    score_bytes: gl.constexpr = dqb_desc.block_type.nbytes
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    for turn in range(gl.cdiv(total - pid, programs)):
+        n = pid + turn * programs
+        row, _, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+        i_h = n % HV
+        k_col = i_h // (HV // H) * K
+        was = (turn & 1) ^ 1
+        if not SHARED:
+            mbarrier.wait(empty.index(2), was)
+            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
+            copy_in(g_desc, [row, i_h * K], full.index(2), gs)
+        mbarrier.wait(empty.index(0), was)
+        mbarrier.expect(full.index(0), state_bytes)
+        copy_in(states_desc, [n * V, 0], full.index(0), ss)
+        copy_in(do_desc, [row, i_h * V], full.index(0), os)
+        copy_in(y_desc, [n * V, 0], full.index(0), ys)
+        mbarrier.wait(empty.index(1), was)
+        mbarrier.expect(full.index(1), after_bytes)
+        copy_in(dstates_desc, [n * V, 0], full.index(1), ds)
+        copy_in(x_desc, [n * V, 0], full.index(1), xs)
+        if not DELTA:
+            copy_in(v_desc, [row, i_h * V], full.index(1), vs)
+        if SHARED:
+            mbarrier.wait(empty.index(4), was)
+            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
+            copy_in(g_desc, [row, i_h * K], full.index(2), gs)
+        mbarrier.wait(empty.index(3), was)
+        mbarrier.expect(full.index(3), input_bytes * (2 if DELTA else 4))
+        copy_in(q_desc, [row, k_col], full.index(3), ops.index(0))
+        copy_in(k_desc, [row, k_col], full.index(3), ops.index(1))
+        if not DELTA:
+            copy_in(a_desc, [row, k_col], full.index(3), ops.index(2))
+            copy_in(b_desc, [row, k_col], full.index(3), ops.index(3))
+        if SHARED:
+            mbarrier.wait(empty.index(2), turn & 1)
+        else:
+            mbarrier.wait(empty.index(4), was)
+        mbarrier.expect(full.index(4), score_bytes * (2 if DELTA else 4))
+        copy_in(dqb_desc, [n * C, 0], full.index(4), scores.index(0))
+        copy_in(dab_desc, [n * C, 0], full.index(4), scores.index(1))
+        if not DELTA:
+            copy_in(dqk_desc, [n * C, 0], full.index(4), scores.index(2))
+            copy_in(dak_desc, [n * C, 0], full.index(4), scores.index(3))
+
+
+@gluon.jit
+def seen(C: gl.constexpr, layout: gl.constexpr, turn, FROM_MIDDLE: gl.constexpr):
+    """[C, C]: what E is of gates, or 1 for what comes later. Made anew each turn, or it would take
+    registers all the time."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + (turn >> 30)
+    t = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    if FROM_MIDDLE:
+        ahead = gl.where((t < C // 2) & (t > i), -1.0, 0.0)
+        b = gl.where((t >= C // 2) & (t <= i), 1.0, ahead)
+    else:
+        b = gl.where(t > i, 1.0, 0.0)
+    return b.to(gl.bfloat16)
+
+
+@gluon.jit
+def clear(tile, left, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
+    """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, wide], [1, 0])
+    o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
+    b = tile.load(layout)
+    tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def products_of_states(ss, ds, V: gl.constexpr, K: gl.constexpr, wide: gl.constexpr):
+    """Sum over V of S dS' [K]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, wide], [1, 0])
+    b_z = gl.zeros([16, K], gl.float32, layout)
+    for i in gl.static_range(V // 16):
+        b_s = ss.slice(i * 16, 16).load(layout).to(gl.float32)
+        b_z += b_s * ds.slice(i * 16, 16).load(layout).to(gl.float32)
+    return gl.sum(b_z, 0)
+
+
+@gluon.jit
+def store_gates(dg_ptr, b_dg, first, left, o_c, o_k, HV, K: gl.constexpr):
+    p = dg_ptr + first * K
+    gl.store(p + (o_c[:, None] * (HV * K) + o_k[None, :]), b_dg, mask=(o_c < left)[:, None])

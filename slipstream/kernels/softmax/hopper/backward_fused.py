@@ -1,0 +1,372 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
+"""All three gradients in one walk for sm_90: five products a tile where two kernels make seven.
+
+backward_kv.py's walk, from the last queries to the first, and of each tile of queries
+
+    dq_t += sum_s dx_ts k_s
+
+over the 128 keys of both warpgroups, to which dx goes through shared memory, a turn late, so that
+nothing waits for it. At 128 each makes half the columns; at 64 they take turns, and k and v stay in
+registers. Two warps add the tiles to dq's float32 sums in global memory by TMA, turn about. Sums
+are to come out the same each time, so tiles of keys add to a tile of queries one after another,
+from the first keys on, which write it: `turns` counts those that have, and who comes later waits.
+Units are numbered in that order too, so what is waited for has begun.
+"""
+
+from slipstream.kernels.gluon import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.softmax.hopper.backward_add import add_even, add_odd, place_of_keys
+from slipstream.kernels.softmax.hopper.backward_kv import weights
+from slipstream.kernels.softmax.hopper.common import (
+    RIGHT,
+    SOFTCAP,
+    barriers,
+    clean,
+    corner,
+    fetch,
+    free,
+    put,
+    queries_seen,
+    ready,
+    stage,
+)
+from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
+
+
+@gluon.jit
+def _fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
+    """A tile and a number of each of its rows."""
+    mbarrier.expect(full, desc.block_type.nbytes + desc_rows.block_type.nbytes)
+    copy_in(desc, [row, col], full, buffer)
+    copy_in(desc_rows, [at], full, rows)
+
+
+@gluon.jit
+def _load(descs, buffers, full, empty, sizes, window, ats, BM: gl.constexpr, ST: gl.constexpr,
+          FLAGS: gl.constexpr):  # fmt: skip
+    desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
+    buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta = buffers
+    full_k, full_q, full_do = full
+    empty_k, empty_x = empty
+    at_q, at_k, at_v, at_do = ats
+    T, S, H, group, units = sizes[0], sizes[1], sizes[2], sizes[4], sizes[8]
+    turn = units * 0
+    mine = units * 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        i_kv, i_b, row = place_of_keys(unit, sizes)
+        low, count, _, _ = queries_seen(row, T, S, window, BM, 128, FLAGS)
+        row_k, col_k = corner(at_k, i_b, i_kv, row)
+        row_v, col_v = corner(at_v, i_b, i_kv, row)
+        mbarrier.wait(empty_k.index(0), (mine & 1) ^ 1)
+        fetch(desc_k, row_k, col_k, full_k.index(0), buf_k.index(0))
+        fetch(desc_v, row_v, col_v, full_k.index(1), buf_v.index(0))
+        for i_g in range(group):
+            i_h = i_kv * group + i_g
+            row_q, col_q = corner(at_q, i_b, i_h, low)
+            row_do, col_do = corner(at_do, i_b, i_h, low)
+            i_r = (i_b * H + i_h) * (gl.cdiv(T, 4) * 4) + low
+            for i in range(count):
+                slot = turn % ST
+                on = (count - 1 - i) * BM
+                free(empty_x, turn, ST)
+                _fetch_both(desc_q, row_q + on, col_q, bufs_q.index(slot), desc_base, i_r + on,
+                            bufs_base.index(slot), full_q.index(slot))  # fmt: skip
+                _fetch_both(desc_do, row_do + on, col_do, bufs_do.index(slot), desc_delta, i_r + on,
+                            bufs_delta.index(slot), full_do.index(slot))  # fmt: skip
+                turn += 1
+        mine += 1
+
+
+@gluon.jit
+def _share(c: gl.constexpr, buf_k, dx, zero):
+    """Half the columns of dx k."""
+    WIDTH: gl.constexpr = zero.shape[1]
+    k = buf_k.index(0).slice(c * WIDTH, WIDTH, 1)
+    return warpgroup_mma(dx.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _half(c: gl.constexpr, dq, bufs_dq, full, empty, turn):
+    """Half a tile to the warp that adds it."""
+    free(empty[2], turn, 2)
+    bufs_dq.index(turn % 2 * 2 + c).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(full[4].index(turn % 2))
+
+
+@gluon.jit
+def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn, first):
+    """dq of a turn, if it is this warpgroup's."""
+    if (turn >= first) & (turn % 2 == c):
+        slot = turn % 2
+        ready(full[3], turn, 2)
+        a = _share(0, buf_k, bufs_dx.index(slot), zero)
+        b = _share(1, buf_k, bufs_dx.index(slot), zero)
+        a, b = warpgroup_mma_wait(0, deps=(a, b))
+        free(empty[2], turn, 2)
+        bufs_dq.index(2 * slot).store(a)
+        bufs_dq.index(2 * slot + 1).store(b)
+        fence_async_shared()
+        mbarrier.arrive(full[4].index(slot))
+        mbarrier.arrive(empty[4].index(slot))
+
+
+@gluon.jit
+def _numbers(buffer, there, other, layout: gl.constexpr, MASKED: gl.constexpr):
+    """A number of each query, of which `there` are there, along the columns of a product."""
+    x = buffer.load(gl.SliceLayout(0, layout))
+    if MASKED:
+        o_m = gl.arange(0, x.shape[0], gl.SliceLayout(0, layout))
+        x = gl.where(o_m < there, x, other)
+    return x
+
+
+@gluon.jit
+def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, turn, first, low,
+          query, queries, factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+          MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """The queries of this turn; `query` is the first one's row in the sequence."""
+    layout: gl.constexpr = zero.type.layout
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta = buffers
+    there = queries - query
+    slot = turn % ST
+    q, do = bufs_q.index(slot), bufs_do.index(slot)
+    if D == 64:
+        k, v = held
+    else:
+        # 0, but not to a compiler that would keep the addresses of k and v in registers it lacks
+        same = turn >> 30
+        k, v = buf_k.index(same).slice(c * 64, 64), buf_v.index(same).slice(c * 64, 64)
+    ready(full[1], turn, ST)
+    if MASKED:
+        ready(full[2], turn, ST)
+        clean(q, there, BM, D)
+        clean(do, there, BM, D)
+    if D != 64:
+        # in a unit's first turn it is made of what there is, and dropped
+        before = turn - 1
+        if before >= first:
+            ready(full[3], before, 2)
+        dq = _share(c, buf_k, bufs_dx.index((turn + 1) % 2), zero_q)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if D != 64:
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if before >= first:
+            _half(c, dq, bufs_dq, full, empty, before)
+    if not MASKED:
+        ready(full[2], turn, ST)
+    delta = _numbers(bufs_delta.index(slot), there, 0.0, layout, MASKED)
+    dp = gl.expand_dims(0.0 - delta, 0) + zero
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+    base = _numbers(bufs_base.index(slot), there, float("inf"), layout, MASKED)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p, t = weights(s, base, low, low, query, factor, cap, MASKED, FLAGS)
+    dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), a_layout), do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    dx = p * dp
+    if FLAGS & SOFTCAP:
+        dx *= 1.0 - t * t
+    dx = dx.to(q.dtype)
+    dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
+    if D == 64:
+        free(empty[4], turn, 2)
+    bufs_dx.index(turn % 2).slice(c * 64, 64).store(dx)
+    fence_async_shared()
+    mbarrier.arrive(full[3].index(turn % 2))
+    if D == 64:
+        _whole(c, buf_k, bufs_dx, bufs_dq, full, empty, zero_q, turn - 1, first)
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(empty[1].index(slot))
+    return dk, dv
+
+
+@gluon.jit
+def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window,
+          BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    T, S, H, group, units = sizes[0], sizes[1], sizes[2], sizes[4], sizes[8]
+    k, v = buffers[0].index(0).slice(c * 64, 64), buffers[1].index(0).slice(c * 64, 64)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WIDTH: gl.constexpr = D // 2
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    zero = gl.zeros([64, BM], gl.float32, s_layout)
+    zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)
+    o_n = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    turn = units * 0
+    mine = units * 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        i_kv, i_b, row = place_of_keys(unit, sizes)
+        query, count, inner, outer = queries_seen(row, T, S, window, BM, 128, FLAGS)
+        row += c * 64
+        # each key is seen by the queries from `low` on
+        low = o_n * 0
+        if FLAGS & RIGHT:
+            low = row + o_n - (S - T) - window[1]
+        if row - c * 64 + 128 > S:  # keys that are not there are to add nothing to dq
+            outer = inner
+            low = gl.where(row + o_n < S, low, 1 << 30)
+        dk = gl.zeros([64, D], gl.float32, k_layout)
+        dv = gl.zeros([64, D], gl.float32, k_layout)
+        for tile in gl.static_range(2):
+            mbarrier.wait(full[0].index(tile), mine & 1)
+        clean(k, S - row, 64, D)
+        clean(v, S - row, 64, D)
+        first = turn
+        last = query + (count - 1) * BM
+        held = (zero, zero)
+        if D == 64:
+            k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+            held = (k.load(k_regs), v.load(k_regs))
+        for _ in range(group):
+            for i in range(count - outer):
+                dk, dv = _step(
+                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, low,
+                    last - i * BM, T, factor, cap, BM, D, ST, True, FLAGS,
+                )  # fmt: skip
+            for i in range(count - outer, count - inner):
+                dk, dv = _step(
+                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, low,
+                    last - i * BM, T, factor, cap, BM, D, ST, False, FLAGS,
+                )  # fmt: skip
+            if FLAGS & RIGHT:
+                for i in range(count - inner, count):
+                    dk, dv = _step(
+                        c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, low,
+                        last - i * BM, T, factor, cap, BM, D, ST, True, FLAGS,
+                    )  # fmt: skip
+            turn += count
+        mine += 1
+        if D == 64:
+            _whole(c, buffers[0], buffers[4], buffers[5], full, empty, zero_q, turn - 1, first)
+        else:
+            ready(full[3], turn - 1, 2)
+            dq = _share(c, buffers[0], buffers[4].index((turn + 1) % 2), zero_q)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            _half(c, dq, buffers[5], full, empty, turn - 1)
+        # both warpgroups are done with k once both have handed over the last tile
+        mbarrier.arrive(empty[3].index(0))
+        mbarrier.wait(empty[3].index(0), (mine & 1) ^ 1)
+        out_k = stage(k, (dk * scale).to(k.dtype), D)
+        out_v = stage(v, dv.to(k.dtype), D)
+        mbarrier.arrive(empty[0].index(0))
+        HKV = H // group
+        at = ((i_b.to(gl.int64) * S + row) * HKV + i_kv) * D
+        put(dk_ptr + at, out_k, HKV * D, S - row, D)
+        put(dv_ptr + at, out_v, HKV * D, S - row, D)
+
+
+@gluon.jit
+def _first(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window,
+           BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    _walk(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window, BM, D, ST,
+          FLAGS)  # fmt: skip
+
+
+@gluon.jit
+def _second(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window,
+            BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    _walk(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window, BM, D, ST,
+          FLAGS)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
+def softmax_bwd_sm90_kernel(
+    desc_q,  # tiles [BM, D]
+    desc_k,  # [128, D]
+    desc_v,  # [128, D]
+    desc_do,  # [BM, D]
+    desc_base,  # [BM] of [B, H, R], R = T rounded up to 4: lse in base 2, inf for -inf
+    desc_delta,  # [BM] of [B, H, R]
+    desc_dq,  # [BM, D / 2] of float32 [B, H, T rounded up to BM, D]
+    turns_ptr,  # [B, H, tiles of queries], zeros
+    dk_ptr,  # [B, S, HKV, D]
+    dv_ptr,  # [B, S, HKV, D]
+    factor,
+    cap,
+    scale,
+    T,
+    S,
+    H,
+    N,
+    group,
+    tiles,
+    steps,
+    section,
+    units,
+    left,
+    right,
+    q_rb,
+    q_rh,
+    q_ch,
+    k_rb,
+    k_rh,
+    k_ch,
+    v_rb,
+    v_rh,
+    v_ch,
+    do_rb,
+    do_rh,
+    do_ch,
+    BM: gl.constexpr,
+    D: gl.constexpr,
+    ST: gl.constexpr,
+    FLAGS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    PRODUCER: gl.constexpr,
+):
+    """grid (programs,); a unit is 128 keys of a head. ST: buffers of queries."""
+    dtype: gl.constexpr = desc_q.dtype
+    dx_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BM], dtype)
+    buf_k = gl.allocate_shared_memory(dtype, [1, 128, D], desc_k.layout)
+    buf_v = gl.allocate_shared_memory(dtype, [1, 128, D], desc_v.layout)
+    bufs_q = gl.allocate_shared_memory(dtype, [ST, BM, D], desc_q.layout)
+    bufs_do = gl.allocate_shared_memory(dtype, [ST, BM, D], desc_do.layout)
+    bufs_dx = gl.allocate_shared_memory(dtype, [2, 128, BM], dx_layout)
+    bufs_dq = gl.allocate_shared_memory(gl.float32, [4, BM, D // 2], desc_dq.layout)
+    bufs_base = gl.allocate_shared_memory(gl.float32, [ST, BM], desc_base.layout)
+    bufs_delta = gl.allocate_shared_memory(gl.float32, [ST, BM], desc_delta.layout)
+    full_k = barriers(2, 1)
+    empty_k = barriers(1, 2)
+    full_q = barriers(ST, 1)
+    full_do = barriers(ST, 1)
+    empty_x = barriers(ST, 2)
+    full_dx = barriers(2, 2)
+    empty_dx = barriers(2, 1)
+    full_dq = barriers(2, 1 if D == 64 else 2)
+    empty_dq = barriers(2, 1)
+    done = barriers(1, 2)
+    gl.warp_specialize([
+        (_first, (dk_ptr, dv_ptr, factor, cap, scale,
+                  (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),
+                  (full_k, full_q, full_do, full_dx, full_dq),
+                  (empty_k, empty_x, empty_dq, done, empty_dx),
+                  (T, S, H, N, group, tiles, steps, section, units), (left, right),
+                  BM, D, ST, FLAGS)),
+        (_second, (dk_ptr, dv_ptr, factor, cap, scale,
+                   (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),
+                   (full_k, full_q, full_do, full_dx, full_dq),
+                   (empty_k, empty_x, empty_dq, done, empty_dx),
+                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
+                   BM, D, ST, FLAGS)),
+        (_load, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
+                 (buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
+                 (full_k, full_q, full_do), (empty_k, empty_x),
+                 (T, S, H, N, group, tiles, steps, section, units), (left, right),
+                 ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch),
+                  (do_rb, do_rh, do_ch)),
+                 BM, ST, FLAGS)),
+        (add_even, (desc_dq, turns_ptr, bufs_dq, full_dq, empty_dq,
+                 (T, S, H, N, group, tiles, steps, section, units), (left, right), BM, D, FLAGS)),
+        (add_odd, (desc_dq, turns_ptr, bufs_dq, full_dq, empty_dq,
+                (T, S, H, N, group, tiles, steps, section, units), (left, right), BM, D, FLAGS)),
+    ], [4, 1, 1, 1], [CONSUMER, PRODUCER, PRODUCER, PRODUCER])  # fmt: skip

@@ -1,0 +1,46 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+"""Sums in global memory that programs add to one after another: who is next, and the addition.
+
+The warp that adds is alone in its partition: all of its threads take these steps together.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
+
+from slipstream.kernels.gluon import gl, gluon
+
+
+@builtin
+def reduce_out(desc, coord, src, _semantic=None):
+    """Starts to add a tile in shared memory to one in global memory."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def turn_of(ptr):
+    """How many have added, and what they have added is there."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;",
+        "=r,l,~{memory}",
+        [ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def turn_done(ptr, value):
+    """Waits until what was added is there, and says so."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; "
+        "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "=r,l,r,~{memory}",
+        [ptr.to(gl.int64), value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,79 @@
+"""A call that is played from its record gives the same bits as one that is worked out."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.cli.samples import SAMPLES, Sample, Shape
+from slipstream.core import replay
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU"),
+]
+SHAPES = {
+    "whole": Shape(B=1, T=130, H=2, K=64, V=64, state=True),
+    "packed": Shape(B=2, T=70, H=2, K=64, V=64, packed=True, grouped=True),
+    "split": Shape(B=1, T=8192, H=1, K=64, V=64),
+}
+_PLAY = replay.Record.play
+LINEAR = [x for x in SAMPLES if x.op.startswith(("chunk_", "fused_recurrent_"))]
+
+
+def results(sample: Sample, args: dict[str, Any]) -> list[Tensor]:
+    """Outputs, then gradients."""
+    given = {n: x.detach().clone() for n, x in args.items() if isinstance(x, Tensor)}
+    leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+    outs = [x for x in sample.call({**args, **given}) if x.requires_grad]
+    loss = torch.stack([x.float().square().sum() for x in outs]).sum()
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [*outs, *(x for x in grads if x is not None)]
+
+
+@pytest.mark.parametrize("sample", LINEAR, ids=lambda x: x.op)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_replay_is_the_call(sample: Sample, shape: str) -> None:
+    for turn in range(4):
+        torch.manual_seed(turn)
+        args = sample.inputs(SHAPES[shape], torch.device("cuda"))
+        with mock.patch.object(replay.Record, "play", autospec=True, side_effect=_PLAY) as play:
+            got = results(sample, args)
+        with mock.patch.object(replay, "ON", False):
+            want = results(sample, args)
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+    assert play.call_count >= 2, "forward and backward are not played"
+
+
+def test_replayed_steps_are_the_calls() -> None:
+    pools = [torch.zeros(9, 4, 64, 64, device="cuda") for _ in range(2)]
+    for turn in range(6):
+        torch.manual_seed(turn)
+        q, k, v = (torch.randn(8, 1, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        beta, slots = torch.rand(8, 1, 4, device="cuda"), torch.randperm(9, device="cuda")[:8]
+        k = q if turn == 2 else k  # the same tensor, in the call that is recorded or played
+
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta, "state_indices": slots}
+        got = ops.recurrent_step(**given, state=pools[0])
+        with mock.patch.object(replay, "ON", False):
+            want = ops.recurrent_step(**given, state=pools[1])
+        assert torch.equal(got, want) and torch.equal(*pools)
+
+
+def test_replay_in_a_graph() -> None:
+    q, k, v = (torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g = -torch.rand(1, 200, 2, device="cuda")
+    for _ in range(3):
+        ops.chunk_simple_gla(q, k, v, g)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.chunk_simple_gla(q, k, v, g)[0]
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    with mock.patch.object(replay, "ON", False):
+        assert torch.equal(got, ops.chunk_simple_gla(q, k, v, g)[0])

@@ -1,0 +1,59 @@
+"""What the matrix has verified is run as it is; what it has not is watched, and comes out right."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+CALLS = """
+import warnings
+import torch
+from slipstream import ops
+from slipstream.core import guard, machine, worker
+
+VERIFIED = {}
+starts = []
+start = worker.Worker.start
+
+def noted(self):
+    if self._process is None:
+        starts.append("started")
+    start(self)
+
+worker.Worker.start = noted
+if VERIFIED:
+    class Everything(dict):
+        def get(self, key, other=None):
+            return frozenset(machine.families())
+    machine.verified = Everything
+else:
+    machine.verified = dict
+warnings.simplefilter("error", guard.Guarded)
+x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+y = ops.rms_norm(x, torch.ones_like(x[0]))
+y.sum().backward()
+q, k, v = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+o, _ = ops.chunk_retention(q, k, v)
+want, _ = ops.chunk_retention(q, k, v, impl="eager")
+assert (o.float() - want.float()).norm() < 0.02 * want.float().norm()
+here = guard.machine(x.device)
+print(here.quiet, len(starts), len(here.remembered.get("probed", {})))
+"""
+
+
+@pytest.mark.parametrize(("verified", "words"), [(True, "True 0 0"), (False, "False 1 2")])
+def test_only_what_is_unverified_is_watched(verified: bool, words: str, tmp_path: Path) -> None:
+    """No child, no probe and no warning for the one; one child and a probe a kind for the other."""
+    given = {"TRITON_CACHE_DIR": str(tmp_path / "a"), "SLIPSTREAM_CACHE_DIR": str(tmp_path / "b")}
+    env = {k: v for k, v in os.environ.items() if k not in ("SLIPSTREAM_GUARD", "SLIPSTREAM_PROBE")}
+    code = CALLS.replace("VERIFIED = {}", f"VERIFIED = {verified}")
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env | given, capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == words

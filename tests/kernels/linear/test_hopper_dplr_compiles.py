@@ -1,0 +1,73 @@
+"""The Gluon kernels of per-channel decay, and of free a and b, compiled for sm_90."""
+
+import pytest
+import torch
+
+from slipstream.core.aot import Job
+from slipstream.core.arch import ARCHS
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.terms import Terms
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+# delta, gated, 16-bit dtype, K, V, packed
+CASES = {
+    "kda": (True, True, torch.bfloat16, 128, 128, False),
+    "kda_narrow": (True, True, torch.float16, 64, 64, True),
+    "dplr": (False, True, torch.bfloat16, 128, 128, True),
+    "iplr": (False, False, torch.bfloat16, 64, 128, False),
+}
+# bytes, in most calls of no chunk
+SPILLED = {"dplr_strong_sm90_kernel": 2560}
+
+
+def terms(case: tuple, device: torch.device) -> Terms:
+    delta, gated, dtype, K, V, packed = case
+    B, T, H, HV = 1, 192, 1, 2
+
+    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(*shape, device=device, dtype=dtype)
+
+    q, k, a, b = (ones(B, T, H, K, dtype=dtype) for _ in range(4))
+    return Terms(
+        q,
+        k,
+        ones(B, T, HV, V, dtype=dtype),
+        g=ones(B, T, HV, K) if gated else None,
+        beta=ones(B, T, HV) if delta else None,
+        a=None if delta else a,
+        b=None if delta else b,
+        cu_seqlens=torch.ones(3, dtype=torch.int32, device=device) if packed else None,
+    )
+
+
+def jobs(case: tuple) -> dict[str, Job]:
+    """By name, forward and back."""
+    from slipstream.core.trace import trace
+    from slipstream.kernels.linear.hopper import launch
+
+    def call(device: torch.device) -> None:
+        given = terms(case, device)
+        launch.forward(given, 0.1)
+        launch.backward(given, given.v, None, 0.1)
+
+    own = ("prepare", "strong", "walk", "walk_back")
+    names = {f"dplr_{name}_sm90_kernel" for name in own}
+    found = [job for job in trace(call, "sm_90", backward=False) if job.name in names]
+    return {f"{job.name} {n}": job for n, job in enumerate(found)}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_dplr_kernels_compile(case: tuple) -> None:
+    found = jobs(case)
+    wanted = {"prepare", "walk", "walk_back"} | ({"strong"} if case[1] else set())
+    assert {name.split("_sm90")[0] for name in found} == {f"dplr_{name}" for name in wanted}
+    for job in found.values():
+        got = job.compile()
+        assert got.shared <= ARCHS["sm_90"].shared
+        limit = SPILLED.get(job.name, 16)
+        assert got.stack <= limit, f"{job.name}: {got.stack} bytes spilled"
+        assert got.instructions["wgmma"] > 0
+        assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0

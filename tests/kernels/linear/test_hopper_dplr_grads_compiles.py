@@ -1,0 +1,63 @@
+"""The gradients' Gluon kernels of per-channel decay compiled for sm_90, which need not be there."""
+
+import pytest
+import torch
+
+from slipstream.core.aot import Job
+from slipstream.core.arch import ARCHS
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.terms import Terms
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel")
+# transition, dtype, K, V, packed -> bytes that a thread may spill, of each kernel
+CASES = {
+    "kda": (("kda", torch.bfloat16, 128, 128, False), (640, 128)),
+    "dplr packed": (("dplr", torch.bfloat16, 128, 128, True), (1024, 768)),
+    "kda narrow": (("kda", torch.float16, 64, 128, True), (128, 128)),
+}
+
+
+def terms(case: tuple, device: torch.device) -> Terms:
+    kind, dtype, K, V, packed = case
+    B, T, H, HV = 1 if packed else 2, 192, 1, 2
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, device=device, dtype=dtype)
+
+    free, wide = kind == "dplr", torch.float32
+    return Terms(
+        empty(B, T, H, K),
+        empty(B, T, H, K),
+        empty(B, T, HV, V),
+        g=empty(B, T, HV, K, dtype=wide),
+        beta=None if free else empty(B, T, HV, dtype=wide),
+        a=empty(B, T, H, K) if free else None,
+        b=empty(B, T, H, K) if free else None,
+        cu_seqlens=empty(3, dtype=torch.int32) if packed else None,
+    )
+
+
+def jobs(case: tuple) -> dict[str, Job]:
+    from slipstream.core.trace import trace
+    from slipstream.kernels.linear.hopper import launch
+
+    def call(device: torch.device) -> None:
+        given = terms(case, device)
+        launch.backward(given, torch.empty_like(given.v), None, 0.1)
+
+    return {job.name: job for job in trace(call, "sm_90", backward=False)}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradient_kernels_compile(case: tuple) -> None:
+    found, (whole, levels) = jobs(case[0]), case[1]
+    for name, most in zip(KERNELS, (whole, levels), strict=True):
+        got = found[name].compile()
+        assert got.shared <= ARCHS["sm_90"].shared
+        assert got.stack <= most, f"{name}: {got.stack} bytes spilled"
+        assert got.instructions["wgmma"] > 0 and got.instructions["tma"] >= 5
+        assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
