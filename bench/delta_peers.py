@@ -75,7 +75,8 @@ def main() -> None:
         "flash_qla": flash_qla.chunk_gated_delta_rule,
     }
     for name in options.names or SHAPES:
-        given, row, made = inputs(*SHAPES[name]), {"shape": name}, []
+        given, made = inputs(*SHAPES[name]), []
+        row: dict[str, Any] = {"shape": name}
         for who, fn in providers.items():
             start = time.perf_counter()
             try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.dplr_gpu import PACKED, TIMED, WHOLE, bench, error, inputs
+from bench.dplr_gpu import PACKED, TIMED, WHOLE, bench, error, inputs, own
 from slipstream.kernels.linear.hopper import dplr_launch as sm90
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
@@ -72,7 +72,8 @@ def times(kind: str, gate: str, options: list[tuple[str, Any]]) -> None:
 def backward(kind: str, gate: str) -> None:
     terms = inputs(kind, TIMED, gate, torch.bfloat16, state=False)
     do = torch.randn_like(terms.v)
-    print(kind, gate, "backward:", kernels(lambda: launch.backward(terms, do, None, 0.1, own(terms))))
+    found = kernels(lambda: launch.backward(terms, do, None, 0.1, own(terms)))
+    print(kind, gate, "backward:", found)
 
 
 def main() -> None:

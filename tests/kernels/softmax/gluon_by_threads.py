@@ -190,9 +190,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
     return Buffer(np.full(shape, -1) if dtype == "int32" else np.full(shape, np.nan))
 
 
-def _load(
-    p: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = ""
-) -> Tensor:
+def _load(p: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     at, mask = np.broadcast_arrays(p.at, mask)
     assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
     found = np.where(mask, p.data[np.where(mask, at, 0)], other)

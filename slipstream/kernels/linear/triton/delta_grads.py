@@ -119,9 +119,8 @@ def delta_grads_kernel(
             b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
             b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
             b_z = tl.dot(b_s, tl.trans(b_ds), b_z, input_precision=PRECISION)
-        b_z = tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0)
         # flat: sums by both axes of a product break Triton 3.6's compiler on sm_100
-        z = tl.sum(tl.reshape(b_z, (BV * BV,)), 0)
+        z = tl.sum(tl.reshape(tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0), (BV * BV,)), 0)
 
     # [i, j] and, so that no product is transposed, [j, i]
     b_a = tl.zeros((C, C), tl.float32)
