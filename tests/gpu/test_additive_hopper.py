@@ -22,7 +22,8 @@ SIZES = {  # B, T, H, HV, lengths of packed sequences; K and V are 128
     "odd": (2, 70, 1, 3, None),
     "packed": (1, 270, 2, 4, (5, 0, 200, 1, 64)),
 }
-LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
+# dg of few tokens between gates of -inf is a small difference: the portable walks are as far off
+LIMITS = {"o": 0.005, "final": 0.005, "g": 0.03}
 
 
 def inputs(size: tuple, gated: bool) -> Terms:
@@ -67,7 +68,7 @@ def test_additive_walks_match_reference(size: tuple, gated: bool) -> None:
     loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
     live = {name: x for name, x in wide.items() if name != "cu_seqlens"}
     grads = torch.autograd.grad(loss, list(live.values()))
-    want = {"o": o, "final": final, **dict(zip(live, grads))}
+    want = {"o": o.detach(), "final": final.detach(), **dict(zip(live, grads))}
     for name, x in got.items():
         assert torch.equal(x, again[name]), name
         # a gate of -inf leaves nothing of the state
