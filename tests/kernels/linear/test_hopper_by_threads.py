@@ -5,6 +5,7 @@ Sums, masks, rings, phases and segments are those of the kernels; layouts and ro
 """
 
 import functools
+import importlib
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -93,21 +94,16 @@ def emulated() -> Any:
 
 @functools.cache
 def kernels() -> SimpleNamespace:
+    parts = {"solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads"}
     with emulated():
-        from slipstream.kernels.linear.hopper import (
-            delta_grads,
-            delta_solve,
-            delta_walk,
-            delta_walk_back,
-        )
-
-        module: Any = delta_solve
-        module.halves = lambda b: (b, 0.0 * b)
+        # not from the package, which may have those that are compiled
+        found = {
+            name: importlib.import_module(f"slipstream.kernels.linear.hopper.delta_{part}")
+            for name, part in parts.items()
+        }
+        vars(found["solve"])["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
-            solve=delta_solve.delta_solve_sm90_kernel,
-            walk=delta_walk.delta_walk_sm90_kernel,
-            back=delta_walk_back.delta_walk_back_sm90_kernel,
-            grads=delta_grads.delta_grads_sm90_kernel,
+            **{name: getattr(x, f"delta_{parts[name]}_sm90_kernel") for name, x in found.items()}
         )
 
 
