@@ -1,5 +1,6 @@
 """From an operator's arguments to the scan: checks, reversed time, choice, call."""
 
+import torch
 from torch import Tensor
 
 from slipstream.core import checks, guard
@@ -12,6 +13,8 @@ from slipstream.kernels.scan.reference import scan_reference
 def refuses(given: tuple[Tensor, Tensor]) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
     x, g = given
+    if torch.version.hip:
+        return "its kernel does not compile for AMD's GPUs"
     return unfit(x, "x") or guard.objection(lambda: kind(x, g), x.device)
 
 
