@@ -226,13 +226,13 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
     walked = launch.Walked(x, torch.empty_like(x), states, torch.empty_like(states))
     launch._walk(terms, kept, x=x, states=states, own=own(terms))
     launch._walk_back(terms, do, kept, walked, None, None, own(terms))
-    scores, _, dbeta = launch._scores(terms, do, kept, walked, scale)
+    scores, _, dbeta = launch._scores(terms, do, kept, walked, scale, own(terms))
     return {
         "prepare": lambda: launch._prepare(terms, scale, keep=True, own=own(terms)),
         "walk": lambda: launch._walk(terms, kept, o=o, final=final, own=own(terms)),
         "keep": lambda: launch._walk(terms, kept, x=x, states=states, own=own(terms)),
         "back": lambda: launch._walk_back(terms, do, kept, walked, None, None, own(terms)),
-        "scores": lambda: launch._scores(terms, do, kept, walked, scale),
+        "scores": lambda: launch._scores(terms, do, kept, walked, scale, own(terms)),
         "grads": lambda: launch._grads(
             terms, do, walked, scores, dbeta, kept.strong, scale, own(terms)
         ),

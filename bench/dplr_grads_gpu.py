@@ -42,12 +42,22 @@ def check(index: int) -> None:
         print(kind, K, V, name, "packed" * packed, gate, *found, flush=True)
 
 
+def passes(kind: str, gate: str) -> str:
+    """ms of forward, backward and both."""
+    terms = bench.inputs(kind, bench.TIMED, gate, torch.bfloat16, state=False)
+    do, own = torch.randn_like(terms.v), bench.own(terms)
+    ahead = bench.bench(lambda: bench.launch.forward(terms, 1.0, own))
+    back = bench.bench(lambda: bench.launch.backward(terms, do, None, 1.0, own))
+    return f"forward {ahead:.3f} backward {back:.3f} both {ahead + back:.3f}"
+
+
 def times() -> None:
-    for kind in ("kda", "dplr"):
-        gate = "weak" if kind == "kda" else "rwkv7"
+    for kind, gate in (("kda", "weak"), ("dplr", "rwkv7")):
         terms = bench.inputs(kind, bench.TIMED, gate, torch.bfloat16, state=False)
         each = bench.stages(terms, 1.0)
         print(kind, *(f"{name} {bench.bench(fn):.3f}" for name, fn in each.items()), flush=True)
+        del each, terms
+        print(kind, passes(kind, gate), flush=True)
     for kind, gate in (("kda", "strong"), ("kda", "mixed"), ("dplr", "strong")):
         terms = bench.inputs(kind, bench.TIMED, gate, torch.bfloat16, state=False)
         print(kind, gate, f"grads {bench.bench(bench.stages(terms, 1.0)['grads']):.3f}", flush=True)

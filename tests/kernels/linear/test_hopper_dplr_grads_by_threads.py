@@ -51,21 +51,29 @@ class Buffer(delta.Buffer):
         return Buffer(threads._allocate(dtype, shape, layout).data)
 
 
+def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
+    return 1 / given[0] if text.startswith("rcp") else threads.tensor(2.0 ** given[0])
+
+
 @functools.cache
 def kernels() -> SimpleNamespace:
     with delta.emulated():
-        for name in ("dplr_grads", "dplr_grads_parts", "dplr_level_grads"):
+        for name in ("dplr_grads", "dplr_grads_parts", "dplr_level_grads", "dplr_scores"):
             sys.modules.pop(f"{PACKAGE}.{name}", None)
         gluon: Any = sys.modules["slipstream.kernels.gluon"]
+        gluon.gl.inline_asm_elementwise = assembly
         gluon.gl.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
         whole: Any = importlib.import_module(f"{PACKAGE}.dplr_grads")
         levels: Any = importlib.import_module(f"{PACKAGE}.dplr_level_grads")
         parts: Any = importlib.import_module(f"{PACKAGE}.dplr_grads_parts")
+        sums: Any = importlib.import_module(f"{PACKAGE}.dplr_scores")
         for module in (whole, levels, parts):
             module.halves = lambda b: (b, 0.0 * b)
             module.range = lambda *ends: map(threads.tensor, range(*map(int, ends)))
         return SimpleNamespace(
-            whole=whole.dplr_grads_sm90_kernel, levels=levels.dplr_level_grads_sm90_kernel
+            whole=whole.dplr_grads_sm90_kernel,
+            levels=levels.dplr_level_grads_sm90_kernel,
+            scores=sums.dplr_scores_sm90_kernel,
         )
 
 
@@ -115,6 +123,9 @@ class Walked:
         self.states, self.dstates = (make((chunks, HV, V, K)) for _ in range(2))
         self.scores = [make((chunks, HV, C, C)) for _ in range(4)]
         self.own = make((chunks, HV, 2, C))
+        # of dplr, for the gradient of v
+        self.k = make((chunks, HV, C, K))
+        self.qk, self.ak = (make((chunks, HV, C, C)) for _ in range(2))
         slot = 0
         for n, (b, start, length) in enumerate(sequences(terms)):
             first = start // C + n if self.packed else slot
@@ -152,7 +163,7 @@ class Walked:
             u, from_state = r @ ak @ v, r @ a
         return SimpleNamespace(
             v=v, do=do, q=q, b=w * end, k=k * end, total=G[-1].exp()[:, None], r=r, u=u,
-            w=from_state, qb=(q @ (w * write).T).tril(),
+            w=from_state, qb=(q @ (w * write).T).tril(), qk=(q @ (k * write).T).tril(), ak=ak,
         )  # fmt: skip
 
     def walk(self, b: int, start: int, length: int, h: int, first: int) -> None:
@@ -172,11 +183,20 @@ class Walked:
             y = c.r.T @ dx
             grad = c.total * grad + c.q.T @ c.do + c.w.T @ dx
             self.x[slot, h], self.y[slot, h] = c.x.T, y.T
+            self.k[slot, h], self.qk[slot, h], self.ak[slot, h] = c.k, c.qk, c.ak
             pairs = [(SCALE * c.do, c.x), (y, c.x), (SCALE * c.do, c.v), (y, c.v)]
             for out, (m, n) in zip(self.scores, pairs, strict=True):
                 out[slot, h] = (m @ n.T).tril(-1)
             for n, (m, x) in enumerate((pairs[0], pairs[2])):
                 self.own[slot, h, n] = (m * x).sum(1)
+
+
+def tiles(x: Tensor | None, width: int, *block: int) -> Any:
+    return x if x is None else delta.Descriptor(x.contiguous(), width, *block)
+
+
+def pointers(*given: Tensor | None) -> list[Any]:
+    return [None if x is None else delta.Pointer(x) for x in given]
 
 
 def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
@@ -185,12 +205,6 @@ def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     free, chunks = terms.a is not None, walked.x.shape[0]
-
-    def tiles(x: Tensor | None, width: int, *block: int) -> Any:
-        return x if x is None else delta.Descriptor(x.contiguous(), width, *block)
-
-    def pointers(*given: Tensor | None) -> list[Any]:
-        return [None if x is None else delta.Pointer(x) for x in given]
 
     made = {n: torch.full((B, T, HV, K), torch.nan, dtype=do.dtype) for n in "qkabg"}
     made["beta"] = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
@@ -244,3 +258,40 @@ def test_gradients_match_reference(case: tuple, levels: bool) -> None:
         found = found if n == "g" else found.view(B, end, H, HV // H, K).sum(3)
         torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
         assert got[n][:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_of_scores_are_those_of_the_walks(case: tuple) -> None:
+    terms = inputs(case)
+    B, T, HV, V = terms.v.shape
+    K, free = terms.q.shape[-1], terms.a is not None
+    end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
+    walked = Walked(terms, do := torch.randn_like(terms.v))
+    made = [torch.full_like(x, torch.nan) for x in (*walked.scores, walked.own)]
+    dv = torch.full_like(do, torch.nan)
+    dbeta = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
+    walks = (walked.k, walked.qk, walked.ak, walked.dstates)
+    shapes = ((K, C, K), (C, C, C), (C, C, C), (K, V, K))
+    read = [
+        *(tiles(x, HV * V, C, V) for x in (terms.v, do)),
+        *(tiles(x, C, V, C) for x in (walked.x, walked.y)),
+        *(tiles(x if free else None, *shape) for x, shape in zip(walks, shapes, strict=True)),
+        tiles(dv, HV * V, C, V),
+    ]
+    out = [x if free or n not in (2, 3) else None for n, x in enumerate(made)]
+    rest = pointers(dv, terms.beta, None if free else dbeta, *out, terms.cu_seqlens)
+    threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
+    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
+    args = (*read, *rest, SCALE, T, terms.sequences, HV)
+    threads.launch(kernels().scores, walked.x.shape[0] * HV, args, **flags)
+    for got, want in zip(made, (*walked.scores, walked.own), strict=True):
+        used = ~want.isnan() & (free | ~got.isnan())
+        torch.testing.assert_close(got[used], want[used])
+    live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
+    live |= {n: live[n][:, :end].clone() for n in live if n != "cu_seqlens"}
+    live["v"].requires_grad_()
+    o, _ = linear_reference(Terms(**live), SCALE)
+    (want,) = torch.autograd.grad((o * do[:, :end]).sum(), [live["v"]])
+    torch.testing.assert_close(dv[:, :end], want, rtol=1e-8, atol=1e-8)
+    assert dv[:, end:].isnan().all()
+    assert free or not dbeta[0, :, :end].isnan().any()

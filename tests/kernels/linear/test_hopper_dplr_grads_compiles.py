@@ -1,7 +1,5 @@
 """The gradients' Gluon kernels of per-channel decay compiled for sm_90, which need not be there."""
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -9,17 +7,18 @@ from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.terms import Terms
+from tests.kernels.linear.sass import disassemble, overwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel")
+KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel", "dplr_scores_sm90_kernel")
 # transition, dtype, K, V, packed -> bytes that a thread may spill, of each kernel
 CASES = {
-    "kda": (("kda", torch.bfloat16, 128, 128, False), (640, 128)),
-    "dplr packed": (("dplr", torch.bfloat16, 128, 128, True), (1024, 768)),
-    "kda narrow": (("kda", torch.float16, 64, 128, True), (128, 128)),
+    "kda": (("kda", torch.bfloat16, 128, 128, False), (512, 256, 0)),
+    "dplr packed": (("dplr", torch.bfloat16, 128, 128, True), (1024, 768, 0)),
+    "kda narrow": (("kda", torch.float16, 64, 128, True), (128, 256, 0)),
 }
 
 
@@ -45,22 +44,32 @@ def terms(case: tuple, device: torch.device) -> Terms:
 
 def jobs(case: tuple) -> dict[str, Job]:
     from slipstream.core.trace import trace
-    from slipstream.kernels.linear.hopper import dplr_launch, launch
+    from slipstream.kernels.linear.hopper import launch
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        with mock.patch.object(dplr_launch, "takes_grads", return_value=True):
-            launch.backward(given, torch.empty_like(given.v), None, 0.1)
+        launch.backward(given, torch.empty_like(given.v), None, 0.1)
 
     return {job.name: job for job in trace(call, "sm_90", backward=False)}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradient_kernels_compile(case: tuple) -> None:
-    found, (whole, levels) = jobs(case[0]), case[1]
-    for name, most in zip(KERNELS, (whole, levels), strict=True):
+    found = jobs(case[0])
+    for name, most in zip(KERNELS, case[1], strict=True):
         got = found[name].compile()
         assert got.shared <= ARCHS["sm_90"].shared
         assert got.stack <= most, f"{name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0 and got.instructions["tma"] >= 5
         assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+        assert not overwritten(disassemble(got.asm["cubin"]))
+
+
+def test_overwritten_operands_are_found() -> None:
+    product = "HGMMA.64x32x16.F32.BF16 R56, R32, gdesc[UR4].tnspB, RZ, !UPT ;"
+    constant = "IMAD.MOV.U32 R33, RZ, RZ, 0x3f803f80 ;"
+    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    assert len(overwritten("\n".join([product, constant, wait]))) == 1
+    assert len(overwritten("\n".join([product, "LDS.128 R28, [R4] ;", wait]))) == 0
+    assert not overwritten("\n".join([constant, product, wait, constant]))
+    assert not overwritten("\n".join([product, "STS [R33], R32 ;", wait]))

@@ -36,12 +36,154 @@ from slipstream.kernels.linear.hopper.delta_solve import halves
 from slipstream.kernels.linear.hopper.dplr_grads_parts import (
     LOG2E,
     clear,
+    fast_exp2,
+    fast_reciprocal,
     load_part,
     products_of_states,
     seen,
     store_gates,
+    sums_of_halves,
 )
 from slipstream.kernels.linear.hopper.parts import place, ring
+
+
+@gluon.jit
+def decays(
+    gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, HV, zero,
+    C: gl.constexpr, K: gl.constexpr, wide: gl.constexpr,
+):  # fmt: skip
+    """Gates, E, early and late; the gradients of the gates of the turn before are written."""
+    cl: gl.constexpr = zero.type.layout
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, cl))
+    mbarrier.wait(full.index(2), now)
+    if left < C:
+        clear(gs, left, C, K, wide)
+    b_g = gs.load(cl).to(gl.float32) * LOG2E
+    g_high, g_low = halves(b_g)
+    parts.index(0).store(g_high)
+    parts.index(1).store(g_low)
+    fence_async_shared()
+    gl.thread_barrier()
+    # after a fence, which waits for what is being stored
+    store_gates(dg_ptr, b_dg, was_first, was_left, o_c + none, o_k, HV, K)
+    from_middle = seen(C, ca, none, True)
+    b_e = warpgroup_mma(from_middle, parts.index(1), zero, use_acc=False, is_async=True)
+    b_e = warpgroup_mma(from_middle, parts.index(0), b_e, is_async=True)
+    b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
+    b_e = warpgroup_mma_wait(0, deps=(b_e,))
+    mbarrier.arrive(empty.index(2), count=1)
+    return b_g, b_e, b_early, b_late
+
+
+@gluon.jit
+def decay_operands(
+    ops, b_g, b_e, b_p, b_n, b_sign, left, act: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
+    wide: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """In their places: r, s, w and u; k as it was, and P of s."""
+    cl: gl.constexpr = b_g.type.layout
+    if left < C:
+        for j in gl.static_range(3 if DELTA else 4):
+            clear(ops.index(j), left, C, K, wide)
+    b_q = ops.index(0).load(cl).to(gl.float32)
+    b_k = ops.index(1).load(cl)
+    if DELTA:
+        b_f = b_p
+        ops.index(2).store((b_k.to(gl.float32) * b_p * b_sign).to(act))
+    else:
+        b_f = fast_exp2(b_e - b_g)
+        b_a = ops.index(2).load(cl).to(gl.float32)
+        b_w = ops.index(3).load(cl).to(gl.float32)
+        ops.index(2).store((b_a * b_f).to(act))
+        ops.index(3).store((b_w * b_n).to(act))
+    ops.index(0).store((b_q * b_p).to(act))
+    ops.index(1).store((b_k.to(gl.float32) * b_n).to(act))
+    fence_async_shared()
+    gl.thread_barrier()
+    return b_k, b_f
+
+
+@gluon.jit
+def gradients_of_reads(
+    ss, ds, os, ys, ops, scores, full, empty, now, b_early, b_late, scale, zero,
+    V: gl.constexpr, K: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """dr and ds [C, K], and the sum over V of S dS', decayed."""
+    W: gl.constexpr = 1 if DELTA else 3
+    b_z = products_of_states(ss, ds, V, K, wide)
+    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, zero.type.layout))
+    b_z *= gl.exp2(b_early + b_late)
+    b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
+    b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
+    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    mbarrier.arrive(empty.index(0), count=1)
+    b_early = gl.exp2(b_early)[None, :]
+    b_dr *= b_early * scale
+    b_ds *= b_early
+    mbarrier.wait(full.index(4), now)
+    b_dr = warpgroup_mma(scores.index(0), ops.index(W), b_dr, is_async=True)
+    b_ds = warpgroup_mma(scores.index(1), ops.index(W), b_ds, is_async=True)
+    if not DELTA:
+        b_dr = warpgroup_mma(scores.index(2), ops.index(1), b_dr, is_async=True)
+        b_ds = warpgroup_mma(scores.index(3), ops.index(1), b_ds, is_async=True)
+    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    return b_dr, b_ds, b_z
+
+
+@gluon.jit
+def gradients_of_writes(ds, xs, vs, ops, scores, empty, b_late, b_z, zero, DELTA: gl.constexpr):
+    """dw and du [C, K]; z with what they have of dS'."""
+    cl: gl.constexpr = zero.type.layout
+    W: gl.constexpr = 1 if DELTA else 3
+    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
+    b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+    b_late = gl.exp2(b_late)[None, :]
+    b_dw *= b_late
+    b_sum = ops.index(W).load(cl).to(gl.float32) * b_dw
+    if not DELTA:
+        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
+        b_du = warpgroup_mma_wait(0, deps=(b_du,))
+        b_du *= b_late
+        b_sum += ops.index(1).load(cl).to(gl.float32) * b_du
+    mbarrier.arrive(empty.index(1), count=1)
+    b_dw = warpgroup_mma(scores.index(0).permute((1, 0)), ops.index(0), b_dw, is_async=True)
+    b_dw = warpgroup_mma(scores.index(1).permute((1, 0)), ops.index(2), b_dw, is_async=True)
+    if not DELTA:
+        b_du = warpgroup_mma(scores.index(2).permute((1, 0)), ops.index(0), b_du, is_async=True)
+        b_du = warpgroup_mma(scores.index(3).permute((1, 0)), ops.index(2), b_du, is_async=True)
+    b_z += gl.sum(b_sum, 0)
+    if DELTA:
+        b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+        b_du = b_dw
+    else:
+        b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
+    mbarrier.arrive(empty.index(4), count=1)
+    return b_dw, b_du, b_z
+
+
+@gluon.jit
+def gradients_of_gates(sums, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
+    """b_t + z + sums over later tokens of b_s, less b_x; under way."""
+    ca: gl.constexpr = gl.DotOperandLayout(0, b_s.type.layout, 2)
+    b_t -= b_x
+    s_high, s_low = halves(b_s - b_x)
+    sums.index(0).store(s_high)
+    sums.index(2).store(s_low)
+    fence_async_shared()
+    gl.thread_barrier()
+    later = seen(C, ca, none, False)
+    b_dg = warpgroup_mma(later, sums.index(2), b_t + b_z[None, :], is_async=True)
+    return warpgroup_mma(later, sums.index(0), b_dg, is_async=True)
+
+
+@gluon.jit
+def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
+    """All of it in the first of NK shares."""
+    gl.store(p, b_dbeta, mask=m_c)
+    for j in gl.static_range(1, NK):
+        gl.store(p + j * stride, gl.zeros_like(b_dbeta), mask=m_c)
 
 
 @gluon.jit
@@ -53,11 +195,10 @@ def grads_part(
     DELTA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     act: gl.constexpr = ss.dtype
+    W: gl.constexpr = 1 if DELTA else 3
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, wide], [16, K // wide, 16])
-    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, cl))
-    earlier = (o_c < C // 2)[:, None]
     zero = gl.zeros([C, K], gl.float32, cl)
     parts = gs._reinterpret(gl.bfloat16, [2, C, K], ops.layout)
     sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, K], ops.layout)
@@ -71,61 +212,28 @@ def grads_part(
         row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
         now = turn & 1
+        none = turn + T >> 31 << 10
         m_c = o_c < left
         m = m_c[:, None]
         first = row.to(gl.int64) * HV + i_h
         p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
         b_qb = gl.load(p_own)[:, None]
+        b_sign = b_qb
         if DELTA:
             o_t = first + o_c * HV
             b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
         else:
             b_qk = gl.load(p_own + C)[:, None]
-
-        # decays
-        mbarrier.wait(full.index(2), now)
-        if left < C:
-            clear(gs, left, C, K, wide)
-        b_g = gs.load(cl).to(gl.float32) * LOG2E
-        g_high, g_low = halves(b_g)
-        parts.index(0).store(g_high)
-        parts.index(1).store(g_low)
-        fence_async_shared()
-        gl.thread_barrier()
-        # after a fence, which waits for what is being stored
-        store_gates(dg_ptr, b_dg, was_first, was_left, o_c + (turn >> 30), o_k, HV, K)
-        from_middle = seen(C, ca, turn, True)
-        b_e = warpgroup_mma(from_middle, parts.index(1), zero, use_acc=False, is_async=True)
-        b_e = warpgroup_mma(from_middle, parts.index(0), b_e, is_async=True)
-        b_early = gl.sum(gl.where(earlier, b_g, 0.0), 0)
-        b_late = gl.sum(gl.where(earlier, 0.0, b_g), 0)
-        b_e = warpgroup_mma_wait(0, deps=(b_e,))
-        mbarrier.arrive(empty.index(2), count=1)
-        b_p = gl.exp2(b_e)
-        b_n = gl.exp2(-b_e)
-
-        # what reads and what was written, decayed
+        b_g, b_e, b_early, b_late = decays(
+            gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, HV, zero,
+            C, K, wide,
+        )  # fmt: skip
+        b_p = fast_exp2(b_e)
+        b_n = fast_exp2(-b_e)
         mbarrier.wait(full.index(3), now)
-        if left < C:
-            for j in gl.static_range(3 if DELTA else 4):
-                clear(ops.index(j), left, C, K, wide)
-        b_q = ops.index(0).load(cl).to(gl.float32)
-        b_k = ops.index(1).load(cl)
-        if DELTA:
-            W: gl.constexpr = 1
-            b_f = b_p
-            ops.index(2).store((b_k.to(gl.float32) * b_p * b_sign).to(act))
-        else:
-            W: gl.constexpr = 3
-            b_f = gl.exp2(b_e - b_g)
-            b_a = ops.index(2).load(cl).to(gl.float32)
-            b_w = ops.index(3).load(cl).to(gl.float32)
-            ops.index(2).store((b_a * b_f).to(act))
-            ops.index(3).store((b_w * b_n).to(act))
-        ops.index(0).store((b_q * b_p).to(act))
-        ops.index(1).store((b_k.to(gl.float32) * b_n).to(act))
-        fence_async_shared()
-        gl.thread_barrier()
+        b_k, b_f = decay_operands(
+            ops, b_g, b_e, b_p, b_n, b_sign, left, act, C, K, wide, DELTA
+        )  # fmt: skip
 
         # by way of the state before the chunk, and what was written
         mbarrier.wait(full.index(0), now)
@@ -136,24 +244,11 @@ def grads_part(
                 clear(vs, left, C, V, wide)
             fence_async_shared()
             gl.thread_barrier()
-        b_z = products_of_states(ss, ds, V, K, wide)
-        b_z = gl.convert_layout(b_z, gl.SliceLayout(0, cl))
-        b_z *= gl.exp2(b_early + b_late)
-        b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
-        b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
-        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-        mbarrier.arrive(empty.index(0), count=1)
-        b_early = gl.exp2(b_early)[None, :]
-        b_dr *= b_early * scale
-        b_ds *= b_early
-        mbarrier.wait(full.index(4), now)
-        b_dr = warpgroup_mma(scores.index(0), ops.index(W), b_dr, is_async=True)
-        b_ds = warpgroup_mma(scores.index(1), ops.index(W), b_ds, is_async=True)
-        if not DELTA:
-            b_dr = warpgroup_mma(scores.index(2), ops.index(1), b_dr, is_async=True)
-            b_ds = warpgroup_mma(scores.index(3), ops.index(1), b_ds, is_async=True)
-        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-        o_o = (o_c + (turn >> 30))[:, None] * (HV * K) + o_k[None, :]
+        b_dr, b_ds, b_z = gradients_of_reads(
+            ss, ds, os, ys, ops, scores, full, empty, now, b_early, b_late, scale, zero,
+            V, K, wide, DELTA,
+        )  # fmt: skip
+        o_o = (o_c + none)[:, None] * (HV * K) + o_k[None, :]
         b_t = ops.index(0).load(cl).to(gl.float32) * b_dr
         b_dr += b_qb * ops.index(W).load(cl).to(gl.float32)
         if not DELTA:
@@ -163,10 +258,8 @@ def grads_part(
         b_ds *= b_f
         if DELTA:
             b_dbeta = -gl.sum(b_ds * b_k.to(gl.float32), 1)
-            p_dbeta = dbeta_ptr + tokens.to(gl.int64) * HV + o_t
-            gl.store(p_dbeta, b_dbeta, mask=m_c)
-            for j in gl.static_range(1, NK):
-                gl.store(p_dbeta + j * (tokens.to(gl.int64) * HV), 0.0 * b_dbeta, mask=m_c)
+            stride = tokens.to(gl.int64) * HV
+            store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
             b_ds *= b_sign
             b_t += b_s
             b_s = b_t
@@ -175,43 +268,15 @@ def grads_part(
             b_s += b_t
 
         # by way of the state after it, and what was read
-        b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
-        b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-        b_late = gl.exp2(b_late)[None, :]
-        b_dw *= b_late
-        b_w = ops.index(W).load(cl).to(gl.float32)
-        b_sum = b_w * b_dw
-        if not DELTA:
-            b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
-            b_du = warpgroup_mma_wait(0, deps=(b_du,))
-            b_du *= b_late
-            b_sum += ops.index(1).load(cl).to(gl.float32) * b_du
-        mbarrier.arrive(empty.index(1), count=1)
-        b_dw = warpgroup_mma(scores.index(0).permute((1, 0)), ops.index(0), b_dw, is_async=True)
-        b_dw = warpgroup_mma(scores.index(1).permute((1, 0)), ops.index(2), b_dw, is_async=True)
-        if not DELTA:
-            b_du = warpgroup_mma(scores.index(2).permute((1, 0)), ops.index(0), b_du, is_async=True)
-            b_du = warpgroup_mma(scores.index(3).permute((1, 0)), ops.index(2), b_du, is_async=True)
-        b_z += gl.sum(b_sum, 0)
-        if DELTA:
-            b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-        else:
-            b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
-        mbarrier.arrive(empty.index(4), count=1)
+        b_dw, b_du, b_z = gradients_of_writes(
+            ds, xs, vs, ops, scores, empty, b_late, b_z, zero, DELTA
+        )  # fmt: skip
         b_x = ops.index(W).load(cl).to(gl.float32) * b_dw
         if not DELTA:
             b_x += ops.index(1).load(cl).to(gl.float32) * b_du
         b_r = ops.index(0).load(cl)
-        b_t -= b_x
-        s_high, s_low = halves(b_s - b_x)
-        sums.index(0).store(s_high)
-        sums.index(2).store(s_low)
-        fence_async_shared()
-        gl.thread_barrier()
-        later = seen(C, ca, turn, False)
-        b_dg = warpgroup_mma(later, sums.index(2), b_t + b_z[None, :], is_async=True)
-        b_dg = warpgroup_mma(later, sums.index(0), b_dg, is_async=True)
-        b_n = 1.0 / b_p
+        b_dg = gradients_of_gates(sums, b_s, b_t, b_x, b_z, none, C)
+        b_n = fast_reciprocal(b_p)
         b_dw = (b_dw + b_qb * b_r) * b_n
         if DELTA:
             gl.store(dk_ptr + first * K + o_o, (b_dw + b_ds).to(act), mask=m)

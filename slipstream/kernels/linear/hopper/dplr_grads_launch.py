@@ -1,4 +1,4 @@
-"""Launch of the gradients of per-channel decay on sm_90, in the place of the portable one's."""
+"""Launches of the gradients of per-channel decay on sm_90, in the place of the portable ones'."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import processors
 from slipstream.kernels.linear.hopper.dplr_grads import dplr_grads_sm90_kernel
 from slipstream.kernels.linear.hopper.dplr_level_grads import dplr_level_grads_sm90_kernel
+from slipstream.kernels.linear.hopper.dplr_scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.terms import Terms
 
 CHUNK = 64
@@ -19,19 +20,58 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 
 def takes_grads(terms: Terms, do: Tensor) -> bool:
-    """Of a call on sm_90: one gate a channel, free a and b, K and V of 64 or 128, what TMA reads.
-
-    Not the delta rule's: with strong gates in packed sequences its levels left NaN in dg on an
-    H200, where the portable kernels are right (docs/log.md).
-    """
+    """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
     q, v, g = terms.q, terms.v, terms.g
-    if terms.a is None or g is None or terms.decay != "channel" or g.dtype != torch.float32:
+    if g is None or terms.decay != "channel" or g.dtype != torch.float32:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or v.numel() * 2 // v.shape[-1] >= 2**31:
         return False
     read = (q, terms.k, v, g, terms.a, terms.b, do)
     return {q.shape[-1], v.shape[-1]} <= {64, 128} and not any(
         x is not None and x.data_ptr() % 16 for x in read
+    )
+
+
+def scores(
+    terms: Terms,
+    do: Tensor,
+    prepared: Any,
+    walked: tuple[Tensor, ...],
+    made: list[Tensor | None],
+    own: Tensor,
+    dv: Tensor,
+    dbeta: Tensor | None,
+    scale: float,
+) -> None:
+    """Into made: the gradients of qb, ab, qk, ak, and into own those of pairs (i, i)."""
+    T, HV, V = terms.v.shape[1:]
+    K, delta = terms.q.shape[-1], terms.a is None
+    x, y, _, dstates = walked
+    launch: Any = kept(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
+    launch(
+        *(_tiles(t, HV * V, CHUNK, V) for t in (terms.v, do)),
+        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
+        _tiles(prepared.k, K, CHUNK, K),
+        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in (prepared.qk, prepared.ak)),
+        None if delta else _tiles(dstates, K, V, K),
+        _tiles(dv, HV * V, CHUNK, V),
+        dv,
+        terms.beta,
+        dbeta,
+        *made,
+        own,
+        terms.cu_seqlens,
+        scale,
+        T,
+        terms.sequences,
+        HV,
+        K=K,
+        V=V,
+        C=CHUNK,
+        DELTA=delta,
+        PACKED=terms.cu_seqlens is not None,
+        num_warps=4,
+        maxnreg=168 if delta else 255,  # three or two programs a multiprocessor
     )
 
 

@@ -11,6 +11,21 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def fast_exp2(b):
+    """0 where that is not a normal number: fewer instructions."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def fast_reciprocal(b):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def load_part(
     q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
     dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
@@ -76,10 +91,14 @@ def load_part(
 
 
 @gluon.jit
-def seen(C: gl.constexpr, layout: gl.constexpr, turn, FROM_MIDDLE: gl.constexpr):
-    """[C, C]: what E is of gates, or 1 for what comes later. Made anew each turn, or it would take
-    registers all the time."""
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + (turn >> 30)
+def seen(C: gl.constexpr, layout: gl.constexpr, none, FROM_MIDDLE: gl.constexpr):
+    """[C, C]: what E is of gates, or 1 for what comes later.
+
+    none: 0, and no compiler knows it; another one each turn, or it would take registers all the
+    time. Where an element of a left operand in registers is a constant, ptxas (12.8, 13.0) may give
+    it its value only after the first product that reads it.
+    """
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
     t = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
     if FROM_MIDDLE:
         ahead = gl.where((t < C // 2) & (t > i), -1.0, 0.0)
@@ -96,6 +115,15 @@ def clear(tile, left, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
     o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
     b = tile.load(layout)
     tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def sums_of_halves(b, line: gl.constexpr):
+    """Over the first half of the rows [C, K], and over the others: the warps' sums are shared."""
+    b = gl.sum(gl.reshape(b, [4, b.shape[0] // 4, b.shape[1]]), 1)
+    first = (gl.arange(0, 4, gl.SliceLayout(1, b.type.layout)) < 2)[:, None]
+    b_first = gl.convert_layout(gl.sum(gl.where(first, b, 0.0), 0), line)
+    return b_first, gl.convert_layout(gl.sum(gl.where(first, 0.0, b), 0), line)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import processors
 from slipstream.kernels.linear.hopper.dplr_grads_launch import grads as grads
+from slipstream.kernels.linear.hopper.dplr_grads_launch import scores as scores
 from slipstream.kernels.linear.hopper.dplr_grads_launch import takes_grads as takes_grads
 from slipstream.kernels.linear.hopper.dplr_prepare import dplr_prepare_sm90_kernel
 from slipstream.kernels.linear.hopper.dplr_strong import TURN, dplr_strong_sm90_kernel

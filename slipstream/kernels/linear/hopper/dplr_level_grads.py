@@ -40,12 +40,15 @@ END = gl.constexpr(-2)
 
 
 @gluon.jit
-def gates_seen(C: gl.constexpr, layout: gl.constexpr, level, BACK: gl.constexpr, OWN: gl.constexpr):
+def gates_seen(
+    C: gl.constexpr, layout: gl.constexpr, level, none, BACK: gl.constexpr, OWN: gl.constexpr
+):
     """[C, C]: whether row i's exponent has gate t in it; BACK: row t, whether it is in i's.
 
     level: or START, from the chunk's first gate on, or END, up to its last. OWN: a read has its.
+    none: 0, and no compiler knows it (dplr_grads_parts.seen).
     """
-    i = gl.arange(0, C, gl.SliceLayout(0 if BACK else 1, layout))
+    i = gl.arange(0, C, gl.SliceLayout(0 if BACK else 1, layout)) + none
     t = gl.arange(0, C, gl.SliceLayout(1 if BACK else 0, layout))
     if BACK:
         i, t = i[None, :], t[:, None]
@@ -82,21 +85,262 @@ def to_gates(seen, b_x, buffer, b_dg):
 
 
 @gluon.jit
-def make_symmetric(score, C: gl.constexpr):
+def make_symmetric(score, left, none, C: gl.constexpr):
+    """D + D^T, of the chunk's tokens alone."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :] + none
     b = score.load(layout)
     b = b + score.permute((1, 0)).load(layout)
     gl.thread_barrier()
-    score.store(b)
+    score.store(gl.where((i < left) & (j < left), b, gl.zeros_like(b)))
 
 
 @gluon.jit
-def siblings(score, level, layout: gl.constexpr, C: gl.constexpr):
+def siblings(score, level, none, layout: gl.constexpr, C: gl.constexpr):
     """A score's gradient, of the pairs of a level."""
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :] + none
     b = score.load(layout)
     return gl.where(((i >> level) ^ (j >> level)) == 1, b, gl.zeros_like(b))
+
+
+@gluon.jit
+def load_chunk(
+    v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
+    dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, v_col, i_k,
+    V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """Barriers: 0 of S, do and y, 1 of the rest."""
+    before_bytes: gl.constexpr = (
+        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
+    )
+    after_bytes: gl.constexpr = (
+        dstates_desc.block_type.nbytes
+        + x_desc.block_type.nbytes
+        + (0 if DELTA else do_desc.block_type.nbytes)
+        + (2 if DELTA else 4) * dqb_desc.block_type.nbytes
+    )
+    mbarrier.expect(full.index(0), before_bytes)
+    copy_in(states_desc, [n * V, i_k], full.index(0), ss)
+    copy_in(do_desc, [row, v_col], full.index(0), os)
+    copy_in(y_desc, [n * V, 0], full.index(0), ys)
+    mbarrier.expect(full.index(1), after_bytes)
+    copy_in(dstates_desc, [n * V, i_k], full.index(1), ds)
+    copy_in(x_desc, [n * V, 0], full.index(1), xs)
+    copy_in(dqb_desc, [n * C, 0], full.index(1), scores.index(0))
+    copy_in(dab_desc, [n * C, 0], full.index(1), scores.index(1))
+    if not DELTA:
+        copy_in(v_desc, [row, v_col], full.index(1), vs)
+        copy_in(dqk_desc, [n * C, 0], full.index(1), scores.index(2))
+        copy_in(dak_desc, [n * C, 0], full.index(1), scores.index(3))
+
+
+@gluon.jit
+def through_states(
+    ss, ds, os, ys, xs, vs, sums, gates, full, b_q, b_a, b_w, b_k, b_g, b_total, m, none,
+    scale, V: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """What comes to q, a, b and k by way of the states, and to the gates."""
+    C: gl.constexpr = os.shape[0]
+    BK: gl.constexpr = ss.shape[1]
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    zero = gl.zeros([C, BK], gl.float32, cl)
+    b_e = sum_gates(gates_seen(C, ca, START, none, False, True), gates, zero)
+    b_f = gl.exp2(b_e)
+    if DELTA:
+        b_fa = b_f
+    else:
+        b_fa = gl.exp2(b_e - b_g)
+    mbarrier.wait(full.index(0), 0)
+    b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
+    b_da = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
+    b_dq, b_da = warpgroup_mma_wait(0, deps=(b_dq, b_da))
+    b_dq = gl.where(m, b_dq * b_f * scale, 0.0)
+    b_da = gl.where(m, b_da * b_fa, 0.0)
+    b_x = b_q * b_dq
+    if DELTA:
+        b_x += b_a * b_da
+    b_dg = to_gates(gates_seen(C, ca, START, none, True, True), b_x, sums.index(0), zero)
+    if not DELTA:
+        seen = gates_seen(C, ca, START, none, True, False)
+        b_dg = to_gates(seen, b_a * b_da, sums.index(0), b_dg)
+    b_f = gl.exp2(sum_gates(gates_seen(C, ca, END, none, False, True), gates, zero))
+    mbarrier.wait(full.index(1), 0)
+    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
+    b_dw = gl.where(m, warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
+    b_x = b_w * b_dw
+    b_du = b_dw
+    if not DELTA:
+        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
+        b_du = gl.where(m, warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
+        b_x += b_k * b_du
+    b_dg = to_gates(gates_seen(C, ca, END, none, True, True), b_x, sums.index(0), b_dg)
+    b_z = gl.convert_layout(products_of_states(ss, ds, V, BK, 2), gl.SliceLayout(0, cl))
+    return b_dq, b_da, b_dw, b_du, b_dg + (b_z * b_total)[None, :]
+
+
+@gluon.jit
+def through_scores(
+    scores, ops, sums, gates, b_q, b_a, b_w, b_k, b_g, b_dq, b_da, b_dw, b_du, b_dg,
+    none, DELTA: gl.constexpr,
+):  # fmt: skip
+    """And by way of the scores, level by level."""
+    C: gl.constexpr = ops.shape[1]
+    BK: gl.constexpr = ops.shape[2]
+    act: gl.constexpr = ops.dtype
+    LEVELS: gl.constexpr = 6
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
+    zero = gl.zeros([C, BK], gl.float32, cl)
+    for level in range(LEVELS):
+        later = (((o_c >> level) & 1) == 1)[:, None]
+        b_e = sum_gates(gates_seen(C, ca, level, none, False, True), gates, zero)
+        b_f = gl.exp2(b_e)
+        b_fa = b_f
+        if not DELTA:
+            b_fa = gl.where(later, gl.exp2(b_e - b_g), b_f)
+        ops.index(0).store((gl.where(later, b_q, b_w) * b_f).to(act))
+        ops.index(1).store((gl.where(later, b_a, b_w) * b_fa).to(act))
+        if not DELTA:
+            ops.index(2).store((gl.where(later, b_q, b_k) * b_f).to(act))
+            ops.index(3).store((gl.where(later, b_a, b_k) * b_fa).to(act))
+        fence_async_shared()
+        gl.thread_barrier()
+        b_dr, b_ds = both_products(scores, ops, 0, level, none, zero)
+        b_x = ops.index(0).load(cl) * b_dr
+        b_xa = ops.index(1).load(cl) * b_ds
+        b_dr *= b_f
+        b_ds *= b_fa
+        b_dw += gl.where(later, 0.0, b_dr + b_ds)
+        b_dq += gl.where(later, b_dr, 0.0)
+        b_da += gl.where(later, b_ds, 0.0)
+        if not DELTA:
+            b_dr, b_ds = both_products(scores, ops, 2, level, none, zero)
+            b_x += ops.index(2).load(cl) * b_dr
+            b_xa += ops.index(3).load(cl) * b_ds
+            b_dr *= b_f
+            b_ds *= b_fa
+            b_du += gl.where(later, 0.0, b_dr + b_ds)
+            b_dq += gl.where(later, b_dr, 0.0)
+            b_da += gl.where(later, b_ds, 0.0)
+            seen = gates_seen(C, ca, level, none, True, False)
+            b_dg = to_gates(seen, gl.where(later, b_xa, 0.0), sums.index(0), b_dg)
+            b_xa = gl.where(later, 0.0, b_xa)
+        b_dg = to_gates(gates_seen(C, ca, level, none, True, True), b_x + b_xa, sums.index(0), b_dg)
+    return b_dq, b_da, b_dw, b_du, b_dg
+
+
+@gluon.jit
+def both_products(scores, ops, FIRST: gl.constexpr, level, none, zero):
+    """Of a level, by the gradients of two scores."""
+    ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
+    C: gl.constexpr = ops.shape[1]
+    b_d = siblings(scores.index(FIRST), level, none, ca, C)
+    b_dr = warpgroup_mma(b_d, ops.index(FIRST), zero, use_acc=False, is_async=True)
+    b_d = siblings(scores.index(FIRST + 1), level, none, ca, C)
+    b_ds = warpgroup_mma(b_d, ops.index(FIRST + 1), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+
+
+@gluon.jit
+def one_chunk(
+    q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc,
+    dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr,
+    dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """BK channels of one chunk and value head."""
+    NK: gl.constexpr = K // BK
+    NS: gl.constexpr = 2 if DELTA else 4
+    act: gl.constexpr = do_desc.dtype
+    n = unit // NK
+    i_k = unit % NK * BK
+    ss = gl.allocate_shared_memory(act, [V, BK], states_desc.layout)
+    ds = gl.allocate_shared_memory(act, [V, BK], dstates_desc.layout)
+    os = gl.allocate_shared_memory(act, [C, V], do_desc.layout)
+    ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
+    xs = gl.allocate_shared_memory(act, [V, C], x_desc.layout)
+    vs = xs
+    if not DELTA:
+        vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
+    scores = gl.allocate_shared_memory(act, [NS, C, C], dqb_desc.layout)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
+    gates = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], tile)
+    sums = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], tile)
+    ops = gl.allocate_shared_memory(act, [NS, C, BK], tile)
+    row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    i_h = n % HV
+    full = ring(1, 2)
+    fence_async_shared()
+    gl.thread_barrier()
+    load_chunk(
+        v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
+        dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h * V, i_k, V, C, DELTA,
+    )  # fmt: skip
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    none = T >> 31 << 10
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
+    o_k = i_k + gl.arange(0, BK, gl.SliceLayout(0, cl))
+    m_c = o_c < left
+    m = m_c[:, None]
+    first = row.to(gl.int64) * HV + i_h
+    o_o = first * K + o_c[:, None] * (HV * K) + o_k[None, :]
+    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    b_g = gl.load(g_ptr + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
+    b_g = gl.maximum(b_g, LOWEST)
+    b_q = gl.load(q_ptr + o_q, mask=m, other=0.0)
+    b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
+    p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
+    b_qb = gl.load(p_own)[:, None]
+    if DELTA:
+        o_t = first + o_c * HV
+        b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+        b_a = (b_k * b_sign).to(act)
+        b_w = b_k
+    else:
+        b_a = gl.load(a_ptr + o_q, mask=m, other=0.0)
+        b_w = gl.load(b_ptr + o_q, mask=m, other=0.0)
+        b_qk = gl.load(p_own + C)[:, None]
+    g_high, g_low = halves(b_g)
+    gates.index(0).store(g_high)
+    gates.index(1).store(g_low)
+    fence_async_shared()
+    gl.thread_barrier()
+    b_total = gl.exp2(gl.sum(b_g, 0))
+    if not DELTA:
+        b_g = g_high.to(gl.float32) + g_low.to(gl.float32)  # as sums have it
+    b_dq, b_da, b_dw, b_du, b_dg = through_states(
+        ss, ds, os, ys, xs, vs, sums, gates, full, b_q, b_a, b_w, b_k, b_g, b_total, m,
+        none, scale, V, DELTA,
+    )  # fmt: skip
+    for s in gl.static_range(NS):
+        make_symmetric(scores.index(s), left, none, C)
+    b_dq, b_da, b_dw, b_du, b_dg = through_scores(
+        scores, ops, sums, gates, b_q, b_a, b_w, b_k, b_g, b_dq, b_da, b_dw, b_du, b_dg, none,
+        DELTA,
+    )  # fmt: skip
+
+    # made anew: the ones above would take registers all the while
+    m = (o_c + none < left)[:, None]
+    o_o = first * K + (o_c + none)[:, None] * (HV * K) + o_k[None, :]
+    b_dq += b_qb * b_w
+    b_dw += b_qb * b_q
+    if DELTA:
+        b_dbeta = -gl.sum(b_da * b_k, 1)
+        o_t += (1 + unit % NK) * (tokens.to(gl.int64) * HV)
+        gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
+        gl.store(dk_ptr + o_o, (b_dw + b_da * b_sign).to(act), mask=m)
+    else:
+        b_dq += b_qk * b_k
+        gl.store(da_ptr + o_o, b_da.to(act), mask=m)
+        gl.store(db_ptr + o_o, b_dw.to(act), mask=m)
+        gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
+    gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
+    gl.store(dg_ptr + o_o, b_dg, mask=m)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -140,187 +384,12 @@ def dplr_level_grads_sm90_kernel(
     PACKED: gl.constexpr,
 ):
     """grid (K / BK * chunks * HV,), 8 warps: BK channels of one chunk and value head a program."""
-    NK: gl.constexpr = K // BK
-    LEVELS: gl.constexpr = 6
-    NS: gl.constexpr = 2 if DELTA else 4
-    act: gl.constexpr = do_desc.dtype
-    n = gl.program_id(0) // NK
-    if gl.load(strong_ptr + n) == 0:
+    unit = gl.program_id(0)
+    if gl.load(strong_ptr + unit // (K // BK)) == 0:
         return
-    i_k = gl.program_id(0) % NK * BK
-    ss = gl.allocate_shared_memory(act, [V, BK], states_desc.layout)
-    ds = gl.allocate_shared_memory(act, [V, BK], dstates_desc.layout)
-    os = gl.allocate_shared_memory(act, [C, V], do_desc.layout)
-    ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
-    xs = gl.allocate_shared_memory(act, [V, C], x_desc.layout)
-    scores = gl.allocate_shared_memory(act, [NS, C, C], dqb_desc.layout)
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
-    gates = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], tile)
-    sums = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], tile)
-    ops = gl.allocate_shared_memory(act, [NS, C, BK], tile)
-    full = ring(1, 2)
-    row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
-    i_h = n % HV
-    before_bytes: gl.constexpr = (
-        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
-    )
-    after_bytes: gl.constexpr = (
-        dstates_desc.block_type.nbytes
-        + x_desc.block_type.nbytes
-        + (0 if DELTA else do_desc.block_type.nbytes)
-        + NS * dqb_desc.block_type.nbytes
-    )
-    mbarrier.expect(full.index(0), before_bytes)
-    copy_in(states_desc, [n * V, i_k], full.index(0), ss)
-    copy_in(do_desc, [row, i_h * V], full.index(0), os)
-    copy_in(y_desc, [n * V, 0], full.index(0), ys)
-    mbarrier.expect(full.index(1), after_bytes)
-    copy_in(dstates_desc, [n * V, i_k], full.index(1), ds)
-    copy_in(x_desc, [n * V, 0], full.index(1), xs)
-    copy_in(dqb_desc, [n * C, 0], full.index(1), scores.index(0))
-    copy_in(dab_desc, [n * C, 0], full.index(1), scores.index(1))
-    if not DELTA:
-        vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
-        copy_in(v_desc, [row, i_h * V], full.index(1), vs)
-        copy_in(dqk_desc, [n * C, 0], full.index(1), scores.index(2))
-        copy_in(dak_desc, [n * C, 0], full.index(1), scores.index(3))
-
-    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
-    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
-    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
-    o_k = i_k + gl.arange(0, BK, gl.SliceLayout(0, cl))
-    m_c = o_c < left
-    m = m_c[:, None]
-    first = row.to(gl.int64) * HV + i_h
-    o_o = first * K + o_c[:, None] * (HV * K) + o_k[None, :]
-    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
-    zero = gl.zeros([C, BK], gl.float32, cl)
-    b_g = gl.load(g_ptr + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
-    b_g = gl.maximum(b_g, LOWEST)
-    b_q = gl.load(q_ptr + o_q, mask=m, other=0.0)
-    b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
-    p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
-    b_qb = gl.load(p_own)[:, None]
-    if DELTA:
-        o_t = first + o_c * HV
-        b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
-        b_a = (b_k * b_sign).to(act)
-        b_w = b_k
-    else:
-        b_a = gl.load(a_ptr + o_q, mask=m, other=0.0)
-        b_w = gl.load(b_ptr + o_q, mask=m, other=0.0)
-        b_qk = gl.load(p_own + C)[:, None]
-    g_high, g_low = halves(b_g)
-    gates.index(0).store(g_high)
-    gates.index(1).store(g_low)
-    fence_async_shared()
-    gl.thread_barrier()
-    b_total = gl.exp2(gl.sum(b_g, 0))
-    if not DELTA:
-        b_g = g_high.to(gl.float32) + g_low.to(gl.float32)  # as sums have it
-
-    # by way of the states
-    b_e = sum_gates(gates_seen(C, ca, START, False, True), gates, zero)
-    b_f = gl.exp2(b_e)
-    if DELTA:
-        b_fa = b_f
-    else:
-        b_fa = gl.exp2(b_e - b_g)
-    mbarrier.wait(full.index(0), 0)
-    b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
-    b_da = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
-    b_dq, b_da = warpgroup_mma_wait(0, deps=(b_dq, b_da))
-    b_dq = gl.where(m, b_dq * b_f * scale, 0.0)
-    b_da = gl.where(m, b_da * b_fa, 0.0)
-    b_x = b_q * b_dq
-    if DELTA:
-        b_x += b_a * b_da
-    b_dg = to_gates(gates_seen(C, ca, START, True, True), b_x, sums.index(0), zero)
-    if not DELTA:
-        seen = gates_seen(C, ca, START, True, False)
-        b_dg = to_gates(seen, b_a * b_da, sums.index(0), b_dg)
-    b_f = gl.exp2(sum_gates(gates_seen(C, ca, END, False, True), gates, zero))
-    mbarrier.wait(full.index(1), 0)
-    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
-    b_dw = gl.where(m, warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
-    b_x = b_w * b_dw
-    if not DELTA:
-        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
-        b_du = gl.where(m, warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
-        b_x += b_k * b_du
-    b_dg = to_gates(gates_seen(C, ca, END, True, True), b_x, sums.index(0), b_dg)
-    b_z = gl.convert_layout(products_of_states(ss, ds, V, BK, 2), gl.SliceLayout(0, cl))
-    b_dg += (b_z * b_total)[None, :]
-
-    # by way of the scores
-    for s in gl.static_range(NS):
-        make_symmetric(scores.index(s), C)
-    for level in range(LEVELS):
-        later = (((o_c >> level) & 1) == 1)[:, None]
-        b_e = sum_gates(gates_seen(C, ca, level, False, True), gates, zero)
-        b_f = gl.exp2(b_e)
-        b_fa = b_f
-        if not DELTA:
-            b_fa = gl.where(later, gl.exp2(b_e - b_g), b_f)
-        ops.index(0).store((gl.where(later, b_q, b_w) * b_f).to(act))
-        ops.index(1).store((gl.where(later, b_a, b_w) * b_fa).to(act))
-        if not DELTA:
-            ops.index(2).store((gl.where(later, b_q, b_k) * b_f).to(act))
-            ops.index(3).store((gl.where(later, b_a, b_k) * b_fa).to(act))
-        fence_async_shared()
-        gl.thread_barrier()
-        b_dr = warpgroup_mma(
-            siblings(scores.index(0), level, ca, C), ops.index(0), zero, use_acc=False,
-            is_async=True,
-        )  # fmt: skip
-        b_ds = warpgroup_mma(
-            siblings(scores.index(1), level, ca, C), ops.index(1), zero, use_acc=False,
-            is_async=True,
-        )  # fmt: skip
-        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-        b_x = ops.index(0).load(cl) * b_dr
-        b_xa = ops.index(1).load(cl) * b_ds
-        b_dr *= b_f
-        b_ds *= b_fa
-        b_dw += gl.where(later, 0.0, b_dr + b_ds)
-        b_dq += gl.where(later, b_dr, 0.0)
-        b_da += gl.where(later, b_ds, 0.0)
-        if not DELTA:
-            b_dr = warpgroup_mma(
-                siblings(scores.index(2), level, ca, C), ops.index(2), zero, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            b_ds = warpgroup_mma(
-                siblings(scores.index(3), level, ca, C), ops.index(3), zero, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-            b_x += ops.index(2).load(cl) * b_dr
-            b_xa += ops.index(3).load(cl) * b_ds
-            b_dr *= b_f
-            b_ds *= b_fa
-            b_du += gl.where(later, 0.0, b_dr + b_ds)
-            b_dq += gl.where(later, b_dr, 0.0)
-            b_da += gl.where(later, b_ds, 0.0)
-            seen = gates_seen(C, ca, level, True, False)
-            b_dg = to_gates(seen, gl.where(later, b_xa, 0.0), sums.index(0), b_dg)
-            b_xa = gl.where(later, 0.0, b_xa)
-        b_dg = to_gates(gates_seen(C, ca, level, True, True), b_x + b_xa, sums.index(0), b_dg)
-
-    # made anew: the ones above would take registers all the while
-    m = (o_c + (n >> 30) < left)[:, None]
-    o_o = first * K + (o_c + (n >> 30))[:, None] * (HV * K) + o_k[None, :]
-    b_dq += b_qb * b_w
-    b_dw += b_qb * b_q
-    if DELTA:
-        b_dbeta = -gl.sum(b_da * b_k, 1)
-        o_t += (1 + gl.program_id(0) % NK) * (tokens.to(gl.int64) * HV)
-        gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
-        gl.store(dk_ptr + o_o, (b_dw + b_da * b_sign).to(act), mask=m)
-    else:
-        b_dq += b_qk * b_k
-        gl.store(da_ptr + o_o, b_da.to(act), mask=m)
-        gl.store(db_ptr + o_o, b_dw.to(act), mask=m)
-        gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
-    gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
-    gl.store(dg_ptr + o_o, b_dg, mask=m)
+    one_chunk(
+        q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
+        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, own_ptr, dq_ptr, dk_ptr,
+        da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
+        K, V, BK, C, DELTA, PACKED,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_solve import halves, invert_blocks, product
+from slipstream.kernels.linear.hopper.delta_solve import halves, invert_blocks
 
 
 @gluon.jit
@@ -30,6 +30,15 @@ def ready():
     """What was written to shared memory can be read by products of all warps."""
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def product(left_high, left_low, right_high, right_low, b, ADD: gl.constexpr):
+    """Left by right in float32, but for 2^-16 of it or less; on top of b if ADD."""
+    b = warpgroup_mma(left_high, right_low, b, use_acc=ADD, is_async=True)
+    b = warpgroup_mma(left_low, right_high, b, is_async=True)
+    b = warpgroup_mma(left_high, right_high, b, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit

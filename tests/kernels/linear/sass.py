@@ -1,0 +1,55 @@
+"""What ptxas did to registers that wgmma reads.
+
+ptxas (12.8.93, 13.0.88) may give an element of a left operand in registers that is a constant its
+value only after the first product that reads it. Which elements are wrong then depends on what the
+registers held, and now and then NaN comes out.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+_INSTRUCTION = re.compile(r"(?:@!?U?P\w+\s+)?(\S+)\s*(.*)")
+_PRODUCT = re.compile(r"R\d+, R(\d+), gdesc")
+_WRITTEN = re.compile(r"(?:P\w+, )?R(\d+)\b")
+# what has a register first that it reads
+_READS = ("ST", "BAR", "SYNCS", "R2UR", "UTMA", "BRA", "RED", "ATOM", "R2P", "WARP")
+_WIDTHS = {"M88.4": 4, ".128": 4, "M88.2": 2, ".64": 2, ".WIDE": 2}
+
+
+def disassemble(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        run = [knobs.nvidia.nvdisasm.path, str(path)]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+def overwritten(sass: str) -> list[tuple[str, str]]:
+    """Products with a left operand in registers, and what writes to those before the next wait."""
+    found: list[tuple[str, str]] = []
+    reading: list[tuple[range, str]] = []
+    for line in sass.splitlines():
+        text = re.sub(r"/\*.*?\*/", "", line).strip(" ;\t")
+        match = _INSTRUCTION.match(text)
+        if match is None or text.startswith("."):
+            reading = [] if text.startswith(".") else reading
+            continue
+        name, operands = match.groups()
+        if name.startswith("HGMMA"):
+            if left := _PRODUCT.match(operands):
+                reading.append((range(int(left[1]), int(left[1]) + 4), text))
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            reading = []
+        elif not name.startswith(_READS) and (written := _WRITTEN.match(operands)):
+            first = int(written[1])
+            width = next((n for mark, n in _WIDTHS.items() if mark in name), 1)
+            found += [
+                (product, text)
+                for registers, product in reading
+                if first < registers.stop and registers.start < first + width
+            ]
+    return found
