@@ -88,6 +88,11 @@ CHECKS = {
     "op": ("op", Case(2, 333, 2, 4, 128, 128, **STATE)),
     "op, packed": ("op", Case(1, 400, 2, 4, 128, 128, **STATE, lengths=PACKED)),
     "op, split": ("op", Case(1, 16384, 2, 4, 128, 128, "weak")),
+    "op, split, state": ("op", Case(1, 4100, 1, 2, 128, 128, "mixed", True)),
+    "op, split, no gate": ("op", Case(2, 2500, 1, 2, 128, 128, "none", True)),
+    "op, split, reset": ("op", Case(1, 2500, 2, 2, 64, 128, "reset", True)),
+    "op, split, packed": ("op", Case(1, 10000, 1, 2, 128, 128, "weak", True, (0, 6990, 70, 2900))),
+    "op, split, faint": ("op", Case(1, 4100, 1, 2, 128, 128, "faint", True)),
     "op, crowded": ("op", Case(1, 200, 70, 70, 128, 128)),
     "back, many": ("back", Case(1, 2048, 70, 70, 128, 128, "weak", dtype=torch.float16)),
 }
@@ -99,6 +104,8 @@ TIMES = {
     "4096 16/32": Case(1, 4096, 16, 32, 128, 128, "weak"),
     "4 of 8192 8/24": Case(1, 32768, 8, 24, 128, 128, "weak", True, (8192,) * 4),
     "8 of 1024 16/64": Case(1, 8192, 16, 64, 128, 128, "weak", True, (1024,) * 8),
+    "Q2": Case(1, 32768, 2, 8, 128, 128, "weak"),
+    "4096 2/8": Case(1, 4096, 2, 8, 128, 128, "weak"),
     "Q2, unsplit": Case(1, 32768, 2, 8, 128, 128, "weak"),
 }
 PEERS = {"fla": "fla.ops.gated_delta_rule", "flash_qla": "flash_qla"}
@@ -113,6 +120,7 @@ def inputs(case: Case) -> Terms:
     g = {
         "none": None,
         "weak": -0.1 * x,
+        "faint": -0.001 * x,
         "mixed": -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
         "reset": torch.where(x < 0.1, -torch.inf, -0.1 * x),
     }[gate]
@@ -228,13 +236,11 @@ class Calls:
         return self.portable._solve(self.terms)
 
     def solve90(self) -> Any:
-        r, rows = (torch.empty_like(x) for x in self.solved)
-        self.ours.solve(self.terms, r, rows)
-        return type(self.solved)(r, rows)
+        return self.ours.solve(self.terms, *(torch.empty_like(x) for x in self.solved[:2]))
 
     def inverse(self) -> dict[str, Tensor]:
         """Of rows only what portable's differ by."""
-        r, rows = self.solve90()
+        r, rows, _ = self.solve90()
         off = (rows - self.solved.rows).abs().max()
         return {"r": r, "rows": off}
 
@@ -244,13 +250,13 @@ class Calls:
         if self.segment is None:
             final = o.new_empty(self.terms.state_shape, dtype=torch.float32)
         given = {"s_in": self.s_in, "s_out": final, "segment": self.segment}
-        self.ours.walk(self.terms, *self.solved, self.scale, o, **given)
+        self.ours.walk(self.terms, *self.solved[:2], self.scale, o, **given)
         return {"o": o} if final is None else {"o": o, "final": final}
 
     def keep(self) -> dict[str, Tensor]:
         w = torch.empty_like(self.terms.v)
         given = {"s_in": self.s_in, "segment": self.segment}
-        self.ours.walk(self.terms, *self.solved, 1.0, w, states=self.states, **given)
+        self.ours.walk(self.terms, *self.solved[:2], 1.0, w, states=self.states, **given)
         return {"w": w, "states": self.states}
 
     def back(self) -> dict[str, Tensor]:
@@ -261,7 +267,7 @@ class Calls:
         self.ours.walk_back(
             self.terms,
             self.do,
-            *self.solved,
+            *self.solved[:2],
             self.scale,
             dv,
             self.states,
@@ -273,7 +279,7 @@ class Calls:
         return made if dinitial is None else {**made, "dinitial": dinitial}
 
     def op(self) -> dict[str, Tensor]:
-        """How far the operator is from portable's."""
+        """The operator; of what the oracle has not, how far from portable's."""
         from slipstream.kernels.linear.hopper import launch
 
         both = []
@@ -282,7 +288,9 @@ class Calls:
             grads = each.backward(self.terms, self.do, self.dfinal, self.scale)
             both.append({"o": o, "final": final, **grads})
         mine, theirs = both
-        return {f"{n}'": o.new_tensor(error(x, theirs[n].double())) for n, x in mine.items()}
+        known = {"o": "o", "final": "final", "v": "dv", "initial_state": "dinitial"}
+        found = {f"{n}'": o.new_tensor(error(x, theirs[n].double())) for n, x in mine.items()}
+        return found | {known[n]: x for n, x in mine.items() if n in known}
 
     def grads(self, own: Any) -> Any:
         like, rows = self.do, self.solved.rows
@@ -292,6 +300,13 @@ class Calls:
     def forward(self) -> Any:
         self.solved = self.solve90()
         return self.o()
+
+    def both(self) -> Any:
+        """Backward with what forward kept."""
+        from slipstream.kernels.linear.hopper import launch
+
+        *_, kept = launch.forward_kept(self.terms, self.scale)
+        return launch.backward(self.terms, self.do, None, self.scale, kept=kept)
 
 
 def check(name: str) -> str:
@@ -409,9 +424,13 @@ def times(name: str) -> str:
         "p_grads": lambda: calls.grads(None),
         "op": lambda: launch.forward(calls.terms, scale),
         "op_back": lambda: launch.backward(calls.terms, calls.do, None, scale),
+        "both": calls.both,
         "p_forward": lambda: portable.forward(calls.terms, scale),
         "p_backward": lambda: portable.backward(calls.terms, calls.do, None, scale),
     }
+    if (split := launch._split(calls.terms)) is not None:
+        solved90 = calls.solve90()
+        fns["meet"] = lambda: launch._meet(calls.terms, solved90, split)
     row: dict[str, object] = {"shape": name}
     for label, fn in fns.items():
         try:

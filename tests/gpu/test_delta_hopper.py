@@ -53,8 +53,8 @@ def run(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
     (HV, V), K = do.shape[2:], terms.q.shape[-1]
     dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
-    delta_launch.walk(terms, *solved, 0.1, o, s_in=terms.initial_state, s_out=final)
-    delta_launch.walk_back(terms, do, *solved, 0.1, dv, dstates, s_in=dfinal, s_out=dinitial)
+    delta_launch.walk(terms, *solved[:2], 0.1, o, s_in=terms.initial_state, s_out=final)
+    delta_launch.walk_back(terms, do, *solved[:2], 0.1, dv, dstates, s_in=dfinal, s_out=dinitial)
     return {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
 
 
@@ -79,3 +79,50 @@ def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
         assert torch.equal(x, again[name]), name
         error = (x.cpu() - want[name]).norm() / want[name].norm()
         assert error <= LIMIT, (name, error)
+
+
+SPLITS = {  # how strong gates are, and what cuts T
+    "faint": (0.001, None),
+    "weak": (0.1, None),
+    "strong": (2.0, None),
+    "packed": (0.05, (5, 475)),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_delta_segments_match_reference(
+    split: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.hopper import launch
+
+    monkeypatch.setattr(launch, "LEAST", 1)
+    monkeypatch.setattr(launch, "WORTH", 1)
+    torch.manual_seed(0)
+    strength, lengths = split
+    terms = inputs((1, 480, 1, 2, 128, 128, lengths), False)
+    g = -strength * torch.rand(1, 480, 2, device="cuda")
+    terms = terms._replace(g=g)
+    assert launch._split(terms) is not None
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+
+    def both() -> dict[str, Tensor]:
+        o, final, solved = launch.forward_kept(terms, 0.1)
+        given = solved if kept else ()
+        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, 0.1, kept=given)}
+
+    got, again = both(), both()
+    wide = {
+        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
+        for name, x in terms._asdict().items()
+        if x is not None
+    }
+    o, final = linear_reference(Terms(**wide), 0.1)
+    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
+    names = [name for name in got if name not in ("o", "final")]
+    grads = torch.autograd.grad(loss, [wide[name] for name in names])
+    want = {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
+    for name, x in got.items():
+        assert torch.equal(x, again[name]), name
+        error = (x.cpu() - want[name]).norm() / want[name].norm()
+        assert error <= 2 * LIMIT, (name, error)

@@ -7,6 +7,7 @@ Sums, masks, rings, phases and segments are those of the kernels; layouts and ro
 import functools
 import importlib
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -72,16 +73,17 @@ def emulated() -> Any:
         zeros_like=lambda x: threads.tensor(np.zeros_like(x)),
         reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
+        min=lambda x, axis: threads.tensor(np.min(x, axis)),
+        associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
+        split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
         NVMMASharedLayout=made,
         SwizzledSharedLayout=threads._nothing,
     )
-    parts = ("delta_solve", "delta_walk", "delta_walk_back", "delta_grads", "parts")
-    anew = tuple(f"slipstream.kernels.linear.hopper.{name}" for name in parts)
     with (
         mock.patch.object(threads, "_language", return_value=language),
         mock.patch.object(threads, "_mbarrier", return_value=barriers),
-        mock.patch.object(threads, "_ANEW", anew),
+        mock.patch.object(threads, "_ANEW", ("slipstream.kernels.linear.hopper.",)),
         threads.emulated(),
     ):
         import sys
@@ -94,12 +96,15 @@ def emulated() -> Any:
 
 @functools.cache
 def kernels() -> SimpleNamespace:
-    parts = {"solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads"}
+    parts = {
+        "solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads", "ends": "ends",
+        "ends_back": "ends_back",
+    }  # fmt: skip
     with emulated():
         # not from the package, which may have those that are compiled
         found = {
-            name: importlib.import_module(f"slipstream.kernels.linear.hopper.delta_{part}")
-            for name, part in parts.items()
+            name: importlib.import_module(f"slipstream.kernels.linear.hopper.delta_{file}")
+            for name, file in {**parts, "ends_back": "ends"}.items()
         }
         vars(found["solve"])["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
@@ -149,10 +154,13 @@ class Run:
         g = None if terms.g is None else Pointer(terms.g)
         beta = terms.beta
         assert beta is not None
-        given = [Pointer(terms.k), g, *map(Pointer, (beta, self.r, self.rows))]
+        self.growth = self.empty(self.chunks, self.HV, C // 16)
+        r = Descriptor(self.r, self.HV * C, C, C)
+        given = [Descriptor(terms.k, self.H * self.K, C, self.K), r, Pointer(self.r), g]
+        given += map(Pointer, (beta, self.rows, self.growth))
         args = (*given, cu, self.T, terms.sequences, self.HV, self.H)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
-        threads.launch(kernels().solve, self.chunks * self.HV, args, **flags)
+        threads.launch(kernels().solve, self.chunks * self.HV, args, **flags, BASE=16)
 
     def count(self, tokens: int) -> int:
         if self.packed:
@@ -188,6 +196,29 @@ class Run:
         tensors = [(t.q, "q"), (t.k, "q"), (do, "v"), (self.r, "r"), (dv, "v"), (states, "s")]
         self.call(kernels().back, tensors, s_in, s_out)
         return dv, states
+
+    def ends(self, do: Tensor | None = None, end: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """E and M of each slot, or, of do, dE; and which M count as zero."""
+        t, K, V = self.terms, self.K, self.V
+        blocks = {"q": (C, K), "v": (C, BV), "r": (C, C)}
+        widths = {"q": self.H * K, "v": self.HV * V, "r": self.HV * C}
+        given = [(t.k, "q"), (t.v, "v"), (self.r, "r")]
+        if do is not None:
+            given = [(t.q, "q"), (t.k, "q"), (do, "v"), (self.r, "r")]
+        made = self.empty(self.slots, self.HV, K, V if do is not None else V + K)
+        far = torch.full((self.slots, self.HV), -1.0, dtype=torch.float64)
+        start = t.initial_state if do is None else end
+        cu, scale, *rest = self.sizes
+        args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
+        args += [Pointer(self.rows), Pointer(self.growth)]
+        args += [None if start is None else Pointer(start), Pointer(made)]
+        args += [Pointer(far), cu] if do is None else [cu, scale]
+        flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
+        flags |= {"BLOCKS": C // 16, "HAS_S_IN": start is not None}
+        kernel = kernels().ends if do is None else kernels().ends_back
+        programs = (V + K if do is None else V) // BV * self.HV * self.slots
+        threads.launch(kernel, programs, (*args, *rest), **flags)
+        return made, far
 
     def grads(self, do: Tensor, w: Tensor, dv: Tensor, states: Tensor, dstates: Tensor) -> dict:
         """Of q, k, beta and g."""
@@ -256,3 +287,31 @@ def test_segments_equal_whole(case: tuple) -> None:
     met = states.mT.nan_to_num().contiguous()  # a segment is a chunk here, so are its slots
     split, _ = run.walk(met, None, keep=False)
     torch.testing.assert_close(split, o, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
+def test_ends_lead_to_the_states_that_segments_meet(case: tuple) -> None:
+    terms = inputs(case)
+    do = torch.randn_like(terms.v)
+    dfinal = torch.randn(*terms.state_shape, dtype=torch.float64)
+    whole, run = Run(terms), Run(terms, segment=C)
+    _, states = whole.walk(terms.initial_state, None, keep=True)
+    _, dstates = whole.back(do, dfinal, None)
+    made, far = run.ends()
+    back, _ = run.ends(do, dfinal)
+    (B, T), V = terms.v.shape[:2], run.V
+    bounds = [(n * -(-T // C), T) for n in range(B)]
+    if terms.cu_seqlens is not None:
+        cu = terms.cu_seqlens.tolist()
+        bounds = [(b // C + n, e - b) for n, (b, e) in enumerate(pairwise(cu))]
+    for first, length in bounds:
+        slots = range(first, first + -(-length // C))  # a segment is a chunk here
+        for slot in slots[1:]:
+            M, E = made[slot - 1, :, :, V:], made[slot - 1, :, :, :V]
+            S = states[slot - 1].mT
+            cut = (far[slot - 1] > 0)[:, None, None] & (slot - 1 >= first)
+            near(torch.where(cut, E, M @ S + E), states[slot].mT)
+        for slot in slots[:-1]:
+            M, E = made[slot + 1, :, :, V:], back[slot + 1]
+            cut = (far[slot + 1] > 0)[:, None, None]
+            near(torch.where(cut, E, M.mT @ dstates[slot + 1].mT + E), dstates[slot].mT)

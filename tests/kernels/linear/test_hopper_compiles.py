@@ -29,6 +29,9 @@ CASES = {
 SPLIT = CASES["gated"]
 
 
+MAKES = ["solve", "o", "states", "back", "grads", "ends", "ends_back", "meet", "meet_back"]
+
+
 def terms(case: tuple, device: torch.device | str) -> Terms:
     dtype, K, V, gate, state, packed = case
     B, T, H, HV = 1 if packed else 2, 192, 1, 2
@@ -71,6 +74,17 @@ def jobs(case: tuple, make: str) -> list[Job]:
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
+        elif make in ("ends", "ends_back", "meet", "meet_back"):
+            at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
+            solved = delta_launch.Solved(r, rows, growth)
+            start = given.initial_state
+            made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
+            if make == "ends":
+                delta_launch.ends(given, solved, start, at)
+            elif make == "ends_back":
+                delta_launch.ends_back(given, out, solved, 0.1, start, at)
+            else:
+                delta_launch.meet(given, made, made, far, start, at, back=make == "meet_back")
         else:
             delta_launch.walk_back(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
 
@@ -90,12 +104,12 @@ def check(job: Job) -> Compiled:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("make", ["solve", "o", "states", "back", "grads"])
+@pytest.mark.parametrize("make", MAKES)
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     (job,) = jobs(case, make)
     got = check(job)
-    assert make == "solve" or got.instructions["tma"] >= 5
-    if make in ("solve", "grads"):
+    assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
+    if make in ("solve", "grads", "meet", "meet_back"):
         return
     # no part of a program waits at the barrier of all of them while it works
     partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)

@@ -12,7 +12,6 @@ that two share a multiprocessor and one's loads run under the other's products.
 
 from slipstream.kernels.gluon import (
     copy_in,
-    copy_out,
     fence_async_shared,
     gl,
     gluon,
@@ -21,7 +20,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, place, ring, write
 
 
 @gluon.jit
@@ -80,19 +79,6 @@ def triangles(
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
     c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
     return c_a, c_m, c_at, c_mt, own, start, end, whole
-
-
-@gluon.jit
-def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
-    """A tile of shared memory to rows i_t and on, those before `left` alone."""
-    if left >= C:
-        copy_out(desc, [i_t, i_col], tile)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
-        o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
-        p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
-        gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])

@@ -11,13 +11,20 @@ from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
+from slipstream.kernels.linear.hopper.delta_ends import (
+    delta_ends_back_sm90_kernel,
+    delta_ends_sm90_kernel,
+)
 from slipstream.kernels.linear.hopper.delta_grads import delta_grads_sm90_kernel
+from slipstream.kernels.linear.hopper.delta_meet import delta_meet_kernel
 from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
 from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.delta_launch import Solved
 
+BASE = 16  # rows of the blocks that the inverse begins with
 STAGES = 3
 TILE_K = 64  # channels of K that the gradients' kernel takes at a time
 GRADS = {"num_warps": 4, "maxnreg": 255}
@@ -25,17 +32,20 @@ SOLVE = {"num_warps": 4, "maxnreg": 128}  # four programs fit a multiprocessor
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def solve(terms: Terms, r: Tensor, rows: Tensor) -> None:
+def solve(terms: Terms, r: Tensor, rows: Tensor) -> Solved:
     """r [B, T, HV, C] and rows [chunks, HV, 1 or 2, C] are written."""
+    growth = None if terms.g is None else rows.new_empty(*rows.shape[:2], CHUNK // BASE)
     T, HV = terms.v.shape[1:3]
     H, K = terms.q.shape[2:]
     launch: Any = kept(delta_solve_sm90_kernel)[(rows.shape[0] * HV,)]
     launch(
-        terms.k,
+        _tiles(terms.k, H * K, CHUNK, K),
+        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
+        r,
         terms.g,
         terms.beta,
-        r,
         rows,
+        growth,
         terms.cu_seqlens,
         T,
         terms.sequences,
@@ -43,10 +53,12 @@ def solve(terms: Terms, r: Tensor, rows: Tensor) -> None:
         H,
         K=K,
         C=CHUNK,
+        BASE=BASE,
         HAS_GATE=terms.g is not None,
         PACKED=terms.cu_seqlens is not None,
         **SOLVE,
     )
+    return Solved(r, rows, growth)
 
 
 def walk(
@@ -116,6 +128,115 @@ def walk_back(
         *_sizes(terms, segment),
         **_flags(terms, s_in, s_out, segment),
     )
+
+
+def ends(
+    terms: Terms, solved: Solved, s_in: Tensor | None, segment: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """E and M of segments [slots, HV, K, V + K], and where M counts as zero [slots, HV]."""
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    made = solved.rows.new_empty(segment[1], HV, K, V + K)
+    far = made.new_empty(segment[1], HV, dtype=torch.int32)
+    launch: Any = kept(delta_ends_sm90_kernel)[((V + K) // TILE_V * HV * segment[1],)]
+    launch(
+        _tiles(terms.k, H * K, CHUNK, K),
+        _tiles(terms.v, HV * V, CHUNK, TILE_V),
+        _tiles(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        solved.rows,
+        solved.growth,
+        s_in,
+        made,
+        far,
+        terms.cu_seqlens,
+        *_sizes(terms, segment),
+        **_ends_flags(terms, s_in),
+    )
+    return made, far
+
+
+def ends_back(
+    terms: Terms,
+    do: Tensor,
+    solved: Solved,
+    scale: float,
+    s_in: Tensor | None,
+    segment: tuple[int, int],
+) -> Tensor:
+    """dE of segments [slots, HV, K, V]."""
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    made = solved.rows.new_empty(segment[1], HV, K, V)
+    launch: Any = kept(delta_ends_back_sm90_kernel)[_grid(terms, segment)]
+    launch(
+        _tiles(terms.q, H * K, CHUNK, K),
+        _tiles(terms.k, H * K, CHUNK, K),
+        _tiles(do, HV * V, CHUNK, TILE_V),
+        _tiles(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        solved.rows,
+        solved.growth,
+        s_in,
+        made,
+        terms.cu_seqlens,
+        scale,
+        *_sizes(terms, segment),
+        **_ends_flags(terms, s_in),
+    )
+    return made
+
+
+def meet(
+    terms: Terms,
+    made: Tensor,
+    m: Tensor,
+    far: Tensor,
+    s_in: Tensor | None,
+    segment: tuple[int, int],
+    back: bool = False,
+) -> Tensor:
+    """The state that each segment meets [slots, HV, K, V], of what ends, or ends_back, made."""
+    HV, V = terms.v.shape[2:]
+    K = terms.q.shape[-1]
+    met = made.new_empty(segment[1], HV, K, V)
+    T, N, *_ = _sizes(terms, segment)
+    launch: Any = kept(delta_meet_kernel)[_grid(terms, segment)]
+    launch(
+        made,
+        m,
+        far,
+        s_in,
+        met,
+        terms.cu_seqlens,
+        T,
+        N,
+        HV,
+        segment[0],
+        K=K,
+        V=V,
+        BV=TILE_V,
+        BACK=back,
+        HAS_S_IN=s_in is not None,
+        PACKED=terms.cu_seqlens is not None,
+        num_warps=8,
+        num_stages=1,
+    )
+    return met
+
+
+def _ends_flags(terms: Terms, s_in: Tensor | None) -> dict[str, Any]:
+    return {
+        "K": terms.q.shape[-1],
+        "V": terms.v.shape[-1],
+        "BV": TILE_V,
+        "C": CHUNK,
+        "ST": STAGES,
+        "BLOCKS": CHUNK // BASE,
+        "HAS_GATE": terms.g is not None,
+        "HAS_S_IN": s_in is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        "num_warps": 4,
+        "maxnreg": 168,  # of 12 warps
+    }
 
 
 def grads(

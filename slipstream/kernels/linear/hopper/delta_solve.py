@@ -4,9 +4,10 @@
 
 by the steps of the portable delta_solve.py: blocks of 16 rows on the diagonal by substitution, then
 X - X M X twice, with M those blocks of L that join pairs. X has blocks on its diagonal alone, so
-that X M is the same blocks of X L. Here the rows of a block lie in a thread and the columns in
-lanes, so that a step of the substitution exchanges one number a thread; products take both halves
-of their operands, and those on the right of a level are in shared memory before its first product.
+that X M is the same blocks of X L, of which X's columns in odd blocks are all that counts, and then
+those of X M in even ones. Here the rows of a block lie in a thread and the columns in lanes, so
+that a step of the substitution exchanges one number a thread; products take both halves of their
+operands, and those on the right of a level are in shared memory before its first product.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -15,13 +16,16 @@ of their operands, and those on the right of a level are in shared memory before
 # pyright: reportUnboundVariable=false
 
 from slipstream.kernels.gluon import (
+    copy_in,
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import place
+from slipstream.kernels.linear.hopper.parts import clear, place, ring, write
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
@@ -35,11 +39,36 @@ def halves(b):
 
 
 @gluon.jit
-def product(left_high, left_low, right_high, right_low, b, ADD: gl.constexpr):
-    """Left by right in float32, but for 2^-16 of it or less; on top of b if ADD."""
-    b = warpgroup_mma(left_high, right_low, b, use_acc=ADD, is_async=True)
-    b = warpgroup_mma(left_low, right_high, b, is_async=True)
-    b = warpgroup_mma(left_high, right_high, b, is_async=True)
+def columns(b, aa: gl.constexpr, ODD: gl.constexpr, LEVEL: gl.constexpr, C: gl.constexpr):
+    """The two left operands [C, 16] of columns in odd blocks of 16 << LEVEL, or in even ones."""
+    b = gl.permute(gl.reshape(b, [C, 2, 2, C // 4]), (0, 3, 2, 1) if LEVEL else (0, 3, 1, 2))
+    b_even, b_odd = gl.split(b)
+    b_0, b_1 = gl.split(b_odd if ODD else b_even)
+    return gl.convert_layout(b_0, aa), gl.convert_layout(b_1, aa)
+
+
+@gluon.jit
+def product(
+    high, low, right_high, right_low, b, aa: gl.constexpr, ODD: gl.constexpr, LEVEL: gl.constexpr,
+    ADD: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Left by right in float32, but for 2^-16 of it or less; on top of b if ADD.
+
+    Of left only the columns in odd blocks, or even ones, count: the others are zero, or of no use.
+    """
+    BASE: gl.constexpr = C // 4
+    first: gl.constexpr = (BASE << LEVEL) * ODD
+    second: gl.constexpr = first + (BASE if LEVEL else 2 * BASE)
+    high_0, high_1 = columns(high, aa, ODD, LEVEL, C)
+    low_0, low_1 = columns(low, aa, ODD, LEVEL, C)
+    high_b0 = right_high.slice(first, BASE)
+    high_b1 = right_high.slice(second, BASE)
+    b = warpgroup_mma(high_0, right_low.slice(first, BASE), b, use_acc=ADD, is_async=True)
+    b = warpgroup_mma(high_1, right_low.slice(second, BASE), b, is_async=True)
+    b = warpgroup_mma(low_0, high_b0, b, is_async=True)
+    b = warpgroup_mma(low_1, high_b1, b, is_async=True)
+    b = warpgroup_mma(high_0, high_b0, b, is_async=True)
+    b = warpgroup_mma(high_1, high_b1, b, is_async=True)
     return warpgroup_mma_wait(0, deps=(b,))
 
 
@@ -71,13 +100,39 @@ def invert_blocks(b_a, block, NB: gl.constexpr, BASE: gl.constexpr):
     return gl.convert_layout(gl.reshape(b_x, [NB * BASE, NB * BASE]), b_a.type.layout)
 
 
+@gluon.jit
+def growth(b_a, b_beta, o_i, o_j, BASE: gl.constexpr):
+    """log2 of how much longer the products of 16 tokens' I - beta k k^T each make a state at most.
+
+    0 for keys of norm 1 and beta up to 2: what gates leave of a state is bounded by that.
+    """
+    b_k = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1)
+    b_grow = gl.log2(gl.maximum(gl.abs(b_beta * b_k - 1.0), 1.0))
+    return gl.sum(gl.reshape(b_grow, [b_grow.shape[0] // BASE, BASE]), 1)
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def fast_exp2(b):
+    """0 where that is not a normal number: four instructions less."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 @gluon.jit(do_not_specialize=["T", "N", "HV", "H"])
 def delta_solve_sm90_kernel(
-    k_ptr,  # [tokens, H, K]
+    k_desc,  # [tokens, H * K] by [C, K]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    r_ptr,
     g_ptr,  # [tokens, HV]
     beta_ptr,  # [tokens, HV]
-    r_ptr,  # [tokens, HV, C]
     rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta, G of base 2
+    growth_ptr,  # [chunks, HV, C // BASE], if there are gates
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -85,74 +140,82 @@ def delta_solve_sm90_kernel(
     H,
     K: gl.constexpr,
     C: gl.constexpr,
+    BASE: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
 ):
     """grid (chunks * HV,), 4 warps: one program inverts one chunk of one value head."""
-    BASE: gl.constexpr = 16
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
-    rl: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    dtype: gl.constexpr = k_ptr.dtype.element_ty
-    k_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], dtype)
     m_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-    ks = gl.allocate_shared_memory(dtype, [C, K], k_shared)
-    ms = gl.allocate_shared_memory(gl.bfloat16, [4, C, C], m_shared)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
+    ks = gl.allocate_shared_memory(k_desc.dtype, [C, K], k_desc.layout)
+    ms = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], m_shared)
     block = gl.allocate_shared_memory(gl.float32, [BASE, C // BASE, BASE], plain)
+    betas = gl.allocate_shared_memory(gl.float32, [C], flat)
+    bar = ring(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
     # a chunk is a segment of C tokens
     row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
-    o_t = gl.arange(0, C, gl.SliceLayout(1, rl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, rl))
-    p_k = k_ptr + (row.to(gl.int64) * H + i_h // (HV // H)) * K
-    p_k += o_t[:, None] * (H * K) + o_k[None, :]
-    ks.store(gl.load(p_k, mask=(o_t < left)[:, None], other=0.0))
+    mbarrier.expect(bar.index(0), k_desc.block_type.nbytes)
+    copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
+    o_t = gl.arange(0, C, line)
+    p_rows = rows_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
+    o_x = (row + o_t).to(gl.int64) * HV + i_h
+    b_x = gl.load(beta_ptr + o_x, mask=o_t < left, other=0.0).to(gl.float32)
+    betas.store(b_x)
+    gl.store(p_rows + o_t, b_x)
+    if HAS_GATE:
+        sums = gl.allocate_shared_memory(gl.float32, [C], flat)
+        b_g = gl.load(g_ptr + o_x, mask=o_t < left, other=0.0).to(gl.float32)
+        b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
+        sums.store(b_G)
+        gl.store(p_rows + C + o_t, b_G)
+    gl.thread_barrier()
+    mbarrier.wait(bar.index(0), 0)
+    if left < C:
+        clear(ks, left, C, K)
+        fence_async_shared()
+        gl.thread_barrier()
+    zero = gl.zeros([C, C], gl.float32, al)
+    b_a = warpgroup_mma(ks, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    p_rows = rows_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
-    token = row.to(gl.int64) * HV + i_h
-    b_beta = gl.load(beta_ptr + token + o_j * HV, mask=o_j < left, other=0.0).to(gl.float32)
-    gl.store(p_rows + o_j, b_beta)
-    zero = gl.zeros([C, C], gl.float32, al)
-    fence_async_shared()
-    gl.thread_barrier()
-    b_a = warpgroup_mma(ks, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if HAS_GATE:
-        b_g = gl.load(g_ptr + token + o_j * HV, mask=o_j < left, other=0.0).to(gl.float32)
-        b_g = gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E
-        G_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], b_g[None, :], 0.0), 1)
-        G_j = gl.convert_layout(G_i, gl.SliceLayout(0, al))
-        gl.store(p_rows + C + o_i, G_i)
-    b_a = warpgroup_mma_wait(0, deps=(b_a,))
     seen = o_i[:, None] > o_j[None, :]
+    b_beta = betas.load(gl.SliceLayout(0, al))[None, :]
     if HAS_GATE:
-        b_a = b_a * gl.exp2(gl.where(seen, G_i[:, None] - G_j[None, :], float("-inf")))
-    b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+        G_i = sums.load(gl.SliceLayout(1, al))
+        G_j = sums.load(gl.SliceLayout(0, al))
+        b_beta *= fast_exp2(gl.minimum(G_i[:, None] - G_j[None, :], 0.0))
+    b_a = warpgroup_mma_wait(0, deps=(b_a,))
+    if HAS_GATE:
+        b_grow = growth(b_a, betas.load(gl.SliceLayout(1, al)), o_i, o_j, BASE)
+        o_b = gl.arange(0, C // BASE, b_grow.type.layout)
+        gl.store(growth_ptr + pid * (C // BASE) + o_b, b_grow)
+    b_a = gl.where(seen, b_a * b_beta, 0.0)
     a_high, a_low = halves(b_a)
     ms.index(0).store(a_high)
     ms.index(1).store(a_low)
     b_x = invert_blocks(b_a, block, C // BASE, BASE)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], m_shared)
     for level in gl.static_range(2):
         r_block = (o_i // (BASE << level))[:, None]
         below = (r_block == (o_j // (BASE << level))[None, :] + 1) & (r_block % 2 == 1)
         x_high, x_low = halves(b_x)
         gl.thread_barrier()
-        ms.index(2).store(x_high)
-        ms.index(3).store(x_low)
+        xs.index(0).store(x_high)
+        xs.index(1).store(x_low)
         fence_async_shared()
         gl.thread_barrier()
-        b_p = product(
-            gl.convert_layout(x_high, aa), gl.convert_layout(x_low, aa),
-            ms.index(0), ms.index(1), zero, False,
-        )  # fmt: skip
+        b_p = product(x_high, x_low, ms.index(0), ms.index(1), zero, aa, 1, level, False, C)
         p_high, p_low = halves(gl.where(below, -b_p, 0.0))
-        b_x = product(
-            gl.convert_layout(p_high, aa), gl.convert_layout(p_low, aa),
-            ms.index(2), ms.index(3), b_x, True,
-        )  # fmt: skip
-    o_c = gl.arange(0, C, gl.SliceLayout(0, rl))
-    p_r = r_ptr + token * C + o_t[:, None] * (HV * C) + o_c[None, :]
-    b_r = gl.convert_layout(b_x.to(r_ptr.dtype.element_ty), rl)
-    gl.store(p_r, b_r, mask=(o_t < left)[:, None])
+        b_x = product(p_high, p_low, xs.index(0), xs.index(1), b_x, aa, 0, level, True, C)
+    out = gl.allocate_shared_memory(r_desc.dtype, [C, C], r_desc.layout)
+    out.store(b_x.to(r_desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    write(r_desc, r_ptr, out, row, i_h * C, HV * C, left, C, C)
+    store_wait(0)

@@ -11,10 +11,10 @@ V as the rows: a program carries S^T [BV, K] of one value head in registers; S^T
 product to product as left operands. Four parts of a program, joined by barriers in shared memory:
 
     walk     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
-    read     o, from copies of S and w       load     k, v, R and q by TMA
+    read     o, from copies of S and w       load     k, v, R and q by TMA, beta and G
 
-or, instead of `read`, `keep`, which writes S and w for backward. Rings: ST stages of k, v, R; two
-of q, W, and of S and w. What limits the pace is shared memory, 232 KB a chunk.
+or, instead of `read`, `keep`, which writes S and w for backward. Rings: ST stages of k, v, R, beta
+and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -32,24 +32,30 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
 
 
 @gluon.jit
 def load_part(
-    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, full, empty, q_full, q_empty,
-    row, n, k_col, v_col, r_col, C: gl.constexpr, ST: gl.constexpr, HAS_Q: gl.constexpr,
+    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, gs, full, empty, q_full, q_empty, p_rows,
+    stride, row, v_row, n, k_col, v_col, r_col,
+    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
 ):  # fmt: skip
+    """v_row: row, or one past all of v's where v is to be zero."""
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
+    b_rows = load_rows(p_rows, C, HAS_GATE)
     for i in range(n):
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         copy_in(k_desc, [row + i * C, k_col], full.index(s), ks.index(s))
         copy_in(r_desc, [row + i * C, r_col], full.index(s), rs.index(s))
-        copy_in(v_desc, [row + i * C, v_col], full.index(s), vs.index(s))
+        copy_in(v_desc, [v_row + i * C, v_col], full.index(s), vs.index(s))
+        gs.index(s).store(b_rows)
+        mbarrier.arrive(full.index(s), count=1)
+        b_rows = load_rows(p_rows + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
         if HAS_Q:
             t = i % 2
             mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)
@@ -59,16 +65,13 @@ def load_part(
 
 @gluon.jit
 def prepare_part(
-    ks, vs, rs, ws, full, w_full, x_full, p_rows, stride, length, n,
+    ks, vs, rs, ws, gs, full, w_full, x_full, length, n,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """-W = -(R diag(exp(G))) k into shared memory."""
     wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
-    o_c = gl.arange(0, C, gl.SliceLayout(0, ra))
     zero = gl.zeros([C, K], gl.float32, wl)
-    if HAS_GATE:
-        b_G = gl.load(p_rows + C + o_c)
     for i in range(n):
         s = i % ST
         w = i % 2
@@ -81,10 +84,9 @@ def prepare_part(
             gl.thread_barrier()
         b_r = rs.index(s).load(ra)
         if HAS_GATE:
+            b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, ra))
             b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(ks.dtype)
         b_w = warpgroup_mma(b_r, ks.index(s), zero, use_acc=False, is_async=True)
-        if HAS_GATE:
-            b_G = gl.load(p_rows + gl.minimum(i + 1, n - 1) * stride + C + o_c)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         # the walk has left what it makes of the W that was there
         mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)
@@ -95,28 +97,31 @@ def prepare_part(
 
 @gluon.jit
 def walk_part(
-    ks, vs, rs, ws, ss, xs, full, empty, w_full, x_full, x_empty, p_rows, stride,
-    s_in_ptr, s_out_ptr, o_s, n,
+    ks, vs, rs, ws, ss, xs, gs, full, empty, w_full, x_full, x_empty,
+    s_in_ptr, s_out_ptr, o_in, o_out, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+    ENDS: gl.constexpr,
 ):  # fmt: skip
+    """reads, writes: whether s_in and s_out have the state at this program's ends.
+
+    width: columns of s_out. ENDS: the state after the slot alone; that of a unit matrix from
+    column `unit` on where v is zero, and unit is below K.
+    """
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_c = gl.arange(0, C, gl.SliceLayout(0, xl))
-    o_s = o_s + o_k[None, :] * V + o_v[:, None]
+    o_in = o_in + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
+        b_s = gl.load(s_in_ptr + o_in, mask=(o_k >= 0)[None, :] & reads, other=0.0).to(gl.float32)
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
+    if ENDS:
+        b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([BV, C], gl.float32, xl)
-    b_beta = gl.load(p_rows + o_c)
-    if HAS_GATE:
-        b_G = gl.load(p_rows + C + o_c)
-        G_C = gl.load(p_rows + (2 * C - 1))
     for i in range(n):
         s = i % ST
         w = i % 2
@@ -131,37 +136,36 @@ def walk_part(
         b_w = warpgroup_mma(
             gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_w, is_async=True
         )
-        b_share = b_beta
+        b_share = gs.index(s).slice(0, C).load(gl.SliceLayout(0, xl))
         if HAS_GATE:
-            b_s *= gl.exp2(G_C)
-            b_share *= gl.exp2(G_C - b_G)
-        # the next chunk's, which come from afar
-        p = p_rows + gl.minimum(i + 1, n - 1) * stride
-        b_beta = gl.load(p + o_c)
-        if HAS_GATE:
-            b_G = gl.load(p + C + o_c)
-            G_C = gl.load(p + (2 * C - 1))
-        mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
-        ss.index(w).store(b_sb)
+            last = gs.index(s).slice(2 * C - 1, 1)
+            b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
+            b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
+            b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
+        if not ENDS:
+            mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
+            ss.index(w).store(b_sb)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         b_left = (b_w * b_share[None, :]).to(ks.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
-        if KEEP:
-            xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
-        else:
-            xs.index(w).store(b_w.to(ks.dtype))
-        fence_async_shared()
+        if not ENDS:
+            if KEEP:
+                xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
+            else:
+                xs.index(w).store(b_w.to(ks.dtype))
+            fence_async_shared()
         mbarrier.arrive(x_full.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if HAS_S_OUT:
-        gl.store(s_out_ptr + o_s, b_s)
+        o_out = o_out + o_k[None, :] * width + o_v[:, None]
+        gl.store(s_out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit
 def read_part(
-    o_desc, o_ptr, ks, qs, ss, xs, os, full, empty, q_full, q_empty, x_full, x_empty, p_rows,
-    stride, row, o_row, v_col, length, n, scale,
+    o_desc, o_ptr, ks, qs, ss, xs, os, gs, full, empty, q_full, q_empty, x_full, x_empty, row,
+    o_row, v_col, length, n, scale,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
@@ -176,10 +180,6 @@ def read_part(
     zero_a = gl.zeros([C, C], gl.float32, al)
     zero_o = gl.zeros([C, BV], gl.float32, ol)
     seen = o_i[:, None] >= o_j[None, :]
-    b_beta = gl.load(p_rows + o_j)
-    if HAS_GATE:
-        G_i = gl.load(p_rows + C + o_i)
-        G_j = gl.load(p_rows + C + o_j)
     for i in range(n):
         s = i % ST
         b = i % 2
@@ -188,6 +188,12 @@ def read_part(
         # once from shared memory for two products, whose operands are what limits its pace
         b_q = qs.index(b).load(qa)
         b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True)
+        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+        if HAS_GATE:
+            sums = gs.index(s).slice(C, C)
+            G_i = sums.load(gl.SliceLayout(1, al))
+            G_j = sums.load(gl.SliceLayout(0, al))
+            b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         mbarrier.arrive(q_empty.index(b), count=1)
         mbarrier.arrive(empty.index(s), count=1)
@@ -196,12 +202,6 @@ def read_part(
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
         b_a = gl.convert_layout(b_a.to(ks.dtype), aa)
-        p = p_rows + gl.minimum(i + 1, n - 1) * stride
-        b_beta = gl.load(p + o_j)
-        if HAS_GATE:
-            b_start = gl.exp2(gl.convert_layout(G_i, gl.SliceLayout(1, ol)))
-            G_i = gl.load(p + C + o_i)
-            G_j = gl.load(p + C + o_j)
         mbarrier.wait(x_full.index(b), (i // 2) & 1)
         b_q = gl.convert_layout(b_q, aa)
         b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)
@@ -259,7 +259,7 @@ def delta_walk_sm90_kernel(
     o_ptr,
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [slots, HV, K, V]
-    s_out_ptr,  # [slots, HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -284,22 +284,24 @@ def delta_walk_sm90_kernel(
     Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens.
     """
     dtype: gl.constexpr = k_desc.dtype
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
     vs = gl.allocate_shared_memory(dtype, [ST, C, BV], v_desc.layout)
     rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = ring(1, ST)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    full = ring(2, ST)
     w_full = ring(1, 2)
     x_full = ring(1, 2)
     x_empty = ring(1, 2)
     NV: gl.constexpr = V // BV
-    ROWS: gl.constexpr = 1 + HAS_GATE
     pid = gl.program_id(0)
     i_v = (pid % NV) * BV
     i_h = (pid // NV) % HV
     slot = pid // NV // HV
-    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    row, length, first, i_n, _, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
@@ -307,26 +309,27 @@ def delta_walk_sm90_kernel(
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     stride = HV * (ROWS * C)
     p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
-    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    o_in = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    o_out = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + i_v
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = ring(1, ST)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ws, ss, xs, full, empty, w_full, x_full, x_empty, p_rows, stride,
-                    s_in_ptr, s_out_ptr, o_s, n,
+                    ks, vs, rs, ws, ss, xs, gs, full, empty, w_full, x_full, x_empty,
+                    s_in_ptr, s_out_ptr, o_in, o_out, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
-                    HAS_S_OUT, KEEP)),
+                    HAS_S_OUT, KEEP, False)),
                 (keep_part, (
                     states_desc, o_desc, o_ptr, ss, xs, x_full, x_empty, row, chunk, HV, HV * V,
                     v_col, i_v, length, n, V, BV, C)),
                 (prepare_part, (
-                    ks, vs, rs, ws, full, w_full, x_full, p_rows, stride, length, n,
+                    ks, vs, rs, ws, gs, full, w_full, x_full, length, n,
                     K, BV, C, ST, HAS_GATE)),
                 (load_part, (
-                    k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, full, empty, full, empty,
-                    row, n, k_col, v_col, r_col, C, ST, False)),
+                    k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, gs, full, empty, full, empty,
+                    p_rows, stride, row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
             [80, 152, 24],
@@ -341,20 +344,21 @@ def delta_walk_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ws, ss, xs, full, empty, w_full, x_full, x_empty, p_rows, stride,
-                    s_in_ptr, s_out_ptr, o_s, n,
+                    ks, vs, rs, ws, ss, xs, gs, full, empty, w_full, x_full, x_empty,
+                    s_in_ptr, s_out_ptr, o_in, o_out, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
-                    HAS_S_OUT, KEEP)),
+                    HAS_S_OUT, KEEP, False)),
                 (read_part, (
-                    o_desc, o_ptr, ks, qs, ss, xs, os, full, empty, q_full, q_empty, x_full,
-                    x_empty, p_rows, stride, row, HV * V, v_col, length, n, scale,
+                    o_desc, o_ptr, ks, qs, ss, xs, os, gs, full, empty, q_full, q_empty, x_full,
+                    x_empty, row, HV * V, v_col, length, n, scale,
                     K, BV, C, ST, HAS_GATE)),
                 (prepare_part, (
-                    ks, vs, rs, ws, full, w_full, x_full, p_rows, stride, length, n,
+                    ks, vs, rs, ws, gs, full, w_full, x_full, length, n,
                     K, BV, C, ST, HAS_GATE)),
                 (load_part, (
-                    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, full, empty, q_full, q_empty,
-                    row, n, k_col, v_col, r_col, C, ST, True)),
+                    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, gs, full, empty, q_full,
+                    q_empty, p_rows, stride, row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE,
+                    True)),
             ],
             [4, 4, 1],
             [160, 120, 24],

@@ -10,7 +10,7 @@ the chain from chunk to chunk, since Z and W do not depend on dS':
 V as the rows, as in delta_walk.py; so are the parts of a program:
 
     walk     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
-    keep     writes dS' and dv               load     k, q, do and R by TMA
+    keep     writes dS' and dv               load     k, q, do and R by TMA, beta and G
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -28,13 +28,13 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
 
 
 @gluon.jit
 def load_part(
-    q_desc, k_desc, d_desc, r_desc, qs, ks, ds, rs, full, empty, row, n, k_col, v_col, r_col,
-    C: gl.constexpr, ST: gl.constexpr,
+    q_desc, k_desc, d_desc, r_desc, qs, ks, ds, rs, gs, full, empty, p_rows, stride, row, n,
+    k_col, v_col, r_col, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
@@ -42,6 +42,7 @@ def load_part(
         + d_desc.block_type.nbytes
         + r_desc.block_type.nbytes
     )
+    b_rows = load_rows(p_rows + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
     for i in range(n):
         s = i % ST
         t = row + (n - 1 - i) * C
@@ -51,11 +52,14 @@ def load_part(
         copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
         copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
         copy_in(d_desc, [t, v_col], full.index(s), ds.index(s))
+        gs.index(s).store(b_rows)
+        mbarrier.arrive(full.index(s), count=1)
+        b_rows = load_rows(p_rows + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
 
 
 @gluon.jit
 def prepare_part(
-    qs, ks, ds, rs, ws, zs, full, p_full, p_empty, p_rows, stride, length, n, scale,
+    qs, ks, ds, rs, ws, zs, gs, full, p_full, p_empty, length, n, scale,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """Z and W into shared memory."""
@@ -68,20 +72,10 @@ def prepare_part(
     zero_a = gl.zeros([C, C], gl.float32, al)
     zero_w = gl.zeros([C, K], gl.float32, wl)
     seen = o_i[:, None] >= o_j[None, :]
-    p = p_rows + gl.maximum(n - 1, 0) * stride
-    b_beta = gl.load(p + o_j)
-    if HAS_GATE:
-        G_i = gl.load(p + C + o_i)
-        G_j = gl.load(p + C + o_j)
-        G_C = gl.load(p + (2 * C - 1))
     for i in range(n):
         s = i % ST
         w = i % 2
         left = length - (n - 1 - i) * C
-        b_share = b_beta
-        if HAS_GATE:
-            b_share *= gl.exp2(G_C - G_j)
-        b_share = gl.convert_layout(b_share, gl.SliceLayout(0, ra))
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if left < C:
             clear(qs.index(s), left, C, K)
@@ -93,6 +87,14 @@ def prepare_part(
         b_a = warpgroup_mma(
             qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
+        b_share = gs.index(s).slice(0, C).load(gl.SliceLayout(0, ra))
+        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+        if HAS_GATE:
+            sums = gs.index(s).slice(C, C)
+            G_C = gs.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, ra))
+            b_share *= gl.exp2(G_C - sums.load(gl.SliceLayout(0, ra)))
+            G_i = sums.load(gl.SliceLayout(1, al))
+            G_j = sums.load(gl.SliceLayout(0, al))
         b_r = rs.index(s).permute((1, 0)).load(ra)
         b_r = (b_r.to(gl.float32) * b_share[None, :]).to(ks.dtype)
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
@@ -101,13 +103,6 @@ def prepare_part(
             between = G_i[:, None] - G_j[None, :]
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(ks.dtype)
-        # the next chunk's, which come from afar
-        p = p_rows + gl.maximum(n - 2 - i, 0) * stride
-        b_beta = gl.load(p + o_j)
-        if HAS_GATE:
-            G_i = gl.load(p + C + o_i)
-            G_j = gl.load(p + C + o_j)
-            G_C = gl.load(p + (2 * C - 1))
         b_z = warpgroup_mma(
             gl.convert_layout(b_a, aa), rs.index(s), zero_a, use_acc=False, is_async=True
         )
@@ -122,28 +117,28 @@ def prepare_part(
 
 @gluon.jit
 def walk_part(
-    qs, ks, ds, ws, zs, ss, ys, full, empty, p_full, p_empty, s_full, s_empty, y_full, y_empty,
-    p_rows, stride, s_in_ptr, s_out_ptr, o_s, n, scale,
+    qs, ks, ds, ws, zs, ss, ys, gs, full, empty, p_full, p_empty, s_full, s_empty, y_full,
+    y_empty, s_in_ptr, s_out_ptr, o_in, o_out, reads, writes, n, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
+    """reads, writes: whether s_in and s_out have the state at this program's ends.
+
+    ENDS: that before the slot alone.
+    """
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
     ya: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
-    o_s = o_s + o_k[None, :] * V + o_v[:, None]
+    o_s = o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
+        m_in = (o_k >= 0)[None, :] & reads
+        b_s = gl.load(s_in_ptr + (o_in + o_s), mask=m_in, other=0.0).to(gl.float32)
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
     zero = gl.zeros([BV, C], gl.float32, yl)
-    if HAS_GATE:
-        p = p_rows + gl.maximum(n - 1, 0) * stride
-        b_G = gl.load(p + C + o_c)
-        G_C = gl.load(p + (2 * C - 1))
     for i in range(n):
         s = i % ST
         w = i % 2
@@ -157,19 +152,18 @@ def walk_part(
         b_y = warpgroup_mma(
             gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_y, is_async=True
         )
-        mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
-        ss.index(0).store(b_sb)
-        fence_async_shared()
-        mbarrier.arrive(s_full.index(0), count=1)
+        if not ENDS:
+            mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
+            ss.index(0).store(b_sb)
+            fence_async_shared()
+            mbarrier.arrive(s_full.index(0), count=1)
         b_d = ds.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
         if HAS_GATE:
-            b_start = gl.exp2(b_G)
-            b_d *= gl.convert_layout(b_start, gl.SliceLayout(0, ya))[None, :]
-            b_s *= gl.exp2(G_C)
-            # the next chunk's, which come from afar
-            p = p_rows + gl.maximum(n - 2 - i, 0) * stride
-            b_G = gl.load(p + C + o_c)
-            G_C = gl.load(p + (2 * C - 1))
+            sums = gs.index(s).slice(C, C)
+            b_start = gl.exp2(sums.load(gl.SliceLayout(0, yl)))
+            b_d *= gl.exp2(sums.load(gl.SliceLayout(0, ya)))[None, :]
+            G_C = gs.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, sl))
+            b_s *= gl.exp2(G_C)[None, :]
         b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s), b_s, is_async=True)
         b_y = warpgroup_mma_wait(1, deps=(b_y,))
         b_left = -b_y
@@ -177,15 +171,17 @@ def walk_part(
             b_left *= b_start[None, :]
         b_left = gl.convert_layout(b_left.to(ks.dtype), ya)
         b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
-        mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
-        ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
-        fence_async_shared()
-        mbarrier.arrive(y_full.index(0), count=1)
+        if not ENDS:
+            mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
+            ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
+            fence_async_shared()
+            mbarrier.arrive(y_full.index(0), count=1)
         mbarrier.arrive(p_empty.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if HAS_S_OUT:
-        gl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty))
+        b_s = b_s.to(s_out_ptr.dtype.element_ty)
+        gl.store(s_out_ptr + (o_out + o_s), b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit
@@ -228,7 +224,7 @@ def delta_walk_back_sm90_kernel(
     dv_ptr,
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot
-    s_out_ptr,  # [slots, HV, K, V]: of that before it
+    s_out_ptr,  # [N, HV, K, V]: of that before the sequence
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -249,6 +245,8 @@ def delta_walk_back_sm90_kernel(
 ):
     """grid (V / BV * HV * slots,), 4 warps: as delta_walk_sm90_kernel, from the last chunk."""
     dtype: gl.constexpr = k_desc.dtype
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
     ds = gl.allocate_shared_memory(dtype, [ST, C, BV], do_desc.layout)
@@ -257,7 +255,8 @@ def delta_walk_back_sm90_kernel(
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
     ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
-    full = ring(1, ST)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    full = ring(2, ST)
     empty = ring(1, ST)
     p_full = ring(1, 2)
     p_empty = ring(1, 2)
@@ -266,12 +265,11 @@ def delta_walk_back_sm90_kernel(
     y_full = ring(1, 1)
     y_empty = ring(1, 1)
     NV: gl.constexpr = V // BV
-    ROWS: gl.constexpr = 1 + HAS_GATE
     pid = gl.program_id(0)
     i_v = (pid % NV) * BV
     i_h = (pid // NV) % HV
     slot = pid // NV // HV
-    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    row, length, first, i_n, i_s, _ = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
@@ -279,22 +277,23 @@ def delta_walk_back_sm90_kernel(
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     stride = HV * (ROWS * C)
     p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
-    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    o_in = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    o_out = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + i_v
     gl.warp_specialize(
         [
             (walk_part, (
-                qs, ks, ds, ws, zs, ss, ys, full, empty, p_full, p_empty, s_full, s_empty,
-                y_full, y_empty, p_rows, stride, s_in_ptr, s_out_ptr, o_s, n, scale,
-                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+                qs, ks, ds, ws, zs, ss, ys, gs, full, empty, p_full, p_empty, s_full, s_empty,
+                y_full, y_empty, s_in_ptr, s_out_ptr, o_in, o_out, True, i_s == 0,
+                n, scale, K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
             (keep_part, (
                 states_desc, dv_desc, dv_ptr, ss, ys, s_full, s_empty, y_full, y_empty, row,
                 chunk, HV, HV * V, v_col, i_v, length, n, V, BV, C)),
             (prepare_part, (
-                qs, ks, ds, rs, ws, zs, full, p_full, p_empty, p_rows, stride, length, n, scale,
+                qs, ks, ds, rs, ws, zs, gs, full, p_full, p_empty, length, n, scale,
                 K, BV, C, ST, HAS_GATE)),
             (load_part, (
-                q_desc, k_desc, do_desc, r_desc, qs, ks, ds, rs, full, empty, row, n, k_col,
-                v_col, r_col, C, ST)),
+                q_desc, k_desc, do_desc, r_desc, qs, ks, ds, rs, gs, full, empty, p_rows, stride,
+                row, n, k_col, v_col, r_col, C, ST, HAS_GATE)),
         ],
         [4, 4, 1],
         [64, 200, 24],

@@ -1,40 +1,73 @@
 """The delta rule and free a and b on sm_90: all but a few small kernels are here.
 
-Portable are the ends and the joining of segments; the gradients of the scores, where gates are per
-channel or a and b free; and those of q, k, a and b without a gate per channel.
+Portable are the gradients of the scores, where gates are per channel or a and b free; and those of
+q, k, a and b without a gate per channel.
 
 The portable walk that keeps states fits a multiprocessor twice without gates, this one once: that
 one is taken where there are more programs than multiprocessors.
 """
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.hopper import dplr_launch
-from slipstream.kernels.linear.hopper.plan import per_channel
+from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, per_channel
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
 from slipstream.kernels.linear.triton import dplr_launch as dplr_portable
 from slipstream.kernels.linear.triton.delta_plan import crowded, slots_of
 from slipstream.kernels.linear.triton.launch import Split
 
+IN_SLICES = MARKS = True  # as the portable ones
+PROGRAMS = 132  # multiprocessors: a walk's program takes one
+LEAST = 8  # chunks of a segment
+WORTH = 18  # chunks that a split has to take off a walk: about 30 us
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+
+def forward(
+    terms: Terms,
+    scale: float,
+    out: tuple[Tensor, Tensor] | None = None,
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As the portable one."""
     if per_channel(terms):
-        return dplr_portable.forward(_placed(terms), scale, dplr_launch)
-    return portable.forward(_placed(terms), scale, _OWN)
+        return dplr_portable.forward(_placed(terms), scale, dplr_launch, out, marks)
+    return portable.forward(_placed(terms), scale, _OWN, out, marks)
+
+
+def forward_kept(
+    terms: Terms,
+    scale: float,
+    out: tuple[Tensor, Tensor] | None = None,
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Those, and what backward takes as `kept`: empty where it would take nothing."""
+    if per_channel(terms):
+        return *forward(terms, scale, out, marks), []
+    o, final, solved = portable.forward_kept(_placed(terms), scale, _OWN, out, marks)
+    return o, final, [x for x in solved if x is not None]
 
 
 def backward(
-    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    kept: Sequence[Tensor] = (),
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """As the portable one."""
     dout = None if dout is None else _at_16_bytes(dout)
     if per_channel(terms):
-        return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch)
-    return portable.backward(_placed(terms), dout, dfinal, scale, _OWN)
+        return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch, out)
+    solved = portable.Solved(*kept) if kept else None
+    return portable.backward(_placed(terms), dout, dfinal, scale, _OWN, solved, out)
 
 
 def _placed(terms: Terms) -> Terms:
@@ -63,7 +96,7 @@ def _walk(
     if states is not None and terms.g is None and crowded(terms, slots_of(terms, split)):
         portable._walk(terms, solved, scale, o, **ends, split=split)
     else:
-        sm90.walk(terms, *solved, scale, o, **ends, segment=_segment(split))
+        sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, segment=_segment(split))
 
 
 def _walk_back(
@@ -78,11 +111,49 @@ def _walk_back(
     split: Split | None,
 ) -> None:
     ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
-    sm90.walk_back(terms, do, *solved, scale, dv, dstates, **ends)
+    sm90.walk_back(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends)
 
 
 def _segment(split: Split | None) -> tuple[int, int] | None:
     return None if split is None else (split.tokens, split.slots)
 
 
-_OWN = portable.Own(sm90.solve, _walk, _walk_back, sm90.grads)
+def _split(terms: Terms) -> Split | None:
+    """By shapes alone: as many segments as find a multiprocessor for each of their programs.
+
+    Where states do not decay their ends take two walks' time at most, for two segments one.
+    """
+    B, T, HV, V = terms.v.shape
+    programs = V // TILE_V * HV * terms.sequences
+    packed = terms.cu_seqlens is not None
+    chunks = T // CHUNK // (terms.sequences if packed else 1)  # packed ones have so many on average
+    wanted = min(PROGRAMS // programs, isqrt(2 * chunks), chunks // LEAST)
+    if wanted < 2 or chunks - chunks // wanted < WORTH:
+        return None
+    tokens = -(-chunks // wanted) * CHUNK
+    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+
+
+def _meet(
+    terms: Terms, solved: portable.Solved, split: Split
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    segment = (split.tokens, split.slots)
+    made = sm90.ends(terms, solved, terms.initial_state, segment)
+    return sm90.meet(terms, made[0], *made, terms.initial_state, segment), made
+
+
+def _meet_back(
+    terms: Terms,
+    do: Tensor,
+    solved: portable.Solved,
+    scale: float,
+    dfinal: Tensor | None,
+    made: tuple[Tensor, Tensor],
+    split: Split,
+) -> Tensor:
+    segment = (split.tokens, split.slots)
+    ends = sm90.ends_back(terms, do, solved, scale, dfinal, segment)
+    return sm90.meet(terms, ends, *made, dfinal, segment, back=True)
+
+
+_OWN = portable.Own(sm90.solve, _walk, _walk_back, sm90.grads, _split, _meet, _meet_back)

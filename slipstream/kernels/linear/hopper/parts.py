@@ -4,7 +4,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.gluon import gl, gluon, mbarrier
+from slipstream.kernels.gluon import copy_out, gl, gluon, mbarrier
 
 
 @gluon.jit
@@ -13,6 +13,15 @@ def place(cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SP
 
     As the portable find_segment, find_chunk.
     """
+    begin, length, first, _, _, _ = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    return begin, length, first
+
+
+@gluon.jit
+def place_in(
+    cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+):
+    """That, the sequence, the number in it of the segment, and whether that is the last one."""
     i_n = slot
     i_s = 0
     if PACKED:
@@ -36,11 +45,13 @@ def place(cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SP
         begin = i_n * T
         length = T
         first = i_n * gl.cdiv(T, C)
+    last = True
     if SPLIT:
+        last = (i_s + 1) * segment >= length
         begin += i_s * segment
         first += i_s * (segment // C)
         length = gl.minimum(gl.maximum(length - i_s * segment, 0), segment)
-    return begin, length, first
+    return begin, length, first, i_n, i_s, last
 
 
 @gluon.jit
@@ -59,3 +70,26 @@ def clear(tile, left, C: gl.constexpr, N: gl.constexpr):
     o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
     b = tile.load(layout)
     tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `left` alone."""
+    if left >= C:
+        copy_out(desc, [i_t, i_col], tile)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+        o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
+        p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
+        gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+
+
+@gluon.jit
+def load_rows(p, C: gl.constexpr, HAS_GATE: gl.constexpr):
+    """beta and G of a chunk, by one warp that takes them to shared memory.
+
+    Parts that load them themselves wait for them at every fence, wherever they are used.
+    """
+    N: gl.constexpr = (1 + HAS_GATE) * C
+    return gl.load(p + gl.arange(0, N, gl.BlockedLayout([N // 32], [32], [1], [0])))

@@ -1,0 +1,220 @@
+"""Delta rule on sm_90, sequences in segments: what a segment makes of the state that it meets.
+
+    S <- M S + E        back, to the gradients of states:        dS <- M^T dS' + dE
+
+E is the walk's end from a state of zero, the columns of M those from the unit matrix without v; dE
+is the walk's end backward. Where a state decays a segment needs not be walked whole. A token's
+exp(g) (I - beta k k^T) makes no state longer than by exp(g) max(1, |beta k.k - 1|), the growths
+of delta_solve.py. Once the product of these over a segment's last chunks is below 2^-FAR, M is
+taken as zero, and E from those chunks alone (back from the first ones): what is left out is below
+float32's rounding of what was there. The gates decide that on the device, for each head.
+
+The first segment's E starts at the sequence's own state, and no M of the first or the last is ever
+wanted: these count as M = 0, which `far` says of each segment and head. delta_meet.py joins them.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import gl, gluon
+from slipstream.kernels.linear.hopper import delta_walk, delta_walk_back
+from slipstream.kernels.linear.hopper.parts import place_in, ring
+
+walk_part = delta_walk.walk_part
+prepare_part = delta_walk.prepare_part
+load_part = delta_walk.load_part
+back_walk_part = delta_walk_back.walk_part
+back_prepare_part = delta_walk_back.prepare_part
+back_load_part = delta_walk_back.load_part
+
+FAR = gl.constexpr(32.0)
+SEEN = gl.constexpr(64)  # chunks of which the gates are looked at
+NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
+
+
+@gluon.jit
+def reach(
+    rows_ptr, growth_ptr, chunk, HV, n, C: gl.constexpr, BLOCKS: gl.constexpr, BACK: gl.constexpr
+):
+    """Chunks, of n, that a state at the end comes from (back, at the start); whether it is so."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o = gl.arange(0, SEEN, flat)
+    at = chunk + gl.where(o < n, o if BACK else n - 1 - o, 0) * HV
+    b = gl.load(rows_ptr + at.to(gl.int64) * (2 * C) + (2 * C - 1))
+    for i in gl.static_range(BLOCKS):
+        b += gl.load(growth_ptr + at * BLOCKS + i)
+    b = gl.convert_layout(b, gl.SliceLayout(0, wide))
+    o_i = gl.arange(0, SEEN, gl.SliceLayout(1, wide))
+    o_j = gl.arange(0, SEEN, gl.SliceLayout(0, wide))
+    b = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], b[None, :], 0.0), 1)
+    need = gl.min(gl.where((b < -FAR) & (o_i < n), o_i + 1, NOWHERE), 0)
+    return gl.minimum(need, n), need < NOWHERE
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HV", "H", "segment"])
+def delta_ends_sm90_kernel(
+    k_desc,  # [tokens, H * K] by [C, K]
+    v_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
+    growth_ptr,  # [chunks, HV, BLOCKS]
+    s_in_ptr,  # [N, HV, K, V]
+    ends_ptr,  # [slots, HV, K, V + K]: E and M
+    far_ptr,  # [slots, HV]
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    H,
+    segment,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid ((V + K) / BV * HV * slots,), 4 warps: BV columns of E, or of M after those."""
+    dtype: gl.constexpr = k_desc.dtype
+    NV: gl.constexpr = V // BV
+    TILES: gl.constexpr = NV + K // BV
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [ST, C, BV], v_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    full = ring(2, ST)
+    empty = ring(1, ST)
+    w_full = ring(1, 2)
+    w_empty = ring(1, 2)
+    pid = gl.program_id(0)
+    tile = pid % TILES
+    i_h = (pid // TILES) % HV
+    slot = pid // TILES // HV
+    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, True)
+    of_m = tile >= NV
+    begins = i_s == 0
+    n = gl.cdiv(length, C)
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    need = n
+    far = begins | last
+    if HAS_GATE:
+        need, decayed = reach(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, False)
+        far = far | decayed
+    gl.store(far_ptr + (slot * HV + i_h), far.to(gl.int32), mask=tile == 0)
+    skip = n - need
+    n = gl.where(last | (of_m & far), 0, need)
+    chunk += skip * HV
+    row += skip * C
+    length -= skip * C
+    k_col = i_h // (HV // H) * K
+    v_col = i_h * V + gl.where(of_m, 0, tile * BV)
+    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
+    stride = HV * (ROWS * C)
+    o_in = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + tile * BV
+    o_out = (slot.to(gl.int64) * HV + i_h) * (K * (V + K)) + tile * BV
+    unit = gl.where(of_m, (tile - NV) * BV, K)
+    v_row = gl.where(of_m, NOWHERE, row)
+    reads = begins & (skip == 0) & (tile < NV)
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                ks, vs, rs, ws, ws, ws, gs, full, empty, w_full, w_empty, w_empty,
+                s_in_ptr, ends_ptr, o_in, o_out, V + K, reads, True, unit, n,
+                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
+            (prepare_part, (
+                ks, vs, rs, ws, gs, full, w_full, w_empty, length, n,
+                K, BV, C, ST, HAS_GATE)),
+            (load_part, (
+                k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, gs, full, empty, full, empty,
+                p_rows, stride, row, v_row, n, k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
+        ],
+        [4, 1],
+        [152, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
+def delta_ends_back_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    do_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
+    growth_ptr,  # [chunks, HV, BLOCKS]
+    s_in_ptr,  # [N, HV, K, V]: gradient of the state after the sequence
+    ends_ptr,  # [slots, HV, K, V]: dE
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    segment,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (V / BV * HV * slots,), 4 warps: BV columns of dE."""
+    dtype: gl.constexpr = k_desc.dtype
+    NV: gl.constexpr = V // BV
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [ST, C, BV], do_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
+    zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    full = ring(2, ST)
+    empty = ring(1, ST)
+    p_full = ring(1, 2)
+    p_empty = ring(1, 2)
+    pid = gl.program_id(0)
+    i_v = (pid % NV) * BV
+    i_h = (pid // NV) % HV
+    slot = pid // NV // HV
+    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, True)
+    n = gl.cdiv(length, C)
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    whole = n
+    if HAS_GATE:
+        n, _ = reach(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, True)
+    reads = last & (n == whole)
+    length = gl.minimum(length, n * C)
+    n = gl.where(i_s == 0, 0, n)
+    k_col = i_h // (HV // H) * K
+    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
+    o_in = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + i_v
+    o_out = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    stride = HV * (ROWS * C)
+    gl.warp_specialize(
+        [
+            (back_walk_part, (
+                qs, ks, ds, ws, zs, ws, ws, gs, full, empty, p_full, p_empty, p_full, p_full,
+                p_full, p_full, s_in_ptr, ends_ptr, o_in, o_out, reads, True, n,
+                scale, K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
+            (back_prepare_part, (
+                qs, ks, ds, rs, ws, zs, gs, full, p_full, p_empty, length, n, scale,
+                K, BV, C, ST, HAS_GATE)),
+            (back_load_part, (
+                q_desc, k_desc, do_desc, r_desc, qs, ks, ds, rs, gs, full, empty, p_rows, stride,
+                row, n, k_col, i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
+        ],
+        [4, 1],
+        [200, 24],
+    )  # fmt: skip
