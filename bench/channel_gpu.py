@@ -4,7 +4,6 @@ python bench/channel_gpu.py            # the comparison with the float64 referen
 python bench/channel_gpu.py --check    # only the comparison, all cases at once
 python bench/channel_gpu.py --times    # only the times, and those of each kernel
 python bench/channel_gpu.py --peer     # the times, and those of fla's chunk_gla
-python bench/channel_gpu.py --rooms    # how much is prepared at a time
 python bench/channel_gpu.py --sweep    # tiles of each kernel, against the results of the table's
 """
 
@@ -315,31 +314,6 @@ def host_time() -> None:
         torch.cuda.synchronize()
 
 
-def rooms() -> None:
-    """What it costs to prepare a part at a time."""
-    kept = launch.ROOM, launch.LITTLE
-    for label in ("gla A", "gla C"):
-        _, x = arguments(label)
-        terms, line = Terms(**{n: t.detach() for n, t in x.items()}), []
-        want = launch.forward(terms, 0.1)
-        for bits in (40, 28, 27, 26):
-            launch.ROOM = launch.LITTLE = 1 << bits
-            same = all(torch.equal(x, y) for x, y in zip(launch.forward(terms, 0.1), want))
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            launch.forward(terms, 0.1)
-            peak = (torch.cuda.max_memory_allocated() - before) >> 20
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                launch.forward(terms, 0.1)
-            ms = bench(graph.replay)
-            del graph
-            line.append(f"2^{bits} {ms:.3f} ms {peak} MiB{'' if same else ' DIFFERS'}")
-        print(label, ", ".join(line), flush=True)
-        launch.ROOM, launch.LITTLE = kept
-
-
 WALK = ("sm_90", 2, 128)
 SWEEP = [  # what takes the place of a row of the tables
     ("prepare", channel_tiles.Part(64, 4, 1)),
@@ -392,7 +366,7 @@ def sweep(label: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "peer", "sweep", "rooms"):
+    for name in ("check", "times", "peer", "sweep"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--case", help="one of the comparison's")
     options = parser.parse_args()
@@ -402,8 +376,6 @@ def main() -> None:
         fine = check_operator(options.case) if by_name else check_case(int(options.case))
         raise SystemExit(0 if fine else "WRONG")
     print(torch.cuda.get_device_name(), torch.__version__)
-    if options.rooms:
-        return rooms()
     everything = not (options.check or options.times or options.peer or options.sweep)
     fine = True
     if options.check or everything:

@@ -119,21 +119,6 @@ def check_split() -> None:
     tiles.SPAN = channel_walks.SPAN = kept
 
 
-def check_parts() -> None:
-    """Prepared a part at a time, which changes no bit."""
-    from slipstream.kernels.linear.triton import channel_launch as launch
-
-    kept = launch.ROOM, launch.LITTLE
-    for form, size in (("g", "long"), ("gv", "long"), ("g", "grouped")):
-        terms = make(form, size, "mixed", torch.float32, True)
-        whole = launch.forward(terms, 0.5)
-        launch.ROOM = launch.LITTLE = terms.v.nbytes
-        assert len(launch._parts(launch._prepare(terms))) > 1
-        for got, want in zip(launch.forward(terms, 0.5), whole, strict=True):
-            assert torch.equal(got, want), f"{form}, {size}"
-        launch.ROOM, launch.LITTLE = kept
-
-
 def check_operators() -> None:
     """The operators of the forms take impl="triton", with gradients."""
     from slipstream.ops import chunk_gla, chunk_gsa, chunk_rwkv6
@@ -173,5 +158,4 @@ if __name__ == "__main__":
         print(form, size, gate, dtype, "ok", flush=True)
     check_nothing_but_final()
     check_split()
-    check_parts()
     check_operators()

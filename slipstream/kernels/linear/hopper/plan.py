@@ -4,7 +4,7 @@ import torch
 
 from slipstream.core import guard
 from slipstream.kernels.launching import not_hopper
-from slipstream.kernels.linear.hopper import additive_plan
+from slipstream.kernels.linear.hopper import additive_plan, channel_plan
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import kind
 
@@ -22,7 +22,8 @@ def per_channel(terms: Terms) -> bool:
 def refuses(terms: Terms) -> str | None:
     """Why the kernels in Gluon can't take a call, or None if they can."""
     if terms.transition == "none":
-        return additive_plan.refuses(terms)
+        plan = channel_plan if channel_plan.takes(terms) else additive_plan
+        return plan.refuses(terms)
     q, v = terms.q, terms.v
     if reason := not_hopper(q):
         return reason

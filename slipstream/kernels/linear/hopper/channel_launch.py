@@ -1,0 +1,203 @@
+"""Launches with a decay per channel on sm_90: the walks in Gluon, and portable ones around them.
+
+Forward is one walk (channel_walk.py), which leaves nothing but o and the final state. Backward is
+that walk reversed for dv, the two for dqs and dke (channel_edges.py), and the portable kernels for
+P and for what chunks add by themselves (channel_grads.py). Memory beyond results: backward P, half
+of k, and a state every SPAN chunks.
+
+Nothing depends on device values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gluon import TensorDescriptor, gl
+from slipstream.kernels.kept import kept
+from slipstream.kernels.linear.hopper.channel_edges import channel_edges_sm90_kernel
+from slipstream.kernels.linear.hopper.channel_plan import CHUNK
+from slipstream.kernels.linear.hopper.channel_walk import channel_walk_sm90_kernel
+from slipstream.kernels.linear.hopper.launch import _at_16_bytes, _placed
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton import channel_launch as portable
+from slipstream.kernels.linear.triton.channel_walks import Prepared, Sums, sums_of
+from slipstream.kernels.linear.triton.launch import _on
+from slipstream.kernels.linear.triton.tiles import SPAN
+
+HALF, STAGES = 64, 2
+# what the z of a chunk is not known beyond (the portable channel_walk.py)
+LOST = 2.0**-10
+# of 16 warps: what all parts of a program share
+_PROGRAM = {"num_warps": 4, "maxnreg": 128}
+
+
+def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """As the portable one, which it is where q is float32."""
+    if terms.q.dtype == torch.float32:
+        return portable.forward(terms, scale)
+    terms = _placed(portable._prepare(terms))
+    o = torch.empty_like(terms.v)
+    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    with _on(o.device):
+        walk(terms, terms.v, o, scale, terms.initial_state, final)
+    return o, final
+
+
+def backward(
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+) -> dict[str, Tensor]:
+    """As the portable one, which it is where q is float32."""
+    if terms.q.dtype == torch.float32:
+        return portable.backward(terms, dout, dfinal, scale)
+    given = terms
+    terms = _placed(portable._prepare(terms))
+    work = portable._work(terms, terms.v)
+    if dout is None or scale == 0.0:
+        do = torch.zeros_like(terms.v)
+    else:
+        do = _at_16_bytes(dout.to(terms.v.dtype).contiguous())
+    work, scale = work._replace(do=do), scale or 1.0  # o does not depend on q, k, v then
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    shape = (*do.shape[:3], terms.q.shape[-1])
+    dq, dk = do.new_empty(shape), do.new_empty(shape)
+    dv, dg = torch.empty_like(do), torch.empty_like(work.g)
+    state, u, dinitial, du = terms.initial_state, terms.u, None, None
+    if state is not None:
+        dinitial = state.new_empty(terms.state_shape)
+    if u is not None:
+        du = u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
+    ends: dict[str, Any] = {"scale_in": 1 / scale, "reverse": True}
+    with _on(do.device):
+        sums, decay = sums_of(work), do.new_empty(work.chunks, *shape[2:], dtype=torch.float32)
+        edges(terms, do, dq, state, sums, decay)
+        edges(terms, do, dk, dfinal, sums, decay, **ends)
+        walk(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)
+        made = Prepared(None, terms.k, None, decay)
+        more = {"dqs": dq, "dke": dk, "z": sums.z, "dq": dq, "dk": dk, "dg": dg, "du": du}
+        portable._grads(work, made, portable._pairs(work), scale, **more)
+    if terms.q.shape[2] != shape[2]:
+        groups = (*terms.q.shape[:3], -1, shape[-1])
+        dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
+    grads = {"q": dq, "k": dk, "v": dv, "g": dg}
+    if u is not None and du is not None:
+        grads["u"] = du.sum(0).to(u.dtype)
+    if dinitial is not None:
+        grads["initial_state"] = dinitial
+    return portable._as_given(grads, given)
+
+
+def walk(
+    terms: Terms,
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    scale_in: float = 1.0,
+    scale_out: float = 1.0,
+    reverse: bool = False,
+) -> None:
+    """x: v or, reverse, do; y: o or dv."""
+    q, g = terms.q, terms.g
+    assert g is not None
+    K, X = q.shape[-1], x.shape[-1]
+    launch: Any = kept(channel_walk_sm90_kernel)[(x.shape[2] * terms.sequences,)]
+    launch(
+        _tiles(q, K),
+        _tiles(terms.k, K),
+        _tiles(x, HALF),
+        _tiles(g, K),
+        _tiles(y, HALF),
+        y,
+        terms.u,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        scale,
+        scale_in,
+        scale_out,
+        *_sizes(terms),
+        K=K,
+        X=X,
+        C=CHUNK,
+        ST=STAGES,
+        LEVELS=CHUNK.bit_length() - 1,
+        HAS_U=terms.u is not None,
+        **_flags(terms, s_in, s_out, reverse),
+    )
+
+
+def edges(
+    terms: Terms,
+    do: Tensor,
+    y: Tensor,
+    s_in: Tensor | None,
+    sums: Sums,
+    decay: Tensor,
+    scale_in: float = 1.0,
+    reverse: bool = False,
+) -> None:
+    """y: dqs or, reverse, dke."""
+    q, v, g = terms.q, terms.v, terms.g
+    assert g is not None
+    K, V = q.shape[-1], v.shape[-1]
+    launch: Any = kept(channel_edges_sm90_kernel)[(v.shape[2] * terms.sequences,)]
+    launch(
+        _tiles(q, K),
+        _tiles(terms.k, K),
+        _tiles(v, V),
+        _tiles(do, V),
+        _tiles(g, K),
+        _tiles(y, HALF),
+        y,
+        s_in,
+        None,
+        sums.sums,
+        sums.z,
+        sums.anchors,
+        decay,
+        terms.cu_seqlens,
+        scale_in,
+        1.0,
+        *_sizes(terms),
+        K=K,
+        V=V,
+        C=CHUNK,
+        ST=STAGES,
+        SPAN=SPAN,
+        LOST=LOST,
+        BEFORE=terms.u is not None,
+        **_flags(terms, s_in, None, reverse),
+    )
+
+
+def _sizes(terms: Terms) -> tuple[int, ...]:
+    """T to segment."""
+    T = terms.q.shape[1]
+    return T, terms.sequences, terms.v.shape[2], terms.q.shape[2], T
+
+
+def _flags(
+    terms: Terms, s_in: Tensor | None, s_out: Tensor | None, reverse: bool
+) -> dict[str, Any]:
+    return {
+        "BOUND": portable.BOUND[terms.q.dtype],
+        "REVERSE": reverse,
+        "HAS_S_IN": s_in is not None,
+        "HAS_S_OUT": s_out is not None,
+        "SPLIT": False,
+        "PACKED": terms.cu_seqlens is not None,
+        **_PROGRAM,
+    }
+
+
+def _tiles(x: Tensor, columns: int) -> Any:
+    """A descriptor of x as rows of all heads, in tiles [CHUNK, columns]."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for([CHUNK, columns], gl.bfloat16)
+    width = x.shape[2] * x.shape[3]
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return TensorDescriptor(x, shape, strides, [CHUNK, columns], layout)
