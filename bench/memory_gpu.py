@@ -2,39 +2,53 @@
 
     python bench/memory_gpu.py              a line an operator
     python bench/memory_gpu.py gla gsa      these
+    python bench/memory_gpu.py --peer       fla's beside them, in processes side by side
 
 B1 T8192, 32 heads, K = V = 128, bf16. "forward": without gradients, in percent of inputs and
 outputs; "both": of a forward and its backward, in percent of inputs, outputs and all gradients.
-Promised: 25 for the additive family.
+Promised: 25, and no more than fla. What fla takes does not depend on its tiles: it is not tuned.
 """
 
+import argparse
+import importlib
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from record import record, table
 
-from slipstream.cli.samples import SAMPLES, Sample, Shape, chosen
+from slipstream.cli.samples import Sample, Shape, chosen, flat
 
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # which fla calls where it is installed
 SHAPE = Shape(B=1, T=8192, H=32)
 MIB = 2**20
+SIDE_BY_SIDE = 8
+# Where fla has it, if not in a module of its own.
+MODULES = {"iplr_delta_rule": "generalized_delta_rule", "dplr_delta_rule": "generalized_delta_rule"}
+
+Call = Callable[[dict[str, Any]], list[torch.Tensor]]
 
 
 def size(tensors: list[torch.Tensor]) -> int:
     return sum(x.nbytes for x in tensors)
 
 
-def measure(sample: Sample) -> dict[str, object]:
-    args = sample.inputs(SHAPE, torch.device("cuda"))
+def measure(call: Call, args: dict[str, Any]) -> dict[str, object]:
     given = [x for x in args.values() if isinstance(x, torch.Tensor)]
     leaves = [x.requires_grad_() for x in given if x.is_floating_point()]
-    found: dict[str, object] = {"operator": sample.op}
+    found: dict[str, object] = {}
     for name in ("forward", "both"):
-        for _ in range(2):  # the first compiles
+        for _ in range(3):  # the first compiles, the second is recorded
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             with torch.set_grad_enabled(name == "both"):
-                outs = sample.call(args)
+                outs = call(args)
             results = size(outs)
             if name == "both":
                 do = torch.randn_like(outs[0])
@@ -45,23 +59,79 @@ def measure(sample: Sample) -> dict[str, object]:
             beyond = torch.cuda.max_memory_allocated() - before - results
             del outs
         found[f"{name} MiB"] = round(beyond / MIB)
-        found[f"{name} %"] = round(100 * beyond / (size(given) + results))
+        found[f"{name} %"] = round(100 * beyond / (size(given) + results), 1)
     return found
 
 
-def main() -> None:
-    named = sys.argv[1:]
-    samples = [x for x in (chosen(named) if named else SAMPLES) if x.op.startswith("chunk_")]
-    rows = []
-    for sample in samples:
+def peer(sample: Sample) -> Call:
+    """fla's, its kernels with the first of their configurations."""
+    from triton.runtime.autotuner import Autotuner
+
+    pruned = Autotuner.prune_configs
+
+    def first(self: Any, kwargs: Any) -> list[Any]:
+        return sorted(pruned(self, kwargs), key=lambda x: (x.num_stages, x.num_warps))[:1]
+
+    Autotuner.prune_configs = first
+    name = sample.op.removeprefix("chunk_")
+    fn = getattr(importlib.import_module(f"fla.ops.{MODULES.get(name, name)}"), sample.op)
+    return lambda args: flat(fn(**args, **sample.options, output_final_state=True))
+
+
+def row_of(sample: Sample, beside: bool) -> dict[str, object]:
+    args = sample.inputs(SHAPE, torch.device("cuda"))
+    row = {"operator": sample.op, **measure(sample.call, args)}
+    if beside:
+        print(json.dumps(row), flush=True)
         try:
-            rows.append(measure(sample))
+            found = measure(peer(sample), args)
         except Exception as e:
-            print(sample.op, type(e).__name__, str(e)[:100])
-            continue
-        print(*rows[-1].values(), flush=True)
-        torch.cuda.empty_cache()
-    print(table(rows))
+            row["fla"] = f"{type(e).__name__}: {e}"[:100].replace("\n", " ")
+        else:
+            row |= {f"fla {name}": x for name, x in found.items()}
+    return row
+
+
+def apart(sample: Sample, limit: float) -> dict[str, object]:
+    """In a process of its own: what it has printed last when it ends, or is ended."""
+    command = [sys.executable, __file__, "--one", sample.op]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, errors = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, errors = child.communicate()
+    lines = [x for x in out.splitlines() if x.startswith("{")]
+    if not lines:
+        return {"operator": sample.op, "fla": errors.strip()[-100:].replace("\n", " ")}
+    return json.loads(lines[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("operators", nargs="*")
+    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--one", action="store_true", help="with the peer, in this process")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of a process")
+    given = parser.parse_args()
+    samples = [x for x in chosen(given.operators) if x.op.startswith("chunk_")]
+    if given.one:
+        print(json.dumps(row_of(samples[0], True)), flush=True)
+        return
+    if given.peer:
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            rows = list(pool.map(lambda x: apart(x, given.limit), samples))
+    else:
+        rows = []
+        for sample in samples:
+            try:
+                rows.append(row_of(sample, False))
+            except Exception as e:
+                rows.append({"operator": sample.op, "raised": str(e)[:100].replace("\n", " ")})
+            print(*rows[-1].values(), flush=True)
+            torch.cuda.empty_cache()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    print(table([{name: row.get(name, "") for name in names} for row in rows]))
     print("recorded in", record("memory_gpu", rows))
 
 

@@ -1,8 +1,7 @@
 """Runs whose result is worked on before it is rounded: float32 inside, one rounding at the end.
 
 An operator that divides, or runs twice, would lose digits if 16-bit inputs gave 16-bit results in
-between. It computes in float32 instead and rounds once, to what its user expects; or, on a GPU,
-where that costs several times as much, takes 16-bit inputs as they are and a result in float32.
+between. It computes in float32 instead and rounds once, to what its user expects.
 """
 
 from collections.abc import Mapping
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.autocast import autocast_dtype
-from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for, run
-from slipstream.kernels.linear.op import linear
+from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
 
 
@@ -38,17 +36,3 @@ def run_wide(
         return run(terms, options, recurrent=recurrent, names=names)
     with torch.autocast(terms.q.device.type, enabled=False):
         return run(terms, options, recurrent=recurrent, names=names)
-
-
-def run_to_float32(
-    terms: Terms, options: Options, *, recurrent: bool, names: Mapping[str, str]
-) -> tuple[Tensor, Tensor]:
-    """run() of 16-bit q, k and v of one dtype whose o, and the final state, are float32.
-
-    Not for options.reverse, state_v_first or impl="reference".
-    """
-    check(terms, names, options, recurrent)
-    plan = plan_for(terms, options.impl)
-    scale = terms.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-    chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-    return linear(terms, scale, chunk, plan.tries, wide=True)

@@ -1,10 +1,11 @@
 """Gated DeltaProduct: several Householder steps of the gated delta rule for each token."""
 
-import torch
 from torch import Tensor
 
 from slipstream.core import checks
-from slipstream.kernels.linear.call import Options, run
+from slipstream.core.autocast import autocast_dtype
+from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for, run
+from slipstream.kernels.linear.product import Steps, at_step, product, takes
 from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._prologue import maybe_l2_norm
 
@@ -65,13 +66,10 @@ def chunk_gated_delta_product(
     Householder Products" (2025).
     """
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
-    terms = _steps(q, k, v, g, beta, num_householder, reverse, cu_seqlens)
-    o, state = run(
-        terms._replace(initial_state=initial_state),
-        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
-        recurrent=False,
-    )
-    return _reads(o, num_householder, reverse), state
+    options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    _check(q, k, v, g, beta, num_householder)
+    given = Steps(q, k, v, beta, g, initial_state)
+    return _run(given, num_householder, cu_seqlens, options, recurrent=False)
 
 
 def fused_recurrent_gated_delta_product(
@@ -97,48 +95,46 @@ def fused_recurrent_gated_delta_product(
     the other.
     """
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
-    terms = _steps(q, k, v, g, beta, num_householder, reverse, cu_seqlens)
-    o, state = run(
-        terms._replace(initial_state=initial_state),
-        Options(scale, output_final_state, state_v_first, reverse, None, impl),
-        recurrent=True,
-    )
-    return _reads(o, num_householder, reverse), state
+    options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
+    _check(q, k, v, g, beta, num_householder)
+    given = Steps(q, k, v, beta, g, initial_state)
+    return _run(given, num_householder, cu_seqlens, options, recurrent=True)
 
 
-def _steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    n: int,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-) -> Terms:
+def _run(
+    given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, *, recurrent: bool
+) -> tuple[Tensor, Tensor | None]:
+    """In spans where that is worth it, else laid out as a whole."""
+    turned = options.reverse or options.state_v_first or options.impl == "reference"
+    if not turned and cu_seqlens is None and takes(given) and autocast_dtype(given.q) is None:
+        laid = given.terms(slice(0, 1), given.state)
+        check(laid, {}, options, recurrent)
+        scale = given.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+        chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+        o, state = product(given, scale, chunk, plan_for(laid, options.impl).tries)
+        return o, state if options.output_final_state else None
+    terms = _steps(given, n, options.reverse, cu_seqlens)
+    o, state = run(terms, options, recurrent=recurrent)
+    return _reads(o, n, options.reverse), state
+
+
+def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> Terms:
     """Every Householder step as a token of the gated delta rule.
 
     The first step of a token decays, its last reads. Time turned back would turn the steps of a
     token too, so with reverse they are turned beforehand.
     """
-    _check(q, k, v, g, beta, n)
+    q, k, v, beta, g, state = given
     tokens = q.shape[1]
-    q = _at(q, n, last=not reverse)
+    q = at_step(q, n, last=not reverse)
     if g is not None:
-        g = _at(g, n, last=reverse)
+        g = at_step(g, n, last=reverse)
     if reverse:
         k, v, beta = (x.unflatten(1, (tokens, n)).flip(2).flatten(1, 2) for x in (k, v, beta))
     if cu_seqlens is not None:
         checks.expect_tensor("cu_seqlens", cu_seqlens)
         cu_seqlens = cu_seqlens * n
-    return Terms(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens)
-
-
-def _at(x: Tensor, n: int, *, last: bool) -> Tensor:
-    """x of each token at the first or the last of its n steps, zeros at the others."""
-    zeros = x.new_zeros(x.shape[0], x.shape[1], n - 1, *x.shape[2:])
-    x = x.unsqueeze(2)
-    return torch.cat([zeros, x] if last else [x, zeros], dim=2).flatten(1, 2)
+    return Terms(q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=cu_seqlens)
 
 
 def _reads(o: Tensor, n: int, reverse: bool) -> Tensor:

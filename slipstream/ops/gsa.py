@@ -5,9 +5,10 @@ from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.autocast import autocast_dtype
-from slipstream.kernels.linear.call import Options, run
+from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for
+from slipstream.kernels.linear.slots import Slots, attend
 from slipstream.kernels.linear.terms import Terms
-from slipstream.ops._wide import result_dtype, run_to_float32, run_wide, widen
+from slipstream.ops._wide import result_dtype, run_wide, widen
 
 States = tuple[Tensor, Tensor]
 
@@ -110,6 +111,7 @@ def _run(
     _check(q, k, v, s, g)
     dtype, group = result_dtype(q), q.shape[2] // k.shape[2]
     narrow = g is not None and _stays_narrow(q, dtype, options)
+    narrow = narrow and all(x.numel() > 0 for x in (q, v, s))
     if g is None:
         if cu_seqlens is not None or initial_state is not None:
             given = "initial_state" if cu_seqlens is None else "cu_seqlens"
@@ -133,11 +135,15 @@ def _run(
     reads = Terms(q, s, v, g=g, initial_state=values, cu_seqlens=cu_seqlens)
     names, once = {"v": "s", "gv": "g"}, options._replace(scale=1.0)
     if narrow:
-        scores, keys = run_to_float32(slots, options, recurrent=recurrent, names=names)
+        impls = []
+        for terms, called in ((slots, names), (reads._replace(q=s), {})):
+            check(terms, called, options, recurrent)
+            impls.append(plan_for(terms, options.impl).tries)
+        scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+        chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+        given = Slots(q, k, v, s, g, keys, values, cu_seqlens)
+        o, keys, values = attend(given, scale, chunk, *impls)
         keys = keys if options.output_final_state else None
-        reads = reads._replace(q=scores.softmax(-1).to(dtype))
-        del scores
-        o, values = run(reads, once, recurrent=recurrent)
     else:
         scores, keys = run_wide(slots, options, recurrent=recurrent, names=names)
         o, values = run_wide(reads._replace(q=scores.softmax(-1)), once, recurrent=recurrent)
@@ -147,7 +153,7 @@ def _run(
 
 
 def _stays_narrow(q: Tensor, dtype: torch.dtype, options: Options) -> bool:
-    """Whether only the scores are float32 (_wide.py)."""
+    """Whether only the scores are float32 (kernels/linear/slots.py)."""
     plain = not (options.reverse or options.state_v_first or options.impl == "reference")
     return plain and q.is_cuda and dtype in (torch.bfloat16, torch.float16)
 

@@ -3,10 +3,11 @@
 slipstream::linear_forward and slipstream::linear_backward take the terms in their order; `chunk` is
 the chunk size, 0 for token by token; `impl` names the implementation, or several to try in order,
 "triton|eager"; `wide` asks for o in float32. Outputs have a fixed number: o, the final state; and
-the gradients of the differentiable terms given, in their order.
+the gradients of the differentiable terms given, in their order. linear_spans is linear_forward that
+goes through the tokens in `spans` spans, and also returns the states between them, for backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard
-from slipstream.core.library import define, shortcut
-from slipstream.kernels.linear import probe
+from slipstream.core.library import define, direct, replayed, shortcut
+from slipstream.kernels.linear import probe, slices
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
+from slipstream.kernels.linear.hopper import channel_plan
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 
@@ -28,32 +30,49 @@ from slipstream.kernels.linear.triton.plan import kind, only_by_token
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda): docs/log.md.
 STEP_TOKENS = 16
 
+# Arguments of linear_backward, but for the states between spans.
+BACKWARD = len(Terms._fields) + 6
+Outputs = tuple[Tensor | None, Tensor | None] | None
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    *given, scale, chunk, impl, wide = args
+    o, final, *_ = spans_forward(*args, 1)
+    return o, final
+
+
+def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[Tensor, ...]:
+    """o, the final state, the states between spans.
+
+    Args:
+        out: memory for o and the final state.
+        keep: also what the launches leave for `gradients`, of each slice as many tensors.
+    """
+    *given, scale, chunk, impl, wide, spans = args
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
-        return _empty_forward(terms, wide)
+        o, final = _empty_forward(terms, wide)
+        return o, final, final.new_zeros(spans - 1, *final.shape)
     impl, _, rest = impl.partition("|")
-    if impl == "eager":
-        terms = _in_float32(terms) if wide else terms
-        if chunk == 0:
-            return recurrent_forward(terms, scale)
-        return chunk_forward(terms, scale, chunk)
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
 
-    def run(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    def run(terms: Terms, scale: float) -> tuple[Tensor, ...]:
+        if impl == "eager":
+            eager = partial(_eager, chunk=chunk)
+            terms = _in_float32(terms) if wide else terms
+            return _in_slices(eager, terms, scale, wide, spans, out)
         launches = _launches(impl, terms, by_token)
-        if not wide:
-            return launches.forward(terms, scale)
-        if getattr(launches, "WIDE", False):
-            return launches.forward(terms, scale, torch.float32)
-        return launches.forward(_in_float32(terms), scale)
+        wider = wide and not getattr(launches, "WIDE", False)
+        terms = _in_float32(terms) if wider else terms
+        forward = getattr(launches, "forward_kept", None) if keep else None
+        forward = forward or launches.forward
+        return _in_slices(forward, terms, scale, wide, spans, out, launches)
 
-    def instead(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
-        return _forward(*terms, scale, chunk, rest, wide)
+    if impl == "eager":
+        return run(terms, scale)
+
+    def instead(terms: Terms, scale: float) -> tuple[Tensor, ...]:
+        return spans_forward(*terms, scale, chunk, rest, wide, spans, out=out, keep=keep)
 
     return guard.attempt(
         lambda: kind(terms, impl, by_token),
@@ -65,6 +84,46 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     )
 
 
+def _eager(terms: Terms, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
+    if chunk == 0:
+        return recurrent_forward(terms, scale)
+    return chunk_forward(terms, scale, chunk)
+
+
+def _in_slices(
+    forward: Callable,
+    terms: Terms,
+    scale: float,
+    wide: bool,
+    spans: int,
+    out: Outputs,
+    launches: Any = None,
+) -> tuple[Tensor, ...]:
+    """launches: those that forward is of; what has IN_SLICES writes to where it is told."""
+    able = getattr(launches, "IN_SLICES", False)
+    more = {"dtype": torch.float32} if wide and getattr(launches, "WIDE", False) else {}
+    cut = spans > 1 or (able and out is None)  # with out it is a slice already
+    parts = slices.of_forward(terms, spans) if cut else [slices.WHOLE]
+    if spans > 1 and getattr(launches, "MARKS", False):
+        marks = terms.v.new_empty(spans - 1, *terms.state_shape, dtype=torch.float32)
+        o, final, *kept = forward(terms, scale, marks=marks)
+        return o, final, marks, *(kept[0] if kept else ())
+    if len(parts) == 1 and out is None:
+        o, final, *kept = forward(terms, scale, **more)
+        return o, final, final.new_empty(spans - 1, *final.shape), *(kept[0] if kept else ())
+    run = forward if able else partial(_copied, forward)
+    dtype = torch.float32 if wide else None
+    return slices.forward(run, terms, scale, parts, dtype, spans, out or (None, None))
+
+
+def _copied(
+    forward: Callable, terms: Terms, scale: float, out: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    for x, y in zip(out, forward(terms, scale)):
+        x.copy_(y)
+    return out
+
+
 def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
     """The launches of a transition; Triton is imported only here, once they are wanted."""
     if by_token:
@@ -72,6 +131,10 @@ def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
 
         return step_launch
     if impl == "hopper":
+        if terms.transition == "none" and channel_plan.takes(terms):
+            from slipstream.kernels.linear.hopper import channel_launch as channel_sm90
+
+            return channel_sm90
         if terms.transition == "none":
             from slipstream.kernels.linear.hopper import additive_launch
 
@@ -98,10 +161,10 @@ def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
     return launch
 
 
-def _widened(run: Callable, wide: bool, terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def _widened(run: Callable, wide: bool, terms: Terms, scale: float) -> tuple[Tensor, ...]:
     """With products of float32 operands, where the compiler can do no others."""
-    o, final = run(_in_float32(terms), scale)
-    return o if wide else o.to(terms.q.dtype), final
+    o, *states = run(_in_float32(terms), scale)
+    return o if wide else o.to(terms.q.dtype), *states
 
 
 def _in_float32(terms: Terms) -> Terms:
@@ -117,18 +180,19 @@ def _empty_forward(terms: Terms, wide: bool) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    *given, dout, dfinal, scale, chunk, impl, gate_gradient = args
+    *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:BACKWARD]
+    marks, kept = args[BACKWARD] if len(args) > BACKWARD else None, args[BACKWARD + 1 :]
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
     else:
-        grads = _gradients(terms, dout, dfinal, scale, chunk, impl, gate_gradient)
+        grads = gradients(terms, dout, dfinal, scale, chunk, impl, gate_gradient, marks, kept=kept)
     return [grads[name] for name in _with_gradient(terms, gate_gradient)]
 
 
-def _gradients(
+def gradients(
     terms: Terms,
     dout: Tensor | None,
     dfinal: Tensor | None,
@@ -136,24 +200,44 @@ def _gradients(
     chunk: int,
     impl: str,
     gate_gradient: bool,
+    marks: Tensor | None,
+    out: Mapping[str, Tensor] | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
+    """By the name of the term; those of `out` are there, and the others anywhere.
+
+    Args:
+        marks, kept: of spans_forward.
+    """
     impl, _, rest = impl.partition("|")
     if impl == "eager" or only_by_token(terms):
         if chunk == 0:
-            return recurrent_backward(terms, dout, dfinal, scale)
-        return chunk_backward(terms, dout, dfinal, scale, chunk)
+            return slices.placed(recurrent_backward(terms, dout, dfinal, scale), out)
+        return slices.placed(chunk_backward(terms, dout, dfinal, scale, chunk), out)
 
     def run() -> dict[str, Tensor]:
         launches = _launches(impl, terms)
         skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
-        if not guard.widens(terms.q):
-            return launches.backward(terms, dout, dfinal, scale, **skips)
-        d = None if dout is None else dout.float()
-        grads = launches.backward(_in_float32(terms), d, dfinal, scale, **skips)
-        return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+        wider = guard.widens(terms.q)
+        wide, do = (_in_float32(terms), dout) if wider else (terms, dout)
+        if wider and do is not None:
+            do = do.float()
+        able = getattr(launches, "IN_SLICES", False)
+        parts = slices.of_backward(wide, marks) if able else [slices.WHOLE]
+        more = {"out": out} if able and out is not None else {}
+        left = kept if hasattr(launches, "forward_kept") else ()
+        if len(parts) == 1:
+            more |= {"kept": left} if left else {}
+            grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
+        else:
+            run = launches.backward
+            grads = slices.backward(run, wide, do, dfinal, scale, parts, marks, left)
+        if wider:
+            grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+        return slices.placed(grads, out)
 
     def instead() -> dict[str, Tensor]:
-        return _gradients(terms, dout, dfinal, scale, chunk, rest, gate_gradient)
+        return gradients(terms, dout, dfinal, scale, chunk, rest, gate_gradient, marks, out, kept)
 
     return guard.attempt(
         lambda: kind(terms, impl),
@@ -165,15 +249,24 @@ def _gradients(
     )
 
 
+def _kept(*args: Any) -> tuple[Tensor, ...]:
+    return spans_forward(*args, keep=True)
+
+
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    terms, wide = Terms(*args[: len(Terms._fields)]), args[-1]
+    return _fake_spans(*args, 1)[:2]
+
+
+def _fake_spans(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    terms, wide, spans = Terms(*args[: len(Terms._fields)]), *args[-2:]
     o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
-    return o, terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
+    final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
+    return o, final, final.new_empty(spans - 1, *final.shape)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
     terms = Terms(*args[: len(Terms._fields)])
-    given = (getattr(terms, name) for name in _with_gradient(terms, args[-1]))
+    given = (getattr(terms, name) for name in _with_gradient(terms, args[BACKWARD - 1]))
     return [x.new_empty(x.shape) for x in given]
 
 
@@ -190,33 +283,65 @@ _forward_op: Callable = define(
     _forward,
     _fake_forward,
 )
+_spans_op: Callable = define(
+    "linear_spans",
+    f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
+    spans_forward,
+    _fake_spans,
+)
 _backward_op: Callable = define(
     "linear_backward",
-    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient) -> Tensor[]",
+    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
+    "Tensor? marks=None) -> Tensor[]",
     _backward,
     _fake_backward,
 )
+
+
+def _gradient_follows(args: tuple, results: tuple[Tensor, ...]) -> None:
+    """Of o alone, as most calls have it."""
+    width = len(Terms._fields)
+    given, options = args[:width], args[width : width + 3]
+    g = Terms(*given).g
+    gate_gradient = g is not None and g.requires_grad
+    _backward(*given, torch.empty_like(results[0]), None, *options, gate_gradient, *results[2:])
+
+
 _call_forward = shortcut(_forward_op, replays=True)
+_call_trained = shortcut(_forward_op, replays=True, follows=_gradient_follows)
+_call_spans = shortcut(_spans_op, replays=True, follows=_gradient_follows)
+_call_kept = replayed(_kept, _gradient_follows)
+_call_backward_kept = replayed(_backward)
 _call_backward = shortcut(_backward_op, replays=True)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, chunk: int, impl: str, wide: bool, *given: Any) -> Any:
-        ctx.save_for_backward(*given)
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
-        return _call_forward(*given, scale, chunk, impl, wide)
+        terms = Terms(*given)
+        spans, kept = slices.spans_of(terms, impl), []
+        if impl.startswith("hopper") and terms.transition == "delta" and direct(terms.q):
+            o, final, *kept = _call_kept(*given, scale, chunk, impl, wide, spans)
+        elif spans > 1:
+            o, final, *kept = _call_spans(*given, scale, chunk, impl, wide, spans)
+        else:
+            o, final = _call_trained(*given, scale, chunk, impl, wide)
+        ctx.save_for_backward(*given, *kept)
+        return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
-        given = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        given, kept = saved[: len(Terms._fields)], saved[len(Terms._fields) :]
         if dout is None and dfinal is None:
             return (None,) * (4 + len(given))
         terms = Terms(*given)
         gate_gradient = ctx.needs_input_grad[4 + Terms._fields.index("g")]
-        grads = _call_backward(*given, dout, dfinal, *ctx.options, gate_gradient)
+        call = _call_backward if len(kept) <= 1 else _call_backward_kept
+        grads = call(*given, dout, dfinal, *ctx.options, gate_gradient, *kept)
         named = dict(zip(_with_gradient(terms, gate_gradient), grads))
         by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, None, *by_term, None)

@@ -5,24 +5,27 @@ Forward: q and k times their decays to the edges of their chunk, and the scores 
 chunks at once (channel_prepare.py), then one walk (channel_walk.py). Backward: the same again, P =
 do v^T within chunks, three walks, then the gradients on the side that decays (channel_grads.py).
 
-Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, or what ROOM says for long
-sequences and large batches, which are done one part after the other; backward 2.5 times k, less
-what there is room for where the gradient of the gate will be, P half of k, and a state every SPAN
-chunks a quarter of it in 16 bits; with grouped heads the gradients of q and k for each value head;
-for a sequence that is split, a state a segment, once forward and twice backward.
+Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, of one slice at a time
+(slices.py); backward 2.5 times k, less what there is room for where the gradient of the gate will
+be, P half of k, and a state every SPAN chunks a quarter of it in 16 bits; with grouped heads the
+gradients of q and k for each value head; for a sequence that is split, a state a segment, once
+forward and twice backward.
 
 Decay of the columns of the state, gv, is decay of the rows with the roles exchanged: with q, k, v
 and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and dv is dk.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
+from slipstream.kernels.linear.slices import fitting
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_grads import channel_grads_kernel
 from slipstream.kernels.linear.triton.channel_levels import channel_level_grads_kernel
@@ -50,10 +53,8 @@ from slipstream.kernels.linear.triton.tiles import power_of_two
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
-# forward takes the dtype of o (op.py)
-WIDE = True
-# Bytes that forward prepares at a time, at most, and what is too little to be halved.
-ROOM, LITTLE = 1 << 28, 1 << 26
+# forward takes the dtype of o, and writes to memory that it is given (op.py)
+WIDE = IN_SLICES = True
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MOST = 16
 FILL = 528
@@ -64,15 +65,24 @@ def _tile(device: torch.device, K: int, bytes_each: int) -> ChannelTile:
     return choose("interpreter" if INTERPRETED else _family(device), K, bytes_each)
 
 
-def forward(terms: Terms, scale: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32."""
+def forward(
+    terms: Terms,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32.
+
+    Args:
+        out: memory for both.
+    """
     terms = _prepare(terms)
-    o = terms.v.new_empty(terms.v.shape, dtype=dtype)
-    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    o, final = out or (
+        terms.v.new_empty(terms.v.shape, dtype=dtype),
+        terms.v.new_empty(terms.state_shape, dtype=torch.float32),
+    )
     with _on(o.device):
-        for part in _parts(terms):
-            given, there = _part(terms, part, final), final[part.rows]
-            _forward(given, scale, o[part.rows, part.tokens], there)
+        _forward(terms, scale, o, final)
     return o, final
 
 
@@ -90,51 +100,18 @@ def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
         _grads(work, made, _pairs(work), scale, dqs=o, dq=o)
 
 
-class Slice(NamedTuple):
-    """Of the batch, and of the tokens of each row."""
-
-    rows: slice
-    tokens: slice
-
-
-def _parts(terms: Terms) -> list[Slice]:
-    """One after the other, so that what is prepared for each takes little memory: rows of the
-    batch, or spans of tokens of a single row, where the state goes on."""
-    whole, (B, T) = slice(None), terms.q.shape[:2]
-    work = _work(terms, None)
-    side = 2 if work.q is None else 3  # of the tensors that _made makes, and of scores
-    room = side * work.g.numel() * terms.k.element_size()
-    count = max(-(-room // ROOM), 2 if room > LITTLE else 1)
-    if terms.cu_seqlens is not None or count == 1:
-        return [Slice(whole, whole)]
-    if B > 1:
-        each = -(-B // count)
-        return [Slice(slice(b, b + each), whole) for b in range(0, B, each)]
-    # segments, where there are any, go into spans without a rest
-    unit = work.tile.C if work.split is None else work.split.tokens
-    each = -(-T // (count * unit)) * unit
-    return [Slice(whole, slice(t, t + each)) for t in range(0, T, each)]
-
-
-def _part(terms: Terms, part: Slice, final: Tensor) -> Terms:
-    """final: the state after the spans before."""
-    given = {
-        name: x[part.rows, part.tokens]
-        for name, x in terms._asdict().items()
-        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
-    }
-    state = terms.initial_state
-    if part.tokens.start:
-        state = final
-    elif state is not None:
-        state = state[part.rows]
-    return terms._replace(**given, initial_state=state)
-
-
 def backward(
-    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Gradients by the name of the term, in its shape and dtype."""
+    """Gradients by the name of the term, in its shape and dtype.
+
+    Args:
+        out: memory for some of them, which they take if it fits.
+    """
     given = terms
     terms = _prepare(terms)
     do = (
@@ -147,12 +124,16 @@ def backward(
     q, v, over_v, g = work.q, work.v, work.do, work.g
     assert q is not None and over_v is not None
     wide = do.shape[:3]
-    dq, dk = (do.new_empty(*wide, terms.q.shape[-1]) for _ in range(2))
-    dv, dg = torch.empty_like(do), torch.empty_like(g)
+    shape = (*wide, terms.q.shape[-1])
+    dq, dk = (fitting(out.get(n), shape, do.dtype, do.device) for n in "qk")
+    dv = fitting(out.get("v"), do.shape, do.dtype, do.device)
+    dg = fitting(out.get("g" if terms.gv is None else "gv"), g.shape, g.dtype, g.device)
     dk_here, dv_here = (dk, dv) if terms.gv is None else (dv, dk)
     dqs = dq if terms.gv is None else torch.empty_like(dv)
     state = terms.initial_state
-    dinitial = None if state is None else state.new_empty(terms.state_shape)
+    dinitial = None
+    if state is not None:
+        dinitial = fitting(out.get("initial_state"), terms.state_shape, state.dtype, state.device)
     u = terms.u
     du = None if u is None else u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
     with _on(do.device):

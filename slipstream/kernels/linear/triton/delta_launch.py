@@ -1,14 +1,16 @@
 """Launches of the delta rule's kernels: no synchronisation, nothing that depends on device values.
 
-Forward: R (delta_solve.py), then the walk. Backward computes R again and walks twice, writing for
-each chunk and head S, dS', w and dv, then takes all other gradients from those at once. At C = 64
-and K = V = 128 in 16 bits S is 32 KB, a chunk of w 16 KB: without S the gradients' kernel, which is
-parallel over chunks, would have to walk. Memory beyond results, in tensors of the size of v: R is
-C / V of one, w one, the states K / C each; with grouped heads the gradients of q, k, p for each
-value head; for a sequence that is split, two states a segment.
+Forward: R (delta_solve.py), then the walk. Backward takes R, or computes it again, and walks twice,
+writing for each chunk and head S, dS', w and dv, then takes all other gradients from those at once.
+At C = 64 and K = V = 128 in 16 bits S is 32 KB, a chunk of w 16 KB: without S the gradients'
+kernel, which is parallel over chunks, would have to walk. Memory beyond results, in tensors of the
+size of v: R is C / V of one; w one and the states K / C each, of one slice at a time (slices.py);
+with grouped heads the gradients of q, k, p for each value head; for a sequence that is split, two
+states a segment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
+from slipstream.kernels.linear.slices import chunks_of, fitting, walked
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_grads_launch import launch_grads
 from slipstream.kernels.linear.triton.delta_plan import (
@@ -37,44 +40,96 @@ from slipstream.kernels.linear.triton.heads import sum_heads
 from slipstream.kernels.linear.triton.launch import Split, _contiguous, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
+# forward and backward write to memory that they are given, and forward leaves states (op.py)
+IN_SLICES = MARKS = True
+
 
 class Solved(NamedTuple):
-    """By the names of delta_solve.py."""
+    """By the names of delta_solve.py; growth: of another implementation, which wants it."""
 
     r: Tensor
     rows: Tensor
+    growth: Tensor | None = None
 
 
 class Own(NamedTuple):
     """What launches the inverse, both walks and the gradients instead of the kernels of _solve,
-    _walk, _walk_back, _grads. But not for the ends of segments.
+    _walk, _walk_back, _grads, and how it splits sequences.
+
+    meet: the state that each segment meets, and what meet_back wants of it. Its walks write the
+    states at the ends of sequences themselves.
     """
 
-    solve: Callable[[Terms, Tensor, Tensor], None]
+    solve: Callable[[Terms, Tensor, Tensor], Solved]
     walk: Callable[..., None]
     walk_back: Callable[..., None]
     grads: Callable[..., None]
+    split: Callable[[Terms], Split | None]
+    meet: Callable[[Terms, Solved, Split], tuple[Tensor, Any]]
+    meet_back: Callable[..., Tensor]
 
 
-def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    terms: Terms,
+    scale: float,
+    own: Own | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
     Args:
         own: another implementation's.
+        out: memory for both.
+        marks: memory for the states between spans of tokens, as many as there are and one more.
     """
+    return forward_kept(terms, scale, own, out, marks)[:2]
+
+
+def forward_kept(
+    terms: Terms,
+    scale: float,
+    own: Own | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Solved]:
+    """Those, and what backward need not compute once more: C / V of v's size, and a little."""
     terms = _prepare(terms)
-    o = terms.v.new_empty(terms.v.shape)
-    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    o, final = out or (
+        terms.v.new_empty(terms.v.shape),
+        terms.v.new_empty(terms.state_shape, dtype=torch.float32),
+    )
     with _on(o.device):
-        solved, split = _solve(terms, own), split_of(terms)
-        walk = _walk if own is None else own.walk
-        if split is None:
-            walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
-            return o, final
-        met, M = _ends(terms, solved, split)
-        _join(terms, split, met, M, terms.initial_state, final)
-        walk(terms, solved, scale, o, s_in=met, split=split)
-    return o, final
+        solved = _solve(terms, own)
+        for tokens, part, there, after in walked(terms, o, final, marks):
+            _walked(part, _part(solved, tokens), scale, there, after, own)
+    return o, final, solved
+
+
+def _walked(
+    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor, own: Own | None
+) -> None:
+    """o and the final state are written."""
+    if own is not None:
+        split, met = own.split(terms), terms.initial_state
+        if split is not None:
+            met, _ = own.meet(terms, solved, split)
+        own.walk(terms, solved, scale, o, s_in=met, s_out=final, split=split)
+        return
+    split = split_of(terms)
+    if split is None:
+        _walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
+        return
+    met, M = _ends(terms, solved, split)
+    _join(terms, split, met, M, terms.initial_state, final)
+    _walk(terms, solved, scale, o, s_in=met, split=split)
+
+
+def _part(solved: Solved, tokens: slice) -> Solved:
+    """Of a span of tokens of a single row."""
+    r, *rest = solved
+    chunks = chunks_of(tokens, r.shape[-1])
+    return Solved._make([r[:, tokens], *(None if x is None else x[chunks] for x in rest)])
 
 
 def backward(
@@ -83,19 +138,33 @@ def backward(
     dfinal: Tensor | None,
     scale: float,
     own: Own | None = None,
+    solved: Solved | None = None,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Gradients by the name of the term, in its shape and dtype."""
+    """Gradients by the name of the term, in its shape and dtype.
+
+    Args:
+        solved: what forward kept.
+        out: memory for some of them, which they take if it fits.
+    """
     given = terms
     terms = _prepare(terms)
     do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     dstate = None
     if terms.initial_state is not None:
-        dstate = terms.initial_state.new_empty(terms.state_shape)
+        dstate = out.get("initial_state")
+        if dstate is None:
+            dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
-        solved, split = _solve(terms, own), split_of(terms)
+        solved = _solve(terms, own) if solved is None else solved
+        split = split_of(terms) if own is None else own.split(terms)
         met, met_back, after = terms.initial_state, dfinal, dstate
-        if split is not None:
+        if split is not None and own is not None:
+            met, made = own.meet(terms, solved, split)
+            met_back = own.meet_back(terms, do, solved, scale, dfinal, made, split)
+            del made
+        elif split is not None:
             met, M = _ends(terms, solved, split)
             _join(terms, split, met, M, terms.initial_state, None)
             met_back = torch.empty_like(met)
@@ -103,18 +172,20 @@ def backward(
             _join(terms, split, met_back, M, dfinal, dstate, reverse=True)
             del M
             after = None
-        w, dv = (torch.empty_like(do) for _ in range(2))
+        w, dv = torch.empty_like(do), fitting(out.get("v"), do.shape, do.dtype, do.device)
         states, dstates = states_like(terms), states_like(terms)
         walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
         walk(terms, solved, scale, w, states=states, s_in=met, split=split)
         walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
-        grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own)
+        grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own, out)
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
         if name in grads:
             like = getattr(given, name)
-            grads[name] = grads[name].view(like.shape).to(like.dtype)
+            grads[name] = grads[name].view(like.shape)
+            if name not in out:  # where it is rounded on its way
+                grads[name] = grads[name].to(like.dtype)
     return grads
 
 
@@ -138,8 +209,7 @@ def _solve(terms: Terms, own: Own | None = None) -> Solved:
     r = terms.v.new_empty(B, T, HV, tile.C, dtype=wide)
     rows = r.new_empty(slots, HV, 1 + gates, tile.C, dtype=torch.float32)
     if own is not None:
-        own.solve(terms, r, rows)
-        return Solved(r, rows)
+        return own.solve(terms, r, rows)
     # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
     inner = precision() if exact else "halves" if tile.tma else "tf32"
     launch: Any = kept(delta_solve_kernel)[(slots * HV,)]
@@ -348,13 +418,18 @@ def _grads(
     dstates: Tensor,
     scale: float,
     own: Own | None = None,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Gradients of q, k, v, beta, and p and g if given; those of beta and g in float32."""
     B, T, HV = terms.v.shape[:3]
     H, K = terms.q.shape[2:]
-    wide = {name: do.new_empty(B, T, HV, K) for name in "qkp" if getattr(terms, name) is not None}
+    wide = {
+        name: fitting(out.get(name), (B, T, HV, K), do.dtype, do.device)
+        for name in "qkp"
+        if getattr(terms, name) is not None
+    }
     sums = {
-        name: do.new_empty(B, T, HV, dtype=torch.float32)
+        name: fitting(out.get(name), (B, T, HV), torch.float32, do.device)
         for name in ("beta", "g")
         if getattr(terms, name) is not None
     }

@@ -3,12 +3,15 @@
 Forward: what needs no state (dplr_prepare.py), that of strong chunks again (dplr_strong.py), whose
 programs end at once where there are none, then the walk. Backward computes that again, walks
 twice, writing for each chunk and head S, dS', x and y, and takes all gradients from those at once.
-Memory beyond results, in tensors of the size of v at K = V: forward 5.5 for delta, 7 for dplr,
-backward 11 and 14, of which the first 3 to 4 are free again before the gradients are there; with
-grouped heads the gradients of q, k, a, b for each value head.
+Memory beyond results, in tensors of the size of v at K = V: forward 5.5 for delta, 7 for dplr;
+backward 8 and 10 of one slice at a time (slices.py), besides what is where the gradients of q and k
+will be; with grouped heads the gradients of q, k, a, b for each value head.
 """
 
+from collections.abc import Mapping
 from functools import cache
+from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import precision
+from slipstream.kernels.linear.slices import chunks_of, fitting, walked
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import Part
 from slipstream.kernels.linear.triton.dplr_grads import dplr_grads_kernel
@@ -27,6 +31,9 @@ from slipstream.kernels.linear.triton.dplr_tiles import LIMIT, WHOLE, DplrTile, 
 from slipstream.kernels.linear.triton.dplr_walk import dplr_walk_back_kernel, dplr_walk_kernel
 from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
+
+# forward and backward write to memory that they are given, and forward leaves states (op.py)
+IN_SLICES = MARKS = True
 
 
 class Prepared(NamedTuple):
@@ -64,33 +71,58 @@ def _tile_of(terms: Terms) -> tuple[DplrTile, int]:
     return _tile(terms.q.device, K, V, terms.q.element_size())
 
 
-def forward(terms: Terms, scale: float, own: Any = None) -> tuple[Tensor, Tensor]:
+def forward(
+    terms: Terms,
+    scale: float,
+    own: Any = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
     Args:
-        own: what launches prepare, walk, keep, walk_back and, where takes_grads, grads instead.
+        own: what launches prepare, walk, keep, walk_back and, where takes_grads, scores and grads.
+        out: memory for both.
+        marks: memory for the states between spans of tokens, as many as there are and one more.
     """
     terms = _all_contiguous(terms)
-    o = terms.v.new_empty(terms.v.shape)
-    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    o, final = out or (
+        terms.v.new_empty(terms.v.shape),
+        terms.v.new_empty(terms.state_shape, dtype=torch.float32),
+    )
     with _on(o.device):
-        _walk(terms, _prepare(terms, scale, keep=False, own=own), o=o, final=final, own=own)
+        prepared, C = _prepare(terms, scale, keep=False, own=own), _tile_of(terms)[0].C
+        for tokens, part, there, after in walked(terms, o, final, marks):
+            chunks = chunks_of(tokens, C)
+            some = Prepared._make(None if x is None else x[chunks] for x in prepared)
+            _walk(part, some, o=there, final=after, own=own)
     return o, final
 
 
 def backward(
-    terms: Terms, dout: Tensor | None, dfinal: Tensor | None, scale: float, own: Any = None
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    own: Any = None,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Gradients by the name of the term, in its shape and dtype."""
+    """Gradients by the name of the term, in its shape and dtype.
+
+    Args:
+        out: memory for some of them, which they take if it fits.
+    """
     given = terms
     terms = _all_contiguous(terms)
     do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     dstate = None
     if terms.initial_state is not None:
-        dstate = terms.initial_state.new_empty(terms.state_shape)
+        dstate = out.get("initial_state")
+        if dstate is None:
+            dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
-        prepared = _prepare(terms, scale, keep=True, own=own)
+        prepared = _prepare(terms, scale, keep=True, own=own, room=out)
         x, states = _kept(terms, prepared)
         _walk(terms, prepared, x=x, states=states, own=own)
         # what is not read again gives its memory to what comes after it
@@ -99,16 +131,18 @@ def backward(
         _walk_back(terms, do, prepared, walked, dfinal, dstate, own)
         prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
         strong = prepared.strong
-        scores, dv, dbeta = _scores(terms, do, prepared, walked, scale)
+        scores, dv, dbeta = _scores(terms, do, prepared, walked, scale, own, out)
         del prepared
-        grads = _grads(terms, do, walked, scores, dbeta, strong, scale, own)
+        grads = _grads(terms, do, walked, scores, dbeta, strong, scale, own, out)
     grads["v"] = dv
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
         if name in grads:
             like = getattr(given, name)
-            grads[name] = grads[name].view(like.shape).to(like.dtype)
+            grads[name] = grads[name].view(like.shape)
+            if name not in out:  # where it is rounded on its way
+                grads[name] = grads[name].to(like.dtype)
     return grads
 
 
@@ -158,15 +192,24 @@ def _slots(terms: Terms) -> int:
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
-def _prepare(terms: Terms, scale: float, *, keep: bool, own: Any = None) -> Prepared:
+def _prepare(
+    terms: Terms,
+    scale: float,
+    *,
+    keep: bool,
+    own: Any = None,
+    room: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Prepared:
+    """room: memory that is free until the gradients are written."""
     _, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = _tile_of(terms)
     slots, C, v = _slots(terms), tile.C, terms.v
     delta = terms.beta is not None
+    size = (slots, HV, C, WIDE)
     out = Prepared(
-        q=v.new_empty(slots, HV, C, WIDE),
-        w=v.new_empty(slots, HV, C, WIDE),
+        q=_within(room.get("q"), v, size),
+        w=_within(room.get("k"), v, size),
         b=v.new_empty(slots, HV, C, WIDE),
         k=None if delta else v.new_empty(slots, HV, C, WIDE),
         u=v.new_empty(slots, HV, V, C, dtype=torch.float32),
@@ -200,6 +243,13 @@ def _prepare(terms: Terms, scale: float, *, keep: bool, own: Any = None) -> Prep
     if gated:
         run(dplr_strong_kernel, tile.prepare, _ones(terms), LIMIT=LIMIT[v.dtype])
     return out
+
+
+def _within(room: Tensor | None, like: Tensor, size: tuple[int, ...]) -> Tensor:
+    """In room, if it is of that many elements of the same dtype."""
+    if room is not None and room.dtype == like.dtype and room.numel() == prod(size):
+        return room.view(size)
+    return like.new_empty(size)
 
 
 def _kept(terms: Terms, prepared: Prepared) -> tuple[Tensor, Tensor]:
@@ -302,7 +352,13 @@ def _walk_back(
 
 
 def _scores(
-    terms: Terms, do: Tensor, prepared: Prepared, walked: Walked, scale: float
+    terms: Terms,
+    do: Tensor,
+    prepared: Prepared,
+    walked: Walked,
+    scale: float,
+    own: Any = None,
+    grads: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
     """Gradients of qb, ab, qk, ak, and those of pairs (i, i); that of v; and the shares of beta's,
     of which the first is written.
@@ -311,11 +367,14 @@ def _scores(
     tile, WIDE = _tile_of(terms)
     delta = terms.beta is not None
     out = [None if delta and n > 1 else torch.empty_like(prepared.qb) for n in range(4)]
-    dv, dbeta = torch.empty_like(do), None
+    dv, dbeta = fitting(grads.get("v"), do.shape, do.dtype, do.device), None
     if delta:
         NK = -(-terms.q.shape[-1] // tile.grads.B)
         dbeta = do.new_empty(NK + 1, B, T, HV, dtype=torch.float32)
-    own = do.new_empty(prepared.qb.shape[0], HV, 2, tile.C, dtype=torch.float32)
+    same = do.new_empty(prepared.qb.shape[0], HV, 2, tile.C, dtype=torch.float32)
+    if own is not None and terms.g is not None and own.takes_grads(terms, do):
+        own.scores(terms, do, prepared, walked, out, same, dv, dbeta, scale)
+        return [*out, same], dv, dbeta
     launch: Any = kept(dplr_scores_kernel)[(prepared.qb.shape[0] * HV,)]
     launch(
         terms.v,
@@ -330,7 +389,7 @@ def _scores(
         dv,
         dbeta,
         *out,
-        own,
+        same,
         terms.cu_seqlens,
         scale,
         T,
@@ -343,7 +402,7 @@ def _scores(
         DELTA=delta,
         **_options(terms, tile.scores),
     )
-    return [*out, own], dv, dbeta
+    return [*out, same], dv, dbeta
 
 
 def _grads(
@@ -355,14 +414,17 @@ def _grads(
     strong: Tensor | None,
     scale: float,
     own: Any = None,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Gradients of q, k, and a, b, beta, g if given; those of beta and g in float32."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = _tile_of(terms)
-    wide = {n: do.new_empty(B, T, HV, K) for n in "qkab" if getattr(terms, n) is not None}
+    shape = (B, T, HV, K)
+    names = [n for n in "qkab" if getattr(terms, n) is not None]
+    wide = {n: fitting(out.get(n), shape, do.dtype, do.device) for n in names}
     gated = terms.g is not None
-    dg = do.new_empty(B, T, HV, K, dtype=torch.float32) if gated else None
+    dg = fitting(out.get("g"), shape, torch.float32, do.device) if gated else None
     ins = (terms.q, terms.k, terms.a, terms.b, terms.g, terms.beta)
     ins += (None if terms.a is None else terms.v, do, *walked, *scores)
     outs = (*(wide.get(name) for name in "qkab"), dg, dbeta, strong)
@@ -387,5 +449,7 @@ def _grads(
     if dg is not None:
         wide["g"] = dg if terms.decay == "channel" else dg.sum(-1)
     if dbeta is not None:
-        wide["beta"] = dbeta.sum(0)
+        wide["beta"] = torch.sum(
+            dbeta, 0, out=fitting(out.get("beta"), (B, T, HV), torch.float32, do.device)
+        )
     return wide

@@ -1,11 +1,25 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""After the walk (walk.py): the states that segments meet, and the gate's gradient."""
+"""After the walk (walk.py): the states that segments meet, and the gate's gradient.
+
+    dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
+
+is what crosses token t. Nothing crosses a gate below LEAST, and its own gradient is 0: sums start
+anew there, since what later tokens would leave of them is rounding alone.
+"""
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.walk import find_segment
+
+# exp of it times anything is below the rounding of what it is added to, in float32 too.
+LEAST = tl.constexpr(-32.0)
+
+
+@triton.jit
+def _onwards(later, later_goes_on, here, goes_on):
+    return here + goes_on * later, goes_on * later_goes_on
 
 
 @triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
@@ -60,11 +74,15 @@ def state_scan_kernel(
         tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "tokens", "segment", "spans"])
+_SIZES = ["T", "N", "HV", "tokens", "segment", "spans"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "stride_gb", "stride_gt", "stride_gh"])
 def gate_gradient_kernel(
     q_rows_ptr,  # [NX, HV, tokens]: q . dq
     k_rows_ptr,  # [NK, HV, tokens]: k . dk
     z_ptr,  # [NX, spans, HV]
+    g_ptr,  # [B, T, HV] by strides
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
     T,
@@ -73,6 +91,9 @@ def gate_gradient_kernel(
     tokens,
     segment,
     spans,
+    stride_gb,
+    stride_gt,
+    stride_gh,
     NX: tl.constexpr,
     NK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -95,6 +116,8 @@ def gate_gradient_kernel(
     else:
         begin, length, i_s = find_segment(cu_ptr, i_span, T, N, TOKENS, PACKED)
         first = i_s * TOKENS
+    i_b = 0 if PACKED else begin // T
+    p_g = g_ptr + i_b * stride_gb + (begin - i_b * T) * stride_gt + o_h.to(tl.int64) * stride_gh
     b_z = tl.zeros((BH,), tl.float32)
     for x in tl.static_range(NX):
         p_z = z_ptr + (tl.full((), x, tl.int64) * spans + i_span) * HV + o_h
@@ -108,7 +131,11 @@ def gate_gradient_kernel(
             b += tl.load(q_rows_ptr + o, mask=m, other=0.0)
             if x < NK:
                 b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
-        p_dg = dg_ptr + (begin + t + o_t[:, None]) * HV + o_h[None, :]
-        b_dg = tl.cumsum(b, 0, reverse=True) + b_z[None, :]
+        at = (t + o_t[:, None]).to(tl.int64)
+        b_g = tl.load(p_g[None, :] + at * stride_gt, mask=m, other=0.0).to(tl.float32)
+        goes_on = tl.where(b_g >= LEAST, 1.0, 0.0)
+        scanned = tl.associative_scan((b * goes_on, goes_on), 0, _onwards, reverse=True)
+        b_dg = scanned[0] + scanned[1] * b_z[None, :]
+        p_dg = dg_ptr + (begin + at) * HV + o_h[None, :]
         tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
-        b_z += tl.sum(b, 0)
+        b_z = tl.sum(tl.where(o_t[:, None] == 0, b_dg, 0.0), 0)

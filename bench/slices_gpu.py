@@ -1,0 +1,142 @@
+"""Long calls in slices (kernels/linear/slices.py): the bits of the whole, and what they cost.
+
+    python bench/slices_gpu.py --check      whether the bits are the same
+    python bench/slices_gpu.py --times kda  the times, of these
+
+Times: B1 T8192, 96 heads, K = V = 128, bf16, in one to four slices and in as many as memory wants,
+taking turns.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+if "--check" in sys.argv:
+    os.environ["SLIPSTREAM_REPLAY"] = "off"  # whose keys do not know of slices
+
+import torch
+from record import record, table
+
+from slipstream.cli.samples import Sample, Shape, chosen
+from slipstream.kernels.linear import slices
+
+OPERATORS = (
+    "gla",
+    "rwkv6",
+    "delta_rule",
+    "gated_delta_rule",
+    "comba",
+    "kda",
+    "iplr_delta_rule",
+    "dplr_delta_rule",
+    "rwkv7",
+)
+TIMED = Shape(B=1, T=8192, H=96)
+CHECKED = (
+    Shape(B=1, T=1000, H=2),
+    Shape(B=1, T=1000, H=2, state=True, dtype=torch.float16),
+    Shape(B=3, T=300, H=2, state=True, grouped=True),
+    Shape(B=1, T=700, H=1, K=64, V=64, state=True, dtype=torch.float32, grouped=True),
+)
+TURNS = 2
+COUNTS = {16: 1, 32: 2, 64: 3, 256: None}
+
+
+@contextmanager
+def cutting(little: int) -> Iterator[None]:
+    """slices.LITTLE and slices.BUSY meanwhile."""
+    kept = slices.LITTLE, slices.BUSY
+    slices.LITTLE, slices.BUSY = little, 1 if little == 0 else slices.BUSY
+    try:
+        yield
+    finally:
+        slices.LITTLE, slices.BUSY = kept
+
+
+def results(sample: Sample, args: dict, little: int) -> list[torch.Tensor]:
+    given = [x for x in args.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    leaves = [x.requires_grad_() for x in given]
+    torch.manual_seed(1)
+    with cutting(little):
+        with torch.no_grad():
+            alone = sample.call(args)
+        outs = sample.call(args)
+        loss = torch.stack([(x.float() * torch.randn_like(x.float())).sum() for x in outs]).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [*alone, *(x.detach() for x in outs), *(x for x in grads if x is not None)]
+
+
+def check(sample: Sample) -> None:
+    for shape in CHECKED:
+        args = sample.inputs(shape, torch.device("cuda"))
+        whole, cut = (results(sample, args, little) for little in (1 << 40, 0))
+        apart = [
+            float((x.detach() - y.detach()).float().norm() / y.float().norm())
+            for x, y in zip(cut, whole)
+        ]
+        equal = sum(torch.equal(x, y) for x, y in zip(cut, whole))
+        assert max(apart) < 1e-3, (sample.op, str(shape), apart)
+        print(sample.op, shape, f"{equal} of {len(cut)} the same bits, worst {max(apart):.1e}")
+
+
+def bench(fn: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(fn, warmup=10, rep=30, return_mode="median"))  # pyright: ignore
+
+
+def times(sample: Sample, shape: Shape) -> dict[str, object]:
+    """In COUNTS slices; each count has a hint of its own, by which replayed calls differ."""
+    args = sample.inputs(shape, torch.device("cuda"))
+    leaves = [x for x in args.values() if x.is_floating_point()]
+    do = torch.randn_like(args["v"])
+
+    def forward(hint: int) -> None:
+        with torch.no_grad():
+            sample.fn(**args, **sample.options, chunk_size=hint)
+
+    def both(hint: int) -> None:
+        for x in leaves:
+            x.requires_grad_()
+        o = sample.fn(**args, **sample.options, chunk_size=hint)[0]
+        torch.autograd.grad(o, leaves, do)
+
+    found: dict[str, list[float]] = {}
+    count_of = slices._count
+    for _ in range(TURNS):
+        for name, fn in (("fwd", forward), ("both", both)):
+            for hint, count in COUNTS.items():
+                slices._count = count_of if count is None else lambda *_, n=count: n
+                found.setdefault(f"{name} {count or 'own'}", []).append(bench(partial(fn, hint)))
+    slices._count = count_of
+    row: dict[str, object] = {"operator": sample.op, "shape": str(shape)}
+    return row | {name: round(min(x), 4) for name, x in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("operators", nargs="*")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--grouped", action="store_true", help="32 heads of q and k, 64 of v")
+    given = parser.parse_args()
+    samples = [x for x in chosen(given.operators or list(OPERATORS)) if "chunk_" in x.op]
+    if given.check:
+        for sample in samples:
+            check(sample)
+    if given.times:
+        shape = Shape(B=1, T=8192, H=32, grouped=True) if given.grouped else TIMED
+        rows = []
+        for sample in samples:
+            rows.append(times(sample, shape))
+            print(*rows[-1].values(), flush=True)
+            torch.cuda.empty_cache()
+        print(table(rows))
+        print("recorded in", record("slices_gpu", rows))
+
+
+if __name__ == "__main__":
+    main()

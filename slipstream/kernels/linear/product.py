@@ -1,0 +1,184 @@
+"""Several Householder steps a token, each as a token of the gated delta rule, span after span.
+
+The first of a token's n steps decays and its last reads: q and g are zero at the others, and o is
+thrown away there. A span of tokens at a time is laid out like that (slices.py), so that it takes
+little memory; what is kept for backward are the states between spans.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.linear import op, slices
+from slipstream.kernels.linear.terms import Terms
+
+
+class Steps(NamedTuple):
+    """q [B, T, H, K]; k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV]; g [B, T, HV]; the
+    state before the first token [N, HV, K, V]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor | None = None
+    state: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[1] // self.q.shape[1]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.q.shape[0], self.v.shape[2], self.q.shape[3], self.v.shape[3])
+
+    def terms(self, tokens: slice, state: Tensor | None) -> Terms:
+        """Of a span, each step a token."""
+        q, g, n = self.q[:, tokens], self.g, self.n
+        k, v, beta = (x[:, _of_steps(tokens, n)] for x in (self.k, self.v, self.beta))
+        g = None if g is None else at_step(g[:, tokens], n, last=False)
+        q = at_step(q, n, last=True)
+        return Terms(q, k, v, g=g, beta=beta, initial_state=state)
+
+
+def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
+    """x of each token at the first or the last of its n steps, zeros at the others."""
+    zeros = x.new_zeros(x.shape[0], x.shape[1], n - 1, *x.shape[2:])
+    x = x.unsqueeze(2)
+    return torch.cat([zeros, x] if last else [x, zeros], dim=2).flatten(1, 2)
+
+
+def _take(x: Tensor, first: int, n: int, out: Tensor) -> None:
+    """out becomes every n-th token of x."""
+    torch.ops.aten.slice_copy.Tensor_out(x, 1, first, x.shape[1], n, out=out)
+
+
+def _of_steps(tokens: slice, n: int) -> slice:
+    return slice(tokens.start * n, tokens.stop * n)
+
+
+def takes(given: Steps) -> bool:
+    """Whether it is worth spans: a single row on a GPU, of more than a little."""
+    q, v = given.q, given.v
+    return q.is_cuda and q.shape[0] == 1 and v.numel() * v.element_size() > slices.LITTLE
+
+
+def spans_of(given: Steps) -> int:
+    """So many that a span, which backward takes most for, takes less than slices.MOST percent."""
+    (B, R, HV, V), K, E = given.v.shape, given.q.shape[-1], given.q.element_size()
+    wide = 2 * (K + V) * E + (slices.CHUNK + V) * E + 2 * K * V * E // slices.CHUNK
+    size = sum(x.numel() * x.element_size() for x in given if x is not None)
+    allowed = 2 * size * int(10 * slices.MOST) // 1000
+    return int(-(-B * R * HV * wide // allowed))
+
+
+def _like(given: Steps, spans: int) -> tuple[Tensor, Tensor, Tensor]:
+    wide: dict[str, Any] = {"dtype": torch.float32}
+    (B, T), size = given.q.shape[:2], given.state_shape
+    v = given.v
+    states = (v.new_empty(size, **wide), v.new_empty(spans - 1, *size, **wide))
+    return v.new_empty(B, T, *v.shape[2:]), *states
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, HV, V], the final state, and those between spans."""
+    *tensors, scale, chunk, impl, spans = args
+    given = Steps(*tensors)
+    o, final, marks = _like(given, spans)
+    before = given.state
+    if before is None and spans > 1:  # alone, a walk may still read it where another has written
+        before = final.zero_()
+    cuts = slices.spans(given.q.shape[1], spans)
+    for i, tokens in enumerate(cuts):
+        after = final if i == len(cuts) - 1 else marks[i]
+        tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
+        terms = given.terms(tokens, before)
+        wide, *_ = op.spans_forward(*terms, scale, chunk, impl, False, 1, out=(None, after))
+        _take(wide, given.n - 1, given.n, o[:, tokens])
+        before = after
+    return o, final, marks
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(Steps(*args[: len(Steps._fields)]), args[-1])
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """Gradients of q, k, v, beta, that of g and of the state: where there is none, of a zero."""
+    *tensors, marks, do, dfinal, scale, chunk, impl = args
+    given = Steps(*tensors)
+    n, cuts = given.n, slices.spans(given.q.shape[1], marks.shape[0] + 1)
+    grads = dict(zip(Steps._fields, _fake_backward(*args)))
+    zeros = torch.zeros_like(grads["state"])
+    after = zeros if dfinal is None else dfinal
+    for i, tokens in reversed(list(enumerate(cuts))):
+        tokens = slice(tokens.start, min(tokens.stop, given.q.shape[1]))
+        first = zeros if given.state is None else given.state
+        terms = given.terms(tokens, marks[i - 1] if i else first)
+        d = None if do is None else at_step(do[:, tokens], n, last=True)
+        out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
+        out["initial_state"] = grads["state"]
+        found = op.gradients(terms, d, after, scale, chunk, impl, True, None, out)
+        _take(found["q"], n - 1, n, grads["q"][:, tokens])
+        if given.g is not None:
+            _take(found["g"], 0, n, grads["g"][:, tokens])
+        after = grads["state"]
+    return list(grads.values())
+
+
+def _fake_backward(*args: Any) -> list[Tensor]:
+    given = Steps(*args[: len(Steps._fields)])
+    of = [given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:5]]
+    return [*of, given.v.new_empty(given.state_shape, dtype=torch.float32)]
+
+
+_TENSORS = ", ".join(f"Tensor{'?' if n in ('g', 'state') else ''} {n}" for n in Steps._fields)
+_OPTIONS = "float scale, int chunk, str impl"
+_forward_op = define(
+    "steps_forward",
+    f"({_TENSORS}, {_OPTIONS}, int spans) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+_backward_op = define(
+    "steps_backward",
+    f"({_TENSORS}, Tensor marks, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+_call_forward: Callable = shortcut(_forward_op)
+_call_backward: Callable = shortcut(_backward_op)
+
+
+class _Steps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
+        o, final, marks = _call_forward(*tensors, *options, spans_of(Steps(*tensors)))
+        ctx.save_for_backward(*tensors, marks)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        if dout is None and dfinal is None:
+            return (None,) * len(saved)
+        grads = _call_backward(*saved, dout, dfinal, *ctx.options)
+        return (None, *(x if y is not None else None for x, y in zip(grads, saved)))
+
+
+def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] and the final state, float32, with gradients.
+
+    Args:
+        options: scale, tokens a chunk (0: token by token), implementation.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return _Steps.apply(options, *given)
+    return _call_forward(*given, *options, spans_of(given))[:2]

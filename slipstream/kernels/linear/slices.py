@@ -1,0 +1,267 @@
+"""Long calls one slice after the other, so that what kernels leave for each other takes little.
+
+A slice is a few rows of the batch, or a span of the tokens of a single row. From span to span the
+state goes on: forward it is what the next span begins with, backward its gradient is what the span
+before ends with. Backward also needs the states that forward met at the borders: `marks`. Packed
+sequences stay whole: where they begin is on the device. So does what takes little memory anyway.
+
+Bytes a token and value head, at E bytes an element, W the power of two of K, C tokens a chunk:
+
+    gla, rwkv6          forward 2 W E + C E: q and k with their decays, scores
+    delta, one gate     backward V E + 2 K V E / C: w, S and dS' of chunks; R, C E, is whole
+    kda, dplr           backward, with 1 or 2 for D, 2 D C E + V E + K V E / C: scores, x and S;
+                        and the largest of D W E + 4 V: b and k, u; of D W E + V E + K V E / C,
+                        with y and dS'; and of y, dS' and 4 K: dg where it is rounded. q and w are
+                        where their gradients go later
+
+The additive family with no or one gate a token needs next to nothing; nor does a forward pass with
+a transition take more than inputs, results and gradients and that quarter: it is not cut, and only
+walks in spans where backward follows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+
+# Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
+# promised; states at the borders of slices come on top.
+MOST = 24.0
+# Bytes that are not worth a slice; and how many there are at most.
+LITTLE, COUNT = 1 << 26, 8
+# Tokens a chunk, at most, and those of spans long enough to be cut into segments.
+CHUNK, LONG = 64, 1024
+# Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
+BUSY = 128
+_SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
+
+
+class Slice(NamedTuple):
+    rows: slice
+    tokens: slice
+
+
+WHOLE = Slice(slice(None), slice(None))
+
+
+def spans_of(terms: Terms, impl: str) -> int:
+    """How many spans of tokens a forward pass is cut into whose backward pass follows."""
+    if impl.startswith(("eager", "reference")) or not _with_spans(terms):
+        return 1
+    return _count(terms, True)
+
+
+def of_forward(terms: Terms, spans: int = 1) -> list[Slice]:
+    """spans: at least so many, if any are wanted."""
+    return _cut(terms, spans if spans > 1 else _count(terms, False))
+
+
+def of_backward(terms: Terms, marks: Tensor | None) -> list[Slice]:
+    """marks: of forward, which went in one span more."""
+    if terms.q.shape[0] > 1:
+        return _cut(terms, _count(terms, True))
+    return _cut(terms, 1 if marks is None else marks.shape[0] + 1)
+
+
+def forward(
+    run: Callable[..., Any],
+    terms: Terms,
+    scale: float,
+    slices: Sequence[Slice],
+    dtype: torch.dtype | None = None,
+    spans: int = 1,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, ...]:
+    """o, the final state, and the states between `spans` spans, [spans - 1, N, HV, K, V]; then what
+    run leaves for backward, slice after slice.
+
+    Args:
+        run: called as run(terms, scale, out=(o, final)), of one slice; it may return a list of what
+            it leaves after o and the final state.
+        dtype: of o; q's if None.
+        spans: 1 where nobody wants the states.
+        out: memory for o and the final state.
+    """
+    o = fitting(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
+    final = fitting(out[1], terms.state_shape, torch.float32, terms.v.device)
+    marks = final.new_empty(spans - 1, *final.shape)
+    state, kept = terms.initial_state, []
+    goes_on = slices[0].tokens.stop is not None
+    if goes_on and state is None:
+        state = final.zero_()
+    for i, (rows, tokens) in enumerate(slices):
+        after = marks[i] if spans > 1 and i < len(slices) - 1 else final[rows]
+        met = None if state is None else state[rows]
+        found = run(_part(terms, rows, tokens, met), scale, out=(o[rows, tokens], after))
+        kept += found[2] if len(found) > 2 else []
+        if goes_on:
+            state = after
+    return o, final, marks, *kept
+
+
+def backward(
+    run: Callable[..., Any],
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    slices: Sequence[Slice],
+    marks: Tensor | None,
+    kept: Sequence[Tensor] = (),
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term.
+
+    Args:
+        run: called as run(terms, dout, dfinal, scale, out=grads), of one slice; what it leaves
+            elsewhere is copied to where grads say.
+        marks: of forward, where the slices are spans.
+        kept: what forward left, which run takes of each slice: of tokens, then of chunks.
+    """
+    named = [(name, getattr(terms, name)) for name in DIFFERENTIABLE]
+    given = {name: x for name, x in named if x is not None}
+    # one number a token is made in float32, and rounded once
+    small = [n for n, x in given.items() if x.dim() == 3 and x.dtype != torch.float32]
+    grads = {
+        name: x.new_empty(x.shape, dtype=torch.float32 if name in small else None)
+        for name, x in given.items()
+    }
+    spans = slices[0].tokens.stop is not None
+    state, dstate = terms.initial_state, grads.get("initial_state")
+    if spans:
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
+        dstate = torch.empty(terms.state_shape, **wide) if dstate is None else dstate
+        if state is None or dfinal is None:
+            zeros = torch.zeros(terms.state_shape, **wide)
+            state = zeros if state is None else state
+            dfinal = zeros if dfinal is None else dfinal
+    for i, (rows, tokens) in reversed(list(enumerate(slices))):
+        met = None if state is None else state[rows]
+        if spans and i:
+            assert marks is not None
+            met = marks[i - 1]
+        here = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
+        if dstate is not None:
+            here["initial_state"] = dstate[rows]
+        do = None if dout is None else dout[rows, tokens]
+        after = None if dfinal is None else dfinal[rows]
+        more = {"kept": _kept(kept, tokens)} if kept and spans else {}
+        part = _part(terms, rows, tokens, met)
+        placed(run(part, do, after, scale, out=here, **more), here)
+        if spans:
+            dfinal = dstate
+    return grads | {name: grads[name].to(given[name].dtype) for name in small}
+
+
+def walked(
+    terms: Terms, o: Tensor, final: Tensor, marks: Tensor | None
+) -> Iterator[tuple[slice, Terms, Tensor, Tensor]]:
+    """The spans of a walk that leaves the states between them: tokens, the terms of each with the
+    state that it meets, where o goes, and where the state goes. One where there are no marks."""
+    if marks is None:
+        yield WHOLE.tokens, terms, o, final
+        return
+    state = final.zero_() if terms.initial_state is None else terms.initial_state
+    cuts = spans(terms.q.shape[1], marks.shape[0] + 1)
+    for i, tokens in enumerate(cuts):
+        after = final if i == len(cuts) - 1 else marks[i]
+        yield tokens, _part(terms, WHOLE.rows, tokens, state), o[:, tokens], after
+        state = after
+
+
+def chunks_of(tokens: slice, C: int) -> slice:
+    """Of a span of tokens of a single row."""
+    return tokens if tokens.stop is None else slice(tokens.start // C, -(-tokens.stop // C))
+
+
+def placed(grads: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """grads, copied to where `out` says unless they are there."""
+    for name, x in (out or {}).items():
+        if name in grads and grads[name].data_ptr() != x.data_ptr():
+            grads[name] = x.copy_(grads[name])
+    return grads
+
+
+def fitting(
+    given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory for a result: that which is given for it, where it is of its shape and dtype."""
+    if given is not None and given.shape == tuple(shape) and given.dtype == dtype:
+        return given
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _kept(kept: Sequence[Tensor], tokens: slice) -> list[Tensor]:
+    first, *rest = kept
+    return [first[:, tokens], *(x[chunks_of(tokens, first.shape[-1])] for x in rest)]
+
+
+def _part(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> Terms:
+    given = {
+        name: x[rows, tokens]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in _SHARED
+    }
+    return terms._replace(**given, initial_state=state)
+
+
+def _cut(terms: Terms, count: int) -> list[Slice]:
+    B, T = terms.q.shape[:2]
+    if count == 1 or terms.cu_seqlens is not None:
+        return [WHOLE]
+    if B > 1:
+        busy = -(-BUSY // (terms.v.shape[2] * -(-terms.v.shape[3] // 64)))
+        each = max(-(-B // count), busy)
+        return [Slice(slice(b, b + each), WHOLE.tokens) for b in range(0, B, each)]
+    return [Slice(WHOLE.rows, x) for x in spans(T, count)]
+
+
+def spans(T: int, count: int) -> list[slice]:
+    """Of about as many tokens; at most so many."""
+    unit = LONG if count * 16 * LONG <= T else CHUNK
+    each = -(-T // (count * unit)) * unit
+    return [slice(t, t + each) for t in range(0, T, each)]
+
+
+def _with_spans(terms: Terms) -> bool:
+    """Whether backward may be cut into spans: a single row, of what leaves much for each other, and
+    whose walks of a span do not leave a GPU idle."""
+    if terms.transition == "none" or terms.q.shape[0] > 1 or terms.cu_seqlens is not None:
+        return False
+    (HV, V), H = terms.v.shape[2:], terms.q.shape[2]
+    return H == HV and 2 * HV * -(-V // 64) >= BUSY
+
+
+def _count(terms: Terms, grads: bool) -> int:
+    B, T, HV, V = terms.v.shape
+    room = B * T * HV * _room(terms, grads)
+    if room <= LITTLE:
+        return 1
+    given = sum(x.numel() * x.element_size() for x in terms if x is not None)
+    given += B * T * HV * V * terms.q.element_size()
+    allowed = given * (2 if grads else 1) * int(10 * MOST) // 1000
+    if grads and terms.transition == "delta" and terms.decay != "channel":
+        allowed -= B * T * HV * CHUNK * terms.q.element_size()  # R, of all slices
+    return int(min(COUNT, -(-room // max(allowed, 1))))
+
+
+def _room(terms: Terms, grads: bool) -> int:
+    """Bytes a token and value head."""
+    K, V, E = terms.q.shape[-1], terms.v.shape[-1], terms.q.element_size()
+    W, C = 1 << (K - 1).bit_length(), CHUNK
+    if terms.transition == "none":
+        channels = terms.decay == "channel" or terms.u is not None
+        if terms.gv is not None:
+            channels, W = True, 1 << (V - 1).bit_length()
+        return 2 * W * E + C * E if channels and not grads else 0
+    if terms.transition == "delta" and terms.decay != "channel":
+        return V * E + 2 * K * V * E // C if grads else 0
+    more = 1 if terms.transition == "delta" else 2
+    if not grads:
+        return 0
+    kept = 2 * more * C * E + V * E + K * V * E // C
+    rounded = terms.decay == "channel" and terms.g is not None and terms.g.dtype != torch.float32
+    back = kept + V * E + K * V * E // C
+    return max(kept + more * W * E + 4 * V, back + more * W * E, back + 4 * K * rounded)

@@ -1,0 +1,230 @@
+"""Gated slot attention in 16 bits as one operator: two passes of the additive family.
+
+    scores = Sk^T q      Sk_t = Sk_{t-1} diag(exp(g_t)) + k_t s_t^T      p = softmax(scale * scores)
+    o = Sv^T p           Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T
+
+Scores are float32, and of one span of tokens at a time (slices.py): what is kept for backward is p,
+and the states between the spans. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and `second`
+name the implementations of the passes.
+
+Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward p, 2, and 2 more for
+what a pass leaves for its walk, of one span; backward p, and of one span dp, 8 to 10 in all.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core import guard
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.linear import op, slices
+from slipstream.kernels.linear.terms import Terms
+
+# Spans of a row of tokens whose o is not small, and where backward follows.
+LITTLE, SPANS, TRAINED = 1 << 24, 2, 3
+
+
+class Slots(NamedTuple):
+    """q, k [B, T, H, K]; v [B, T, H, V]; s, g [B, T, H, M]; the states before the first token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    s: Tensor
+    g: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def passes(self, p: Tensor) -> tuple[Terms, Terms]:
+        q, k, v, s, g, keys, values, cu = self
+        first = Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
+        return first, Terms(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
+
+
+_NAMES = Slots._fields
+_TENSORS = ", ".join(f"Tensor{'?' if i > 4 else ''} {name}" for i, name in enumerate(_NAMES))
+_OPTIONS = "float scale, int chunk, str first, str second"
+
+
+def spans_of(given: Slots, keep: bool) -> int:
+    alone = given.q.shape[0] == 1 and given.cu_seqlens is None
+    if not alone or given.v.numel() <= LITTLE:
+        return 1
+    return TRAINED if keep else SPANS
+
+
+def _part(given: Slots, tokens: slice, keys: Tensor | None, values: Tensor | None) -> Slots:
+    cut = (x[:, tokens] for x in given[:5])
+    return given._replace(**dict(zip(_NAMES, cut)), keys=keys, values=values)
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    """o, both final states, p, and the states between spans, of keys and of values; p is empty
+    unless it is to be kept."""
+    *tensors, scale, chunk, first, second, spans, keep = args
+    given = Slots(*tensors)
+    o, p, *states = _like(given, spans, keep)
+    final, marks = states[:2], states[2:]
+    before = [given.keys, given.values]
+    if spans > 1:
+        before = [y.zero_() if x is None else x for x, y in zip(before, final)]
+    cuts = slices.spans(given.q.shape[1], spans)
+    for i, tokens in enumerate(cuts):
+        after = final if i == len(cuts) - 1 else [x[i] for x in marks]
+        part = _part(given, tokens, *before)
+        one, two = part.passes(p[:, tokens] if keep else part.s.new_empty(part.s.shape))
+        scores, _, _ = op.spans_forward(*one, scale, chunk, first, True, 1, out=(None, after[0]))
+        _softmax(scores, two.q, second)
+        del scores
+        op.spans_forward(*two, 1.0, chunk, second, False, 1, out=(o[:, tokens], after[1]))
+        before = after
+    return o, *final, p, *marks
+
+
+def _like(given: Slots, spans: int, keep: bool) -> list[Tensor]:
+    """What _forward returns, but for p in second place."""
+    (N, H, K, M), V = given.passes(given.s)[0].state_shape, given.v.shape[-1]
+    wide: dict[str, Any] = {"dtype": torch.float32}
+    states = [(N, H, K, M), (N, H, M, V)]
+    return [
+        given.v.new_empty(given.v.shape),
+        given.s.new_empty(given.s.shape if keep else 0),
+        *(given.v.new_empty(x, **wide) for x in states),
+        *(given.v.new_empty(spans - 1, *x, **wide) for x in states),
+    ]
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    o, p, *states = _like(Slots(*args[: len(_NAMES)]), *args[-2:])
+    return o, *states[:2], p, *states[2:]
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """Gradients of q, k, v, s, g and the states before the first token, in float32."""
+    *tensors, p, first_marks, second_marks, do, dkeys, dvalues = args[: len(_NAMES) + 6]
+    scale, chunk, first, second = args[len(_NAMES) + 6 :]
+    given = Slots(*tensors)
+    spans = first_marks.shape[0] + 1
+    grads = _fake_backward(*args)
+    dstates = grads[5:]
+    after, before = [dkeys, dvalues], [given.keys, given.values]
+    if spans > 1 and any(x is None for x in (*after, *before)):
+        flat = dstates[0].new_zeros(max(x.numel() for x in dstates))
+        zeros = [flat[: x.numel()].view(x.shape) for x in dstates]
+        after = [y if x is None else x for x, y in zip(after, zeros)]
+        before = [y if x is None else x for x, y in zip(before, zeros)]
+    cuts = slices.spans(given.q.shape[1], spans)
+    for i, tokens in reversed(list(enumerate(cuts))):
+        met = [first_marks[i - 1], second_marks[i - 1]] if i else before
+        part = _part(given, tokens, *met)
+        one, two = part.passes(p[:, tokens])
+        here = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
+        d = None if do is None else do[:, tokens]
+        out = {"k": here["s"], "v": here["v"], "g": here["g"], "initial_state": dstates[1]}
+        dp = op.gradients(two, d, after[1], 1.0, chunk, second, True, None, out)["q"]
+        _softmax_backward(two.q, dp, second)
+        out = {"q": here["q"], "k": here["k"], "initial_state": dstates[0]}
+        more = op.gradients(one, dp, after[0], scale, chunk, first, True, None, out)
+        here["s"].add_(more["v"])
+        here["g"].add_(more["gv"])
+        after = dstates
+    return grads
+
+
+def _fake_backward(*args: Any) -> list[Tensor]:
+    given = Slots(*args[: len(_NAMES)])
+    return [
+        *(x.new_empty(x.shape) for x in given[:5]),
+        *(x.new_empty(x.shape[1:]) for x in _like(given, 2, False)[4:]),
+    ]
+
+
+def _softmax(scores: Tensor, p: Tensor, impl: str) -> None:
+    """p is written."""
+
+    def run() -> None:
+        from slipstream.kernels.linear.triton import slots
+
+        slots.softmax(scores, p)
+
+    def plain() -> None:
+        p.copy_(scores.softmax(-1))
+
+    _attempt(run, plain, p, impl)
+
+
+def _softmax_backward(p: Tensor, dp: Tensor, impl: str) -> None:
+    """dp becomes the gradient of the scores."""
+
+    def run() -> None:
+        from slipstream.kernels.linear.triton import slots
+
+        slots.softmax_backward(p, dp)
+
+    def plain() -> None:
+        wide, d = p.float(), dp.float()
+        dp.copy_(wide * (d - (wide * d).sum(-1, keepdim=True) / wide.sum(-1, keepdim=True)))
+
+    _attempt(run, plain, p, impl)
+
+
+def _attempt(run: Callable[[], None], plain: Callable[[], None], p: Tensor, impl: str) -> None:
+    if impl.startswith("eager") or p.numel() == 0:
+        plain()
+    else:
+        guard.attempt(lambda: ("linear.slots", p.dtype, p.shape[-1]), p.device, run, plain, ())
+
+
+_forward_op = define(
+    "slots_forward",
+    f"({_TENSORS}, {_OPTIONS}, int spans, bool keep) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+_backward_op = define(
+    "slots_backward",
+    f"({_TENSORS}, Tensor p, Tensor first_marks, Tensor second_marks, Tensor? dout, "
+    f"Tensor? dkeys, Tensor? dvalues, {_OPTIONS}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+_call_forward = shortcut(_forward_op, replays=True)
+_call_backward = shortcut(_backward_op, replays=True)
+
+
+class _Slots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
+        o, keys, values, *rest = _call_forward(
+            *tensors, *options, spans_of(Slots(*tensors), True), True
+        )
+        ctx.save_for_backward(*tensors, *rest)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return o, keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(x is None for x in grads):
+            return (None,) * (1 + len(_NAMES))
+        saved = ctx.saved_tensors
+        found = _call_backward(*saved, *grads, *ctx.options)
+        given = [x if y is not None else None for x, y in zip(found, saved)]
+        return (None, *given, None)
+
+
+def attend(given: Slots, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, H, V] in v's dtype and both final states, float32, with gradients.
+
+    Args:
+        options: scale, tokens a chunk (0: token by token), implementations of both passes.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return _Slots.apply(options, *given)
+    return _call_forward(*given, *options, spans_of(given, False), False)[:3]
