@@ -89,13 +89,16 @@ def timed(B: int, T: int, H: int, D: int, causal: bool, peers: bool) -> dict[str
     options = Options(D**-0.5, -1, 0 if causal else -1)
     flops = 4 * B * H * T * T * D / (2 if causal else 1)
     o, lse = launch.forward(terms, options)
-    dq, dk, dv, base, delta = _room(terms, o, lse, do)
     named: dict[str, Any] = {
         "fwd": (lambda: launch.forward(terms, options), 1.0),
         "bwd": (lambda: launch.backward(terms, options, o, lse, do, None), 2.5),
-        "dq": (lambda: launch._dq(terms, options, do, dq, base, delta), 1.5),
-        "dkv": (lambda: launch._dkv(terms, options, do, dk, dv, base, delta), 2.0),
     }
+    if TILES[D].dq:  # in kernels of their own
+        dq, dk, dv, base, delta = _room(terms, o, lse, do)
+        named |= {
+            "dq": (lambda: launch._dq(terms, options, do, dq, base, delta), 1.5),
+            "dkv": (lambda: launch._dkv(terms, options, do, dk, dv, base, delta), 2.0),
+        }
     row: dict[str, object] = {"shape": f"{B},{T},{H},{D}", "causal": causal}
     row |= dict.fromkeys(("fwd", "bwd", "dq", "dkv", *PEERS), 0)
     for name, (fn, work) in named.items():

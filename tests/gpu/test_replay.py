@@ -49,6 +49,54 @@ def test_replay_is_the_call(sample: Sample, shape: str) -> None:
     assert play.call_count >= 2, "forward and backward are not played"
 
 
+ATTENTION: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {"causal": False},
+    "window": {"causal": True, "window_size": 50},
+    "window, softcap": {"causal": False, "window_size": (40, 20), "softcap": 5.0},
+    "packed": {"causal": True, "cu_seqlens": (0, 5, 5, 180, 300)},
+    "used": {"causal": True, "key_lengths": (300, 7)},
+    "sinks": {"causal": True, "sinks": True},
+    "gate": {"causal": True, "g": True},
+}
+
+
+def with_gradients(options: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:
+    """o, lse and the gradients; leaves: q, k, v, and those of the options that have one."""
+    o, lse = ops.attention(*leaves[:3], **options, return_lse=True)
+    seen = torch.where(lse.isfinite(), lse, 0.0)
+    grads = torch.autograd.grad([o, seen], leaves, [torch.ones_like(o), torch.ones_like(lse)])
+    return [o, lse, *grads]
+
+
+@pytest.mark.parametrize("D", [64, 128, 256, 80])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_replayed_attention_is_the_call(name: str, D: int) -> None:
+    options = dict(ATTENTION[name])
+    B, T, H = 1 if "cu_seqlens" in options else 2, 300, 4
+    for n in ("cu_seqlens", "key_lengths"):
+        if n in options:
+            options[n] = torch.tensor(options[n], device="cuda", dtype=torch.int32)
+    played = 0
+    for turn in range(5):
+        torch.manual_seed(turn)
+        make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        leaves = [torch.randn(B, T, h, D, **make).requires_grad_() for h in (H, 2, 2)]
+        if "sinks" in options:
+            options["sinks"] = torch.randn(H, device="cuda").requires_grad_()
+        if "g" in options:
+            options["g"] = (-torch.rand(B, T, H, device="cuda")).requires_grad_()
+        leaves += [options[n] for n in ("sinks", "g") if n in options]
+        with mock.patch.object(replay.Record, "play", autospec=True, side_effect=_PLAY) as play:
+            got = with_gradients(options, leaves)
+        played += play.call_count
+        with mock.patch.object(replay, "ON", False):
+            want = with_gradients(options, leaves)
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+    assert played >= 3, "forward, or backward, is not played"
+
+
 def test_replayed_steps_are_the_calls() -> None:
     pools = [torch.zeros(9, 4, 64, 64, device="cuda") for _ in range(2)]
     for turn in range(6):

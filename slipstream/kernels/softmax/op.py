@@ -149,7 +149,8 @@ _backward_op: Callable = define(
 )
 
 
-_call_forward, _call_backward = shortcut(_forward_op), shortcut(_backward_op)
+_call_forward = shortcut(_forward_op, replays=True)
+_call_backward = shortcut(_backward_op, replays=True)
 
 
 class _Softmax(torch.autograd.Function):

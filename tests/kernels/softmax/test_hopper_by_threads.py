@@ -102,11 +102,10 @@ def run(
          *sizes(terms, options, False), *ats),
         BN=32, D=D, KS=3, VS=2, **flags(terms, options),
     )  # fmt: skip
-    name = "backward_kv_wide:softmax_dkv_wide" if D == 256 else "backward_kv:softmax_dkv"
     launch(
-        found(name + "_sm90_kernel"), programs,
+        found("backward_kv:softmax_dkv_sm90_kernel"), programs,
         (desc(q, 32), desc(k, 64), desc(v, 64), desc(do, 32), ptr(dk), ptr(dv), ptr(base),
-         ptr(delta), *rest, *sizes(terms, options, True), *ats),
+         ptr(delta), *rest, *sizes(terms, options, True, 64), *ats),
         BM=32, D=D, ST=2, **flags(terms, options),
     )  # fmt: skip
     return {"o": o, "lse": lse, "q": dq, "k": dk, "v": dv}
@@ -169,7 +168,6 @@ def sizes(terms: Terms, options: Options, of_keys: bool, rows: int = 128) -> tup
     q, k, N = terms.q, terms.k, terms.sequences
     T, S, H, HKV = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     total, cu, heads = (S, terms.cu_k, HKV) if of_keys else (T, terms.cu_q, H)
-    rows = 64 if of_keys and q.shape[3] == 256 else rows
     tiles = -(-total // rows) if cu is None else total // rows + N
     pairs = heads if cu is not None else heads * N
     left, right = max(options.left, 0), max(options.right, 0)

@@ -3,7 +3,8 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """All three gradients in one walk for sm_90: five products a tile where two kernels make seven.
 
-backward_kv.py's walk, from the last queries to the first, and of each tile of queries
+Two warpgroups of 64 keys walk over their queries as in backward_kv.py, from the last to the first,
+and make of each tile of queries
 
     dq_t += sum_s dx_ts k_s
 
@@ -24,9 +25,14 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.softmax.hopper.backward_add import add_even, add_odd, place_of_keys
+from slipstream.kernels.softmax.hopper.backward_add import (
+    add_even,
+    add_odd,
+    tile_of_sequence,
+)
 from slipstream.kernels.softmax.hopper.backward_kv import weights
 from slipstream.kernels.softmax.hopper.common import (
+    LEFT,
     RIGHT,
     SOFTCAP,
     barriers,
@@ -34,6 +40,7 @@ from slipstream.kernels.softmax.hopper.common import (
     corner,
     fetch,
     free,
+    place,
     put,
     queries_seen,
     ready,
@@ -51,29 +58,31 @@ def _fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
 
 
 @gluon.jit
-def _load(descs, buffers, full, empty, sizes, window, ats, BM: gl.constexpr, ST: gl.constexpr,
-          FLAGS: gl.constexpr):  # fmt: skip
+def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.constexpr,
+          ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
     buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta = buffers
     full_k, full_q, full_do = full
     empty_k, empty_x = empty
     at_q, at_k, at_v, at_do = ats
-    T, S, H, group, units = sizes[0], sizes[1], sizes[2], sizes[4], sizes[8]
+    group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        i_kv, i_b, row = place_of_keys(unit, sizes)
-        low, count, _, _ = queries_seen(row, T, S, window, BM, 128, FLAGS)
-        row_k, col_k = corner(at_k, i_b, i_kv, row)
-        row_v, col_v = corner(at_v, i_b, i_kv, row)
+        i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = place(
+            unit, offsets, sizes, 128, True, FLAGS
+        )
+        low, count, _, _ = queries_seen(row, queries, keys, window, BM, 128, FLAGS, 0)
+        row_k, col_k = corner(at_k, i_kb, i_kv, begin_k + row)
+        row_v, col_v = corner(at_v, i_kb, i_kv, begin_k + row)
         mbarrier.wait(empty_k.index(0), (mine & 1) ^ 1)
         fetch(desc_k, row_k, col_k, full_k.index(0), buf_k.index(0))
         fetch(desc_v, row_v, col_v, full_k.index(1), buf_v.index(0))
         for i_g in range(group):
             i_h = i_kv * group + i_g
-            row_q, col_q = corner(at_q, i_b, i_h, low)
-            row_do, col_do = corner(at_do, i_b, i_h, low)
-            i_r = (i_b * H + i_h) * (gl.cdiv(T, 4) * 4) + low
+            row_q, col_q = corner(at_q, i_b, i_h, begin + low)
+            row_do, col_do = corner(at_do, i_b, i_h, begin + low)
+            i_r = tile_of_sequence(i_b, i_h, i_n, begin, sizes, BM, FLAGS) * BM + low
             for i in range(count):
                 slot = turn % ST
                 on = (count - 1 - i) * BM
@@ -121,17 +130,7 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn, fi
 
 
 @gluon.jit
-def _numbers(buffer, there, other, layout: gl.constexpr, MASKED: gl.constexpr):
-    """A number of each query, of which `there` are there, along the columns of a product."""
-    x = buffer.load(gl.SliceLayout(0, layout))
-    if MASKED:
-        o_m = gl.arange(0, x.shape[0], gl.SliceLayout(0, layout))
-        x = gl.where(o_m < there, x, other)
-    return x
-
-
-@gluon.jit
-def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, turn, first, low,
+def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, turn, first, sight,
           query, queries, factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """The queries of this turn; `query` is the first one's row in the sequence."""
@@ -165,12 +164,12 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
             _half(c, dq, bufs_dq, full, empty, before)
     if not MASKED:
         ready(full[2], turn, ST)
-    delta = _numbers(bufs_delta.index(slot), there, 0.0, layout, MASKED)
+    delta = bufs_delta.index(slot).load(gl.SliceLayout(0, layout))
     dp = gl.expand_dims(0.0 - delta, 0) + zero
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-    base = _numbers(bufs_base.index(slot), there, float("inf"), layout, MASKED)
+    base = bufs_base.index(slot).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, t = weights(s, base, low, low, query, factor, cap, MASKED, FLAGS)
+    p, t = weights(s, base, sight[0], sight[1], query, factor, cap, MASKED, FLAGS)
     dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), a_layout), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     dx = p * dp
@@ -191,9 +190,10 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
 
 
 @gluon.jit
-def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window,
-          BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    T, S, H, group, units = sizes[0], sizes[1], sizes[2], sizes[4], sizes[8]
+def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
+          window, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+          FLAGS: gl.constexpr):  # fmt: skip
+    S, H, group, units = sizes[1], sizes[2], sizes[4], sizes[8]
     k, v = buffers[0].index(0).slice(c * 64, 64), buffers[1].index(0).slice(c * 64, 64)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -205,22 +205,28 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
     turn = units * 0
     mine = units * 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        i_kv, i_b, row = place_of_keys(unit, sizes)
-        query, count, inner, outer = queries_seen(row, T, S, window, BM, 128, FLAGS)
+        i_kv, _, _, queries, i_kb, begin_k, keys, room, row, _ = place(
+            unit, offsets, sizes, 128, True, FLAGS
+        )
+        query, count, inner, outer = queries_seen(row, queries, keys, window, BM, 128, FLAGS, 0)
         row += c * 64
-        # each key is seen by the queries from `low` on
+        # each key is seen by the queries from `low` to before `high`
         low = o_n * 0
+        high = low
+        if FLAGS & LEFT:
+            high = row + o_n - (keys - queries) + window[0] + 1
         if FLAGS & RIGHT:
-            low = row + o_n - (S - T) - window[1]
-        if row - c * 64 + 128 > S:  # keys that are not there are to add nothing to dq
+            low = row + o_n - (keys - queries) - window[1]
+        if row - c * 64 + 128 > keys:  # keys that are not there are to add nothing to dq
             outer = inner
-            low = gl.where(row + o_n < S, low, 1 << 30)
+            low = gl.where(row + o_n < keys, low, 1 << 30)
+        sight = (low, high)
         dk = gl.zeros([64, D], gl.float32, k_layout)
         dv = gl.zeros([64, D], gl.float32, k_layout)
         for tile in gl.static_range(2):
             mbarrier.wait(full[0].index(tile), mine & 1)
-        clean(k, S - row, 64, D)
-        clean(v, S - row, 64, D)
+        clean(k, keys - row, 64, D)
+        clean(v, keys - row, 64, D)
         first = turn
         last = query + (count - 1) * BM
         held = (zero, zero)
@@ -230,25 +236,25 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
         for _ in range(group):
             for i in range(count - outer):
                 dk, dv = _step(
-                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, low,
-                    last - i * BM, T, factor, cap, BM, D, ST, True, FLAGS,
+                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, sight,
+                    last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                 )  # fmt: skip
             for i in range(count - outer, count - inner):
                 dk, dv = _step(
-                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, low,
-                    last - i * BM, T, factor, cap, BM, D, ST, False, FLAGS,
+                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, sight,
+                    last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
                 )  # fmt: skip
             if FLAGS & RIGHT:
                 for i in range(count - inner, count):
                     dk, dv = _step(
-                        c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, low,
-                        last - i * BM, T, factor, cap, BM, D, ST, True, FLAGS,
+                        c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, first, sight,
+                        last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                     )  # fmt: skip
             turn += count
         mine += 1
         if D == 64:
             _whole(c, buffers[0], buffers[4], buffers[5], full, empty, zero_q, turn - 1, first)
-        else:
+        elif count > 0:
             ready(full[3], turn - 1, 2)
             dq = _share(c, buffers[0], buffers[4].index((turn + 1) % 2), zero_q)
             dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -260,23 +266,23 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
         out_v = stage(v, dv.to(k.dtype), D)
         mbarrier.arrive(empty[0].index(0))
         HKV = H // group
-        at = ((i_b.to(gl.int64) * S + row) * HKV + i_kv) * D
-        put(dk_ptr + at, out_k, HKV * D, S - row, D)
-        put(dv_ptr + at, out_v, HKV * D, S - row, D)
+        at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
+        put(dk_ptr + at, out_k, HKV * D, room - row, D)
+        put(dv_ptr + at, out_v, HKV * D, room - row, D)
 
 
 @gluon.jit
-def _first(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window,
+def _first(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
            BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _walk(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window, BM, D, ST,
-          FLAGS)  # fmt: skip
+    _walk(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window, BM,
+          D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
-def _second(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window,
+def _second(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
             BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _walk(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, sizes, window, BM, D, ST,
-          FLAGS)  # fmt: skip
+    _walk(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window, BM,
+          D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
@@ -285,12 +291,15 @@ def softmax_bwd_sm90_kernel(
     desc_k,  # [128, D]
     desc_v,  # [128, D]
     desc_do,  # [BM, D]
-    desc_base,  # [BM] of [B, H, R], R = T rounded up to 4: lse in base 2, inf for -inf
-    desc_delta,  # [BM] of [B, H, R]
-    desc_dq,  # [BM, D / 2] of float32 [B, H, T rounded up to BM, D]
-    turns_ptr,  # [B, H, tiles of queries], zeros
-    dk_ptr,  # [B, S, HKV, D]
-    dv_ptr,  # [B, S, HKV, D]
+    desc_base,  # [BM] of [tiles * BM]: lse in base 2, inf for -inf and for no query
+    desc_delta,  # [BM] of [tiles * BM]
+    desc_dq,  # [BM, D / 2] of float32 [tiles * BM, D]: backward_add.py counts tiles of queries
+    turns_ptr,  # [tiles], zeros
+    dk_ptr,  # [KB, S, HKV, D]
+    dv_ptr,  # [KB, S, HKV, D]
+    cu_q_ptr,  # [N + 1]
+    cu_k_ptr,  # [N + 1]
+    lengths_ptr,  # [N]
     factor,
     cap,
     scale,
@@ -350,23 +359,28 @@ def softmax_bwd_sm90_kernel(
                   (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),
                   (full_k, full_q, full_do, full_dx, full_dq),
                   (empty_k, empty_x, empty_dq, done, empty_dx),
+                  (cu_q_ptr, cu_k_ptr, lengths_ptr),
                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
                   BM, D, ST, FLAGS)),
         (_second, (dk_ptr, dv_ptr, factor, cap, scale,
                    (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),
                    (full_k, full_q, full_do, full_dx, full_dq),
                    (empty_k, empty_x, empty_dq, done, empty_dx),
+                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
                    (T, S, H, N, group, tiles, steps, section, units), (left, right),
                    BM, D, ST, FLAGS)),
         (_load, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
                  (buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
                  (full_k, full_q, full_do), (empty_k, empty_x),
+                 (cu_q_ptr, cu_k_ptr, lengths_ptr),
                  (T, S, H, N, group, tiles, steps, section, units), (left, right),
                  ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch),
                   (do_rb, do_rh, do_ch)),
                  BM, ST, FLAGS)),
         (add_even, (desc_dq, turns_ptr, bufs_dq, full_dq, empty_dq,
+                 (cu_q_ptr, cu_k_ptr, lengths_ptr),
                  (T, S, H, N, group, tiles, steps, section, units), (left, right), BM, D, FLAGS)),
         (add_odd, (desc_dq, turns_ptr, bufs_dq, full_dq, empty_dq,
+                (cu_q_ptr, cu_k_ptr, lengths_ptr),
                 (T, S, H, N, group, tiles, steps, section, units), (left, right), BM, D, FLAGS)),
     ], [4, 1, 1, 1], [CONSUMER, PRODUCER, PRODUCER, PRODUCER])  # fmt: skip

@@ -46,7 +46,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
     turn = units * 0
     mine = units * 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row = place(
+        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
         low, count, _, _ = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
@@ -236,7 +236,7 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
     turn = units * 0
     mine = units * 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        i_h, i_b, begin, queries, _, _, keys, _, row = place(
+        i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
         key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)

@@ -41,7 +41,8 @@ def pair_of_unit(unit, tiles, pairs, section):
 
 @gluon.jit
 def place(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.constexpr):
-    """Head, batch row and first row of queries and of keys, how many, room for keys, tile's row."""
+    """Head, batch row and first row of queries and of keys, how many, room for keys, tile's row,
+    and the sequence."""
     cu_q_ptr, cu_k_ptr, lengths_ptr = offsets
     T, S, H, N, group, tiles, steps, section, _ = sizes
     if KEYS:
@@ -68,13 +69,13 @@ def place(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.c
         i_kb.to(gl.int32),
         begin_k.to(gl.int32),
     )
-    return pair % H, i_b, begin, queries, i_kb, begin_k, keys, room, row
+    return pair % H, i_b, begin, queries, i_kb, begin_k, keys, room, row, i_n
 
 
 @gluon.jit
-def tiles_of(low, inner, outer, high, B: gl.constexpr):
-    """First row, how many tiles from there, at least one, and which of them are seen whole."""
-    count = gl.maximum(gl.cdiv(high - low, B), 1)
+def tiles_of(low, inner, outer, high, B: gl.constexpr, LEAST: gl.constexpr):
+    """First row, how many tiles from there, and which of them are seen whole."""
+    count = gl.maximum(gl.cdiv(high - low, B), LEAST)
     inner = gl.minimum(gl.maximum(inner - low, 0) // B, count)
     outer = gl.minimum(gl.maximum(outer - low, 0) // B, count)
     return low, count, inner, gl.maximum(outer, inner)
@@ -82,7 +83,7 @@ def tiles_of(low, inner, outer, high, B: gl.constexpr):
 
 @gluon.jit
 def keys_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr, FLAGS: gl.constexpr):
-    """tiles_of the keys that BM queries see."""
+    """tiles_of the keys that BM queries see, at least one."""
     left, right = window
     shift = keys - queries
     low, inner, outer, high = seen_tiles(
@@ -95,12 +96,12 @@ def keys_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr, FL
         (FLAGS & LEFT) != 0,
         (FLAGS & RIGHT) != 0,
     )
-    return tiles_of(low, inner, outer, high, BN)
+    return tiles_of(low, inner, outer, high, BN, 1)
 
 
 @gluon.jit
 def queries_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
-                 FLAGS: gl.constexpr):  # fmt: skip
+                 FLAGS: gl.constexpr, LEAST: gl.constexpr = 1):  # fmt: skip
     """tiles_of the queries that see BN keys."""
     left, right = window
     shift = keys - queries
@@ -114,7 +115,7 @@ def queries_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
         (FLAGS & RIGHT) != 0,
         (FLAGS & LEFT) != 0,
     )
-    return tiles_of(low, inner, outer, high, BM)
+    return tiles_of(low, inner, outer, high, BM, LEAST)
 
 
 @gluon.jit

@@ -5,13 +5,15 @@
 
     x_ts = scale q_t . [c_s, r_s]     o_t = sum_s softmax(x_t)_s c_s     c [512], r [64]
 
-One warp loads 64 latents at a time by TMA; two warpgroups take the same 64 rows, queries times
-heads, and a half of o's columns each. Both make all scores: that costs half as many products again,
-and no weights go from one to the other. triton/decode.py joins the shares of the keys.
+A warpgroup loads 64 latents at a time by TMA, makes the scores of 64 rows, queries times heads, and
+hands their exponentials to two others, each with a half of o's columns. Its products run beside
+theirs with the tile before; once those are done, the next but one is loaded. triton/decode.py joins
+the shares of the keys.
 """
 
 from slipstream.kernels.gluon import (
     copy_in,
+    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -48,32 +50,36 @@ def _place(lengths_ptr, sizes, HAS_LENGTHS: gl.constexpr):
 
 
 @gluon.jit
-def _load(descs, table_ptr, lengths_ptr, buffers, full, empty, sizes, PAGE: gl.constexpr,
-          HAS_LENGTHS: gl.constexpr):  # fmt: skip
-    desc_q, desc_qr, desc_k, desc_kr = descs
-    bufs_q, buf_qr, bufs_k, bufs_kr = buffers
-    full_q, full_k = full
-    T, H, stride_table, rows_b = sizes[0], sizes[1], sizes[6], sizes[7]
-    _, i_b, row, _, low, count = _place(lengths_ptr, sizes, HAS_LENGTHS)
-    row += i_b * T * H
-    at_q = full_q.index(0)
-    mbarrier.expect(at_q, desc_q.block_type.nbytes * 2 + desc_qr.block_type.nbytes)
+def _row_of(table_ptr, i_b, key, sizes, PAGE: gl.constexpr):
+    """Row of the cache that holds a key, the first of a tile."""
+    room, stride_table, rows_b = sizes[5], sizes[6], sizes[7]
+    row = i_b * rows_b + key
+    if PAGE:
+        key = gl.minimum(key, room - 1)
+        page = gl.load(table_ptr + i_b.to(gl.int64) * stride_table + key // PAGE)
+        row = page.to(gl.int32) * PAGE + key % PAGE
+    return row
+
+
+@gluon.jit
+def _load_queries(desc_q, desc_qr, bufs_q, buf_qr, row, full_q):
+    at = full_q.index(0)
+    mbarrier.expect(at, desc_q.block_type.nbytes * 2 + desc_qr.block_type.nbytes)
     for j in gl.static_range(2):
-        copy_in(desc_q, [row, j * HALF], at_q, bufs_q.index(j))
-    copy_in(desc_qr, [row, 2 * HALF], at_q, buf_qr.index(0))
-    for i in range(count):
-        free(empty, i, ST)
-        slot = i % ST
-        key = low + i * BN
-        row_k = i_b * rows_b + key
-        if PAGE:
-            page = gl.load(table_ptr + i_b.to(gl.int64) * stride_table + key // PAGE)
-            row_k = page.to(gl.int32) * PAGE + key % PAGE
-        at = full_k.index(slot)
-        mbarrier.expect(at, desc_k.block_type.nbytes * 2 + desc_kr.block_type.nbytes)
-        for j in gl.static_range(2):
-            copy_in(desc_k, [row_k, j * HALF], at, bufs_k.index(slot * 2 + j))
-        copy_in(desc_kr, [row_k, 2 * HALF], at, bufs_kr.index(slot))
+        copy_in(desc_q, [row, j * HALF], at, bufs_q.index(j))
+    copy_in(desc_qr, [row, 2 * HALF], at, buf_qr.index(0))
+
+
+@gluon.jit
+def _load(desc_k, desc_kr, bufs_k, bufs_kr, row, full_k, empty_k, turn):
+    """Starts to load a tile of latents once its buffer is free."""
+    free(empty_k, turn, ST)
+    slot = turn % ST
+    at = full_k.index(slot)
+    mbarrier.expect(at, desc_k.block_type.nbytes * 2 + desc_kr.block_type.nbytes)
+    for j in gl.static_range(2):
+        copy_in(desc_k, [row, j * HALF], at, bufs_k.index(slot * 2 + j))
+    copy_in(desc_kr, [row, 2 * HALF], at, bufs_kr.index(slot))
 
 
 @gluon.jit
@@ -91,30 +97,47 @@ def _scores(bufs_q, buf_qr, bufs_k, bufs_kr, i, zero):
 
 
 @gluon.jit
-def _attend(c: gl.constexpr, o_ptr, lse_ptr, lengths_ptr, factor, buffers, full, empty, sizes,
-            HAS_LENGTHS: gl.constexpr):  # fmt: skip
-    bufs_q, buf_qr, bufs_k, bufs_kr = buffers
-    full_q, full_k = full
+def _hand_over(buf_p, buf_row, p, row, told, heard, turn):
+    """Exponentials and a number of each row to the other warpgroups, once they are done with those
+    before."""
+    free(heard, turn, 1)
+    buf_p.index(0).store(p)
+    buf_row.index(0).store(row)
+    fence_async_shared()
+    mbarrier.arrive(told.index(0))
+
+
+@gluon.jit
+def _weights(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, full, empty, sizes,
+             PAGE: gl.constexpr, HAS_LENGTHS: gl.constexpr):  # fmt: skip
+    desc_q, desc_qr, desc_k, desc_kr = descs
+    bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row = buffers
+    full_q, full_k, told = full
     T, H, B = sizes[0], sizes[1], sizes[2]
     i_s, i_b, row, keys, low, count = _place(lengths_ptr, sizes, HAS_LENGTHS)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    zero = gl.zeros([BM, BN], gl.float32, s_layout)
-    o_m = row + gl.arange(0, BM, gl.SliceLayout(1, s_layout))
-    o_n = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    zero = gl.zeros([BM, BN], gl.float32, layout)
+    o_m = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, layout))
     high = gl.minimum(keys - T + 1 + o_m // H, keys)
-    m = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    l = gl.zeros([BM], gl.float32, gl.SliceLayout(1, s_layout))
-    acc = gl.zeros([BM, HALF], gl.float32, o_layout)
+    m = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    l = gl.zeros([BM], gl.float32, gl.SliceLayout(1, layout))
+    _load_queries(desc_q, desc_qr, bufs_q, buf_qr, i_b * T * H + row, full_q)
+    row_k = _row_of(table_ptr, i_b, low, sizes, PAGE)
+    if count > 0:
+        _load(desc_k, desc_kr, bufs_k, bufs_kr, row_k, full_k, empty[0], 0)
+    row_k = _row_of(table_ptr, i_b, low + BN, sizes, PAGE)
     mbarrier.wait(full_q.index(0), 0)
     for i in range(count):
-        slot = i % ST
         ready(full_k, i, ST)
         s = _scores(bufs_q, buf_qr, bufs_k, bufs_kr, i, zero)
+        # known a tile ahead: no load of a page stands between a free buffer and its filling
+        after = _row_of(table_ptr, i_b, low + (i + 2) * BN, sizes, PAGE)
+        if i + 1 < count:
+            _load(desc_k, desc_kr, bufs_k, bufs_kr, row_k, full_k, empty[0], i + 1)
+        row_k = after
         s = warpgroup_mma_wait(0, deps=(s,))
-        key = low + i * BN
-        seen = (key + o_n)[None, :] < high[:, None]
+        seen = (low + i * BN + o_n)[None, :] < high[:, None]
         s = gl.where(seen, s, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1) * factor)
         base = gl.where(top == float("-inf"), 0.0, top)
@@ -122,38 +145,51 @@ def _attend(c: gl.constexpr, o_ptr, lse_ptr, lengths_ptr, factor, buffers, full,
         shrink = gl.exp2(m - base)
         m = top
         l = l * shrink + gl.sum(e, 1)
-        p = gl.convert_layout(e.to(bufs_q.dtype), p_layout)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        v = bufs_k.index(slot * 2 + c)
-        clean(v, keys - key, BN, HALF)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(slot))
+        _hand_over(buf_p, buf_row, e.to(bufs_q.dtype), shrink, told, empty[1], i)
     blind = l == 0.0
     l = gl.where(blind, 1.0, l)
-    at = i_s * B + i_b
-    rows = T * H
-    if c == 0:
-        lse = gl.where(blind, float("-inf"), m + gl.log2(l))
-        p_lse = lse_ptr + (at.to(gl.int64) * H + o_m % H) * T + o_m // H
-        gl.store(p_lse, lse, mask=o_m < rows)
-    acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, o_layout))[:, None]
-    o_r = row + gl.arange(0, BM, gl.SliceLayout(1, o_layout))
-    o_c = c * HALF + gl.arange(0, HALF, gl.SliceLayout(0, o_layout))
-    p_o = o_ptr + (at.to(gl.int64) * rows + o_r)[:, None] * (2 * HALF) + o_c[None, :]
-    gl.store(p_o, acc, mask=(o_r < rows)[:, None] & (o_c >= 0)[None, :])
+    _hand_over(buf_p, buf_row, zero.to(bufs_q.dtype), 1.0 / l, told, empty[1], count)
+    lse = gl.where(blind, float("-inf"), m + gl.log2(l))
+    at = (i_s * B + i_b).to(gl.int64) * H
+    gl.store(lse_ptr + (at + o_m % H) * T + o_m // H, lse, mask=o_m < T * H)
 
 
 @gluon.jit
-def _first(o_ptr, lse_ptr, lengths_ptr, factor, buffers, full, empty, sizes,
-           HAS_LENGTHS: gl.constexpr):  # fmt: skip
-    _attend(0, o_ptr, lse_ptr, lengths_ptr, factor, buffers, full, empty, sizes, HAS_LENGTHS)
-
-
-@gluon.jit
-def _second(o_ptr, lse_ptr, lengths_ptr, factor, buffers, full, empty, sizes,
+def _values(c: gl.constexpr, o_ptr, lengths_ptr, buffers, full, empty, sizes,
             HAS_LENGTHS: gl.constexpr):  # fmt: skip
-    _attend(1, o_ptr, lse_ptr, lengths_ptr, factor, buffers, full, empty, sizes, HAS_LENGTHS)
+    bufs_k, buf_p, buf_row = buffers[2], buffers[4], buffers[5]
+    told, heard = full[2], empty[1]
+    T, H, B = sizes[0], sizes[1], sizes[2]
+    i_s, i_b, row, keys, low, count = _place(lengths_ptr, sizes, HAS_LENGTHS)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    acc = gl.zeros([BM, HALF], gl.float32, layout)
+    for i in range(count):
+        slot = i % ST
+        ready(told, i, 1)
+        v = bufs_k.index(slot * 2 + c)
+        clean(v, keys - low - i * BN, BN, HALF)
+        acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
+        acc = warpgroup_mma(buf_p.index(0), v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(heard.index(0))
+        mbarrier.arrive(empty[0].index(slot))
+    ready(told, count, 1)
+    acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
+    o_r = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    o_c = c * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    at = (i_s * B + i_b).to(gl.int64) * T * H + o_r
+    p_o = o_ptr + at[:, None] * (2 * HALF) + o_c[None, :]
+    gl.store(p_o, acc, mask=(o_r < T * H)[:, None] & (o_c >= 0)[None, :])
+
+
+@gluon.jit
+def _first(o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS: gl.constexpr):
+    _values(0, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)
+
+
+@gluon.jit
+def _second(o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS: gl.constexpr):
+    _values(1, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)
 
 
 @gluon.jit(do_not_specialize=["factor", *_SIZES])
@@ -186,17 +222,24 @@ def softmax_latent_decode_sm90_kernel(
     buf_qr = gl.allocate_shared_memory(dtype, [1, BM, REST], r_layout)
     bufs_k = gl.allocate_shared_memory(dtype, [ST * 2, BN, HALF], q_layout)
     bufs_kr = gl.allocate_shared_memory(dtype, [ST, BN, REST], r_layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    buf_p = gl.allocate_shared_memory(dtype, [1, BM, BN], p_layout)
+    buf_row = gl.allocate_shared_memory(gl.float32, [1, BM], row_layout)
     full_q = barriers(1, 1)
     full_k = barriers(ST, 1)
-    empty = barriers(ST, 2)
+    empty_k = barriers(ST, 2)
+    told = barriers(1, 1)
+    heard = barriers(1, 2)
     gl.warp_specialize([
-        (_first, (o_ptr, lse_ptr, lengths_ptr, factor, (bufs_q, buf_qr, bufs_k, bufs_kr),
-                  (full_q, full_k), empty,
+        (_weights, ((desc_q, desc_qr, desc_k, desc_kr), lse_ptr, lengths_ptr, table_ptr, factor,
+                    (bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row),
+                    (full_q, full_k, told), (empty_k, heard),
+                    (T, H, B, tiles, shares, room, stride_table, rows_b), PAGE, HAS_LENGTHS)),
+        (_first, (o_ptr, lengths_ptr, (bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row),
+                  (full_q, full_k, told), (empty_k, heard),
                   (T, H, B, tiles, shares, room, stride_table, rows_b), HAS_LENGTHS)),
-        (_second, (o_ptr, lse_ptr, lengths_ptr, factor, (bufs_q, buf_qr, bufs_k, bufs_kr),
-                   (full_q, full_k), empty,
+        (_second, (o_ptr, lengths_ptr, (bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row),
+                   (full_q, full_k, told), (empty_k, heard),
                    (T, H, B, tiles, shares, room, stride_table, rows_b), HAS_LENGTHS)),
-        (_load, ((desc_q, desc_qr, desc_k, desc_kr), table_ptr, lengths_ptr,
-                 (bufs_q, buf_qr, bufs_k, bufs_kr), (full_q, full_k), empty,
-                 (T, H, B, tiles, shares, room, stride_table, rows_b), PAGE, HAS_LENGTHS)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    ], [4, 4], [168, 168])  # fmt: skip

@@ -201,7 +201,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     mine = units * 0
     unit = gl.program_id(0)
     while unit < units:
-        i_h, i_b, begin, queries, _, _, keys, _, row = place(
+        i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)

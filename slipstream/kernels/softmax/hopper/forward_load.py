@@ -37,7 +37,7 @@ def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, 
     mine = units * 0
     unit = gl.program_id(0)
     while unit < units:
-        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row = place(
+        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
         low, count, _, _ = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)

@@ -12,11 +12,10 @@ from torch import Tensor
 from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
 from slipstream.kernels.softmax.hopper.backward_kv import softmax_dkv_sm90_kernel
-from slipstream.kernels.softmax.hopper.backward_kv_wide import softmax_dkv_wide_sm90_kernel
 from slipstream.kernels.softmax.hopper.backward_q import softmax_dq_sm90_kernel
 from slipstream.kernels.softmax.hopper.forward import softmax_fwd_sm90_kernel
 from slipstream.kernels.softmax.hopper.forward_load import panels
-from slipstream.kernels.softmax.hopper.launch_fused import fused, takes
+from slipstream.kernels.softmax.hopper.launch_fused import BUFFERS, fused
 from slipstream.kernels.softmax.hopper.tiles import (
     CLOSE,
     MIXED,
@@ -28,7 +27,13 @@ from slipstream.kernels.softmax.hopper.tiles import (
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton import decode_launch
 from slipstream.kernels.softmax.triton import launch as portable
-from slipstream.kernels.softmax.triton.device import bound, factor_and_cap, multiprocessors, on
+from slipstream.kernels.softmax.triton.device import (
+    LOG2E,
+    bound,
+    factor_and_cap,
+    multiprocessors,
+    on,
+)
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -72,7 +77,12 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
             D=D,
             DV=DV,
             ST=tile.buffers[0],
-            **_flags(terms, options, tile.rows // 64, counter is not None, tile.shared, tile.early),
+            **_flags(
+                terms,
+                options,
+                tile.rows // 64,
+                (counter is not None, tile.shared, tile.early),
+            ),
         )
     return o, lse
 
@@ -90,21 +100,20 @@ def backward(
         return portable.backward(terms, options, o, lse, do, dlse)
     terms, options, _ = portable.ready(terms, options)
     q, k, v = terms[:3]
-    B, T, H, _ = q.shape
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    base, delta = torch.empty(2, B, H, -(-T // 4) * 4, dtype=torch.float32, device=q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with on(q.device):
-        portable.row_sums(o, do, lse, dlse, base, delta)
-        if takes(terms, options):
-            fused(terms, options, do, dq, dk, dv, base, delta, _matrix)
+        if q.shape[-1] in BUFFERS:
+            flags = _flags(terms._replace(sinks=None), options)
+            rows = fused(terms, options, o, lse, do, dlse, dq, dk, dv, _matrix, flags)
         else:
-            _dq(terms, options, do, dq, base, delta)
-            _dkv(terms, options, do, dk, dv, base, delta)
+            rows = _row_sums(o, lse, do, dlse)
+            _dq(terms, options, do, dq, *rows)
+            _dkv(terms, options, do, dk, dv, *rows)
     grads = {"q": dq, "k": dk, "v": dv}
     if terms.sinks is not None:
-        grads["sinks"] = _sinks_gradient(terms.sinks, lse, delta)
+        grads["sinks"] = _sinks_gradient(terms.sinks, *rows)
     return grads
 
 
@@ -118,9 +127,18 @@ def _section(terms: Terms, options: Options) -> int:
     return max(1 + masked, CLOSE * group // pair)
 
 
-def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    p = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
-    return -(p * delta[..., : lse.shape[-1]]).sum((0, 2)).to(sinks.dtype)
+def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """base and delta [B, H, T], in rows that begin at 16 bytes."""
+    B, H, T = lse.shape
+    room = B, H, -(-T // 4) * 4
+    base, delta = (torch.empty(room, dtype=torch.float32, device=o.device) for _ in range(2))
+    portable.row_sums(o, do, lse, dlse, base, delta)
+    return base[..., :T], delta[..., :T]
+
+
+def _sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    p = (LOG2E * sinks.float()[:, None] - base).exp2()
+    return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _forward_tile(D: int, options: Options) -> Tile:
@@ -133,6 +151,7 @@ def _dq(
 ) -> None:
     D = terms.q.shape[-1]
     tile = TILES[D].dq
+    assert tile is not None
     x = (terms.q, 64), (terms.k, tile.B), (terms.v, tile.B), (do, 64)
     descs, ats = zip(*(_matrix(*each) for each in x))
     grid, sizes = _sizes(terms, options, tile)
@@ -165,11 +184,11 @@ def _dkv(
 ) -> None:
     D = terms.q.shape[-1]
     tile = TILES[D].dkv
+    assert tile is not None
     x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
     descs, ats = zip(*(_matrix(*each) for each in x))
     grid, sizes = _sizes(terms, options, tile, of_keys=True)
-    kernel = softmax_dkv_wide_sm90_kernel if D == 256 else softmax_dkv_sm90_kernel
-    kept(kernel)[grid](
+    kept(softmax_dkv_sm90_kernel)[grid](
         *descs,
         dk,
         dv,
@@ -248,9 +267,7 @@ def _flags(
     terms: Terms,
     options: Options,
     warpgroups: int = 2,
-    dynamic: bool = False,
-    shared: bool = False,
-    early: bool = False,
+    of_forward: tuple[bool, ...] = (),
 ) -> dict[str, Any]:
     """common.py's flags, those of the forward, and registers."""
     given = (
@@ -261,9 +278,7 @@ def _flags(
         terms.cu_q is not None,
         terms.cu_k is not None,
         terms.sinks is not None,
-        dynamic,
-        shared,
-        early,
+        *of_forward,
     )
     flags = sum(1 << i for i, x in enumerate(given) if x)
     consumer, producer, at_most = REGISTERS[warpgroups]

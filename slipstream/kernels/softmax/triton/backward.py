@@ -257,6 +257,8 @@ def softmax_dkv_kernel(
     BN: tl.constexpr,
     UNIT: tl.constexpr,
     GROUPED: tl.constexpr,
+    HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -267,7 +269,10 @@ def softmax_dkv_kernel(
     PACKED_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (tiles * HKV * N,), or (tiles * HKV,) packed: BN keys of a head, all its queries."""
+    """grid (tiles * HKV * N,), or (tiles * HKV,) packed: BN keys of a head, all its queries.
+
+    Registers may not hold the sums of both: then a launch makes dk, and another dv.
+    """
     if not GROUPED:
         group = 1
     pid = tl.program_id(0)
@@ -291,12 +296,15 @@ def softmax_dkv_kernel(
     k_ptr += (i_kb * stride_kb + i_kv * stride_kh) * UNIT + (begin_k + row) * stride_kt
     v_ptr += (i_kb * stride_vb + i_kv * stride_vh) * UNIT + (begin_k + row) * stride_vt
     b_k = block(k_ptr, stride_kt, o_n, keys - row, o_d, D, BD, True)  # [BN, BD]
-    b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
+    if HAS_DK:
+        b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
 
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     under = 1.0 if SCALED else factor
-    b_dk = tl.zeros((BN, BD), tl.float32)
-    b_dv = tl.zeros((BN, BV), tl.float32)
+    if HAS_DK:
+        b_dk = tl.zeros((BN, BD), tl.float32)
+    if HAS_DV:
+        b_dv = tl.zeros((BN, BV), tl.float32)
     # key s is seen by the queries from s - right to s + left
     low, inner, outer, high = seen_tiles(
         row - shift,
@@ -355,24 +363,31 @@ def softmax_dkv_kernel(
                     seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT)
                     b_s = tl.where(seen, b_s, float("-inf"))
                 b_p = tl.exp2(b_s * under - b_base[None, :])
-                b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-                b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
-                b_dx = b_p * (b_dp - b_delta[None, :])
-                if HAS_GATE:
-                    b_sum += tl.sum(b_dx, 1)
-                if HAS_SOFTCAP:
-                    b_dx *= 1.0 - b_t * b_t
-                b_dk = tl.dot(b_dx.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
-        if HAS_GATE:
+                if HAS_DV:
+                    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                if HAS_DK:
+                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+                    b_dx = b_p * (b_dp - b_delta[None, :])
+                    if HAS_GATE:
+                        b_sum += tl.sum(b_dx, 1)
+                    if HAS_SOFTCAP:
+                        b_dx *= 1.0 - b_t * b_t
+                    b_dk = tl.dot(b_dx.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+        if HAS_GATE and HAS_DK:
             b_sum = tl.where(o_n < keys - row, b_sum, 0.0)
             tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < room - row)
 
-    if HAS_LENGTHS:  # keys that are not in use
-        b_dk = tl.where((o_n < keys - row)[:, None], b_dk, 0.0)
-        b_dv = tl.where((o_n < keys - row)[:, None], b_dv, 0.0)
+    # keys that are not in use have no gradient
+    m_used = (o_n < keys - row)[:, None]
     i_k = (i_kb * S + begin_k + row) * HKV + i_kv
     m_n = (o_n < room - row)[:, None]
-    p_dk = dk_ptr + i_k * D + o_n[:, None] * (HKV * D) + o_d[None, :]
-    tl.store(p_dk, (b_dk * scale).to(dk_ptr.dtype.element_ty), mask=m_n & (o_d < D)[None, :])
-    p_dv = dv_ptr + i_k * DV + o_n[:, None] * (HKV * DV) + o_v[None, :]
-    tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_n & (o_v < DV)[None, :])
+    if HAS_DK:
+        if HAS_LENGTHS:
+            b_dk = tl.where(m_used, b_dk, 0.0)
+        p_dk = dk_ptr + i_k * D + o_n[:, None] * (HKV * D) + o_d[None, :]
+        tl.store(p_dk, (b_dk * scale).to(dk_ptr.dtype.element_ty), mask=m_n & (o_d < D)[None, :])
+    if HAS_DV:
+        if HAS_LENGTHS:
+            b_dv = tl.where(m_used, b_dv, 0.0)
+        p_dv = dv_ptr + i_k * DV + o_n[:, None] * (HKV * DV) + o_v[None, :]
+        tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_n & (o_v < DV)[None, :])

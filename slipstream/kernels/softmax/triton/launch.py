@@ -83,7 +83,8 @@ def backward(
     B, T, H, _ = q.shape
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    base, delta = torch.empty(2, B, H, -(-T // 4) * 4, dtype=torch.float32, device=q.device)
+    size = B, H, -(-T // 4) * 4
+    base, delta = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     rows = columns = None
     if terms.g is not None:
@@ -105,21 +106,24 @@ def backward(
             *_rest(terms, options, _tiles(terms, tiles.dq.BM)),
             **_flags(terms, options, tiles.dq),
         )
-        kept(softmax_dkv_kernel)[_grid(terms, tiles.dkv.BN, k.shape[2], of_keys=True)](
-            q,
-            k,
-            v,
-            do,
-            dk,
-            dv,
-            base,
-            delta,
-            columns,
-            *sums,
-            *_rest(terms, options, _tiles(terms, tiles.dkv.BN, of_keys=True)),
-            GROUPED=k.shape[2] != H,
-            **_flags(terms, options, tiles.dkv),
-        )
+        for tile, *parts in _parts(tiles):
+            kept(softmax_dkv_kernel)[_grid(terms, tile.BN, k.shape[2], of_keys=True)](
+                q,
+                k,
+                v,
+                do,
+                dk,
+                dv,
+                base,
+                delta,
+                columns,
+                *sums,
+                *_rest(terms, options, _tiles(terms, tile.BN, of_keys=True)),
+                GROUPED=k.shape[2] != H,
+                HAS_DK=parts[0],
+                HAS_DV=parts[1],
+                **_flags(terms, options, tile),
+            )
         grads = {"q": dq if sign == 1 else dq * sign, "k": dk, "v": dv}
         if terms.g is not None:
             grads["g"] = _gate_gradient(terms, rows, columns)
@@ -128,6 +132,14 @@ def backward(
         p = torch.where(lse == -torch.inf, 0.0, p)
         grads["sinks"] = -(p * delta[..., :T]).sum((0, 2)).to(terms.sinks.dtype)
     return grads
+
+
+def _parts(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
+    """The launches for the gradients of keys and values: their tiles, and whether each makes dk and
+    dv."""
+    if tiles.dv is None:
+        return [(tiles.dkv, True, True)]
+    return [(tiles.dkv, True, False), (tiles.dv, False, True)]
 
 
 def ready(terms: Terms, options: Options) -> tuple[Terms, Options, int]:
@@ -226,7 +238,7 @@ def _gate_sums(terms: Terms) -> tuple[Tensor | None, Tensor | None]:
     if g is None:
         return None, None
     B, S, H = g.shape
-    high, low = torch.empty(2, B, H, S, dtype=torch.float32, device=g.device)
+    high, low = (torch.empty(B, H, S, dtype=torch.float32, device=g.device) for _ in range(2))
     grid = (H * (B if terms.cu_k is None else terms.sequences),)
     kept(softmax_gate_sums_kernel)[grid](
         g, high, low, terms.cu_k, S, H, *g.stride(), C=_GATES, PACKED=terms.cu_k is not None

@@ -19,8 +19,9 @@ class Tile(NamedTuple):
 class Tiles:
     forward: Tile
     dq: Tile
-    dkv: Tile
+    dkv: Tile  # of dk alone, where dv has a launch of its own
     decode: Tile
+    dv: Tile | None = None
 
 
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
@@ -74,7 +75,11 @@ TILES = {
         Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)
     ),
     ("sm_90", 2, 256): Tiles(
-        Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)
+        Tile(128, 64, 8, 2),
+        Tile(128, 64, 8, 1),
+        Tile(64, 128, 8, 1),
+        Tile(64, 64, 4, 2),
+        dv=Tile(64, 128, 8, 2),
     ),
     ("sm_100", 2, 256): Tiles(
         Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 1), Tile(64, 64, 4, 2)

@@ -1,0 +1,192 @@
+"""Tiles and grids of attention's kernels in place of the tables': errors, then TFLOP/s.
+
+python bench/attention_tries.py check GROUP   # compiles them, and compares with float64
+python bench/attention_tries.py time GROUP    # taking turns, beside what the plan takes
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from attention_gpu import PLAIN, compare, error, oracle, terms_of
+from attention_rows import MIXED, medians
+from record import record
+
+from slipstream.kernels.softmax.hopper.tiles import TILES as HOPPER
+from slipstream.kernels.softmax.hopper.tiles import Tile as HopperTile
+from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.kernels.softmax.triton import device, tiles
+from slipstream.kernels.softmax.triton.tiles import Tile
+
+MIB = 1 << 20
+WIDE: dict[str, dict[str, Tile | None]] = {
+    "one": {"dq": Tile(128, 64, 8, 1), "dkv": Tile(64, 64, 8, 2), "dv": None},
+    "apart 128": {"dkv": Tile(64, 128, 8, 1), "dv": Tile(64, 128, 8, 2)},
+    "apart 64 4 2": {"dkv": Tile(64, 64, 4, 2), "dv": Tile(64, 128, 8, 2)},
+    "apart 64 8 2": {"dkv": Tile(64, 64, 8, 2), "dv": Tile(64, 128, 8, 2)},
+    "apart, dv 1": {"dkv": Tile(64, 128, 8, 1), "dv": Tile(64, 128, 8, 1)},
+}
+FORWARD: dict[int, dict[str, HopperTile]] = {
+    64: {
+        "shared": HopperTile(128, (4, 4), shared=True),
+        "192": HopperTile(128, (5, 5), rows=192, early=True),
+    },
+    128: {
+        "plain": HopperTile(128, (2, 2)),
+        "shared": HopperTile(128, (2, 2), shared=True),
+    },
+    256: {
+        "plain": HopperTile(64, (2, 2)),
+        "shared": HopperTile(64, (2, 2), shared=True),
+    },
+}
+SHAPES = {64: (4, 4096, 32), 128: (4, 4096, 16), 256: (2, 8192, 8)}
+ODD: list[dict[str, Any]] = [
+    {"B": 2, "T": 333, "S": 517, "right": 0},
+    {"T": 900, "S": 900, "lengths": (5, 0, 400, 1, 494)},
+    {"T": 900, "S": 900, "lengths": (5, 0, 400, 1, 494), "right": 0},
+    {"B": 2, "T": 700, "S": 900, "left": 200, "right": 30},
+]
+
+
+@contextmanager
+def portable(name: str) -> Iterator[None]:
+    key = ("sm_90", 2, 256)
+    kept = tiles.TILES[key]
+    tiles.TILES[key] = dataclasses.replace(kept, **WIDE[name])
+    device.tiles_of.cache_clear()
+    yield
+    tiles.TILES[key] = kept
+    device.tiles_of.cache_clear()
+
+
+@contextmanager
+def hopper(D: int, name: str) -> Iterator[None]:
+    tile = FORWARD[D][name]
+    with mock.patch.dict(HOPPER, {D: HOPPER[D]._replace(forward=tile, open=tile)}):
+        yield
+
+
+@contextmanager
+def fused(section: int, buffers: int, D: int) -> Iterator[None]:
+    from slipstream.kernels.softmax.hopper import launch_fused
+
+    with (
+        mock.patch.object(launch_fused, "WALKED", section * MIB),
+        mock.patch.dict(launch_fused.BUFFERS, {D: buffers}),
+    ):
+        yield
+
+
+@contextmanager
+def close(section: int) -> Iterator[None]:
+    from slipstream.kernels.softmax.hopper import launch
+
+    with mock.patch.object(launch, "CLOSE", section * MIB):
+        yield
+
+
+def variants(group: str) -> dict[str, tuple[int, str, Callable[[], Any]]]:
+    """By name: the width of a head, what runs, and what is in place meanwhile."""
+    if group == "wide":
+        return {name: (256, "portable bwd", partial(portable, name)) for name in WIDE}
+    D = int(group[3:])
+    if group.startswith(("pac", "win")):
+        return {"fused": (D, "hopper bwd", nullcontext)}
+    if group.startswith("sec"):
+        return {f"close {s}": (D, "hopper fwd", partial(close, s)) for s in (3, 5, 8, 12)}
+    if group.startswith("fwd"):
+        return {name: (D, "hopper fwd", partial(hopper, D, name)) for name in FORWARD[D]}
+    found = {
+        f"section {s}": (D, "hopper bwd", partial(fused, s, 3 if D == 64 else 2, D))
+        for s in (32, 64, 96, 128, 192, 256, 512)
+    }
+    if D == 64:
+        found["buffers 4"] = (D, "hopper bwd", partial(fused, 32, 4, D))
+    return found
+
+
+def check(group: str) -> None:
+    from slipstream.kernels.softmax.hopper import launch
+
+    for name, (D, what, place) in variants(group).items():
+        worst = 0.0
+        with place():
+            for size in ODD:
+                given = {**PLAIN, "D": D, "DV": D, **size}
+                if what.startswith("portable"):
+                    found = compare(given, torch.bfloat16)
+                else:
+                    terms, options = terms_of(given, torch.bfloat16)
+                    do = torch.randn_like(terms.q)
+                    dlse = torch.randn(terms.q.shape[0], 2, terms.q.shape[1], device="cuda")
+                    o, lse = launch.forward(terms, options)
+                    got = {"o": o, **launch.backward(terms, options, o, lse, do, dlse)}
+                    want = oracle(terms, options, do, dlse)
+                    found = {n: error(got[n], want[n]) for n in got}
+                worst = max([worst, *found.values()], key=lambda x: (x != x, x))
+            for right in (0, -1):
+                # more units than multiprocessors
+                whole(terms_at((1, 2304, 8), D), Options(0.1, -1, right), what)()
+        torch.cuda.synchronize()
+        print(f"{group} {name}: {worst:.1e}{'' if worst < 8e-3 else ' WRONG'}", flush=True)
+
+
+def terms_at(shape: tuple[int, int, int], D: int) -> Terms:
+    return Terms(*(torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16) for _ in "qkv"))
+
+
+def whole(terms: Terms, options: Options, what: str) -> Callable[[], Any]:
+    from slipstream.kernels.softmax.hopper import launch as hopper_launch
+    from slipstream.kernels.softmax.triton import launch as portable_launch
+
+    module = portable_launch if what.startswith("portable") else hopper_launch
+    o, lse = module.forward(terms, options)
+    if what.endswith("fwd"):
+        return lambda: module.forward(terms, options)
+    do = torch.randn_like(o)
+    return lambda: module.backward(terms, options, o, lse, do, None)
+
+
+def within(place: Callable[[], Any], fn: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with place():
+            return fn()
+
+    return run
+
+
+def times(group: str, rounds: int = 4) -> None:
+    rows = []
+    given = variants(group)
+    D, what, _ = next(iter(given.values()))
+    for right in (0, -1):
+        B, T, H = SHAPES[D]
+        terms, options = terms_at((B, T, H), D), Options(D**-0.5, -1, right)
+        flops = (2.5 if what.endswith("bwd") else 1.0) * 4 * B * H * T * T * D / (right + 2)
+        if group.startswith("pac"):
+            total, H = sum(MIXED), 16
+            cu = torch.tensor([0, *MIXED], device="cuda").cumsum(0).int()
+            terms = terms_at((1, total, H), D)._replace(cu_q=cu, cu_k=cu)
+            flops = 2.5 * 4 * H * D * sum(x * x for x in MIXED) / (right + 2)
+        if group.startswith("win"):  # of 1024 keys
+            options = options._replace(left=1023 if right == 0 else 511, right=right and 511)
+            flops = 2.5 * 4 * B * H * T * 1024 * D
+        fn = whole(terms, options, what)
+        found = medians({n: within(place, fn) for n, (_, _, place) in given.items()}, rounds)
+        row: dict[str, object] = {"group": group, "causal": right == 0}
+        row |= {name: round(flops / ms / 1e9) for name, ms in found.items()}
+        rows.append(row)
+        print(" ".join(f"{n} {x}" for n, x in row.items()), flush=True)
+    record("attention_tries", rows)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for each in sys.argv[2:]:
+        check(each) if sys.argv[1] == "check" else times(each)
