@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,6 +84,8 @@ def fla() -> dict[str, Callable]:
     from fla.modules import FusedCrossEntropyLoss
     from fla.modules.activations import swiglu as glu
     from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.fused_kl_div import fused_kl_div_loss
+    from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
     from fla.modules.norm import layernorm as norms
     from fla.modules.norm.fused_norm_gate import rms_norm_gated as gated
     from fla.modules.norm.l2norm import l2norm
@@ -92,6 +94,7 @@ def fla() -> dict[str, Callable]:
 
     hasten(Autotuner)
     loss = FusedCrossEntropyLoss()
+    rounded = cache(lambda table: table.to(BF16))
     return {
         "rms_norm": lambda x, w: norms.rms_norm(x, w, None, eps=1e-5),
         "layer_norm": lambda x, w: norms.layer_norm(x, w, None, eps=1e-5),
@@ -102,8 +105,10 @@ def fla() -> dict[str, Callable]:
         "group_norm": lambda x, w: norms.group_norm(x, w, None, num_groups=32),
         "l2_norm": l2norm,
         "cross_entropy": loss,
+        "linear_ce": lambda h, w, target: fused_linear_cross_entropy_loss(h, target, w),
+        "linear_kl": lambda h, w, y, u: fused_kl_div_loss(h, y, w, u),
         "short_conv": lambda x, w: causal_conv1d(x, w, activation="silu")[0],
-        "rotary": lambda x, cos, sin: rotary.rotary_embedding(x, cos, sin),
+        "rotary": lambda x, *tables: rotary.rotary_embedding(x, *map(rounded, tables)),
         "swiglu": glu,
     }
 
@@ -210,14 +215,14 @@ WORKS: dict[str, Callable[[], Work]] = {
     "rms_norm 2048x65536": partial(norm, "rms_norm", 2048, 65536),
     "l2_norm": partial(heads, "l2_norm"),
     "group_norm": partial(heads, "group_norm"),
+    "short_conv": conv,
+    "rotary": turn,
+    "swiglu": glu,
     "cross_entropy 16384x32000": partial(loss, 16384, 32000, False),
     "cross_entropy 8192x151936": partial(loss, 8192, 151936, False),
     "linear_ce 16384x32000": partial(loss, 16384, 32000, True),
     "linear_ce 8192x151936": partial(loss, 8192, 151936, True),
     "linear_kl 8192x32000": partial(kl, 8192, 32000),
-    "short_conv": conv,
-    "rotary": turn,
-    "swiglu": glu,
 }
 
 
@@ -281,13 +286,12 @@ def times(work: Work, who: str, call: Callable[..., Tensor], once: bool) -> dict
 
 
 def all_times(peers: list[str], only: re.Pattern[str], once: bool) -> None:
-    rows = []
     found = providers(peers)
     print(f"{'work':27} {'who':5}  fwd ms TB/s   bwd ms TB/s   both  called  first s peak beyond")
     for name, make in WORKS.items():
         if not only.search(name):
             continue
-        work = make()
+        work, rows = make(), []
         for who, call in calls(work, found):
             try:
                 row = times(work, who, call, once)
@@ -302,10 +306,10 @@ def all_times(peers: list[str], only: re.Pattern[str], once: bool) -> None:
                 f"{row['beyond_gib']:>5}",
                 flush=True,
             )
+        if rows and not once:
+            record("blocks_gpu", rows)
         del work
         torch.cuda.empty_cache()
-    if not once:
-        record("blocks_gpu", rows)
 
 
 def host_times() -> None:

@@ -66,7 +66,7 @@ class _Forward:
         self.h_dtype = wide if stores_h(x, residual, n, save) else None
         self.stats = (1 + n.centre, self.R * groups) if save else None
         tile = _tile(x.get_device(), D, x.element_size(), False)
-        self.grid = (_programs(self.R, tile, groups, x.get_device()) * groups, 1, 1)
+        self.grid = (-(-self.R // tile.BR) * groups, 1, 1)
         self.warps = tile.warps
         self.rest = (
             self.R,
@@ -81,7 +81,6 @@ class _Forward:
             n.activation == "silu",
             n.gate_first,
             wide == x.dtype,
-            tile.stages,
         )
         self.found: Found | None = None
 
@@ -176,8 +175,8 @@ def backward(
         if blocks > 1:
             sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
             kept(norm_sums_kernel)[(R * groups,)](
-                dy, h, weight, gate, stats, sums, R, groups, D, tile.BD, n.centre,
-                n.zero_centered, **gated, num_warps=8,
+                dy, h, weight, gate, stats, sums, R, groups, D, tiles.SUMS.widest, n.centre,
+                n.zero_centered, **gated, STAGES=tiles.SUMS.stages, num_warps=tiles.SUMS.warps,
             )  # fmt: skip
         kept(norm_bwd_kernel)[(P, blocks, groups)](
             dy,

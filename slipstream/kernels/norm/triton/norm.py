@@ -27,14 +27,14 @@ Symbols: BR rows and BD columns of a tile, P programs a group, i_g group, o_d co
 import triton
 import triton.language as tl
 
-# Columns up to which w and b stay in registers between rows.
+# Columns up to which w and b are in registers while a row's sums are awaited, and between rows.
 KEPT = tl.constexpr(8192)
 
 
 @triton.jit
-def _gate(p_gate, m, SILU: tl.constexpr):
+def _gate(b_g, SILU: tl.constexpr):
     """f(gate) and its derivative."""
-    b_g = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
+    b_g = b_g.to(tl.float32)
     b_s = tl.sigmoid(b_g)
     if SILU:
         return b_g * b_s, b_s * (1 + b_g * (1 - b_s))
@@ -68,18 +68,26 @@ def _load_z(
     if h_ptr is not None:
         tl.store(h_ptr + o, b_z.to(h_ptr.dtype.element_ty), mask=m)
     if GATE_FIRST:
-        b_f, _ = _gate(gate_ptr + o, m, SILU)
+        b_f, _ = _gate(tl.load(gate_ptr + o, mask=m, other=0.0), SILU)
         b_z *= b_f
     return b_z
 
 
 @triton.jit
-def _store_y(
-    y_ptr, gate_ptr, b_u, b_w, b_b, o, m, SILU: tl.constexpr, GATE_FIRST: tl.constexpr
-):  # fmt: skip
-    b_y = b_u * b_w + b_b
+def _load_last(gate_ptr, o, m, GATE_FIRST: tl.constexpr):
+    """The gate of what is normalised, None where there is none: before a row's sums are awaited, so
+    that it is on its way with the row."""
+    b_g = None
     if gate_ptr is not None and not GATE_FIRST:
-        b_f, _ = _gate(gate_ptr + o, m, SILU)
+        b_g = tl.load(gate_ptr + o, mask=m, other=0.0)
+    return b_g
+
+
+@triton.jit
+def _store_y(y_ptr, b_g, b_u, b_w, b_b, o, m, SILU: tl.constexpr):
+    b_y = b_u * b_w + b_b
+    if b_g is not None:
+        b_f, _ = _gate(b_g, SILU)
         b_y *= b_f
     tl.store(y_ptr + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
 
@@ -89,60 +97,56 @@ def norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, gate_ptr, y_ptr, h_ptr, stats_ptr, R, eps,
     G: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     CENTRE: tl.constexpr, L2: tl.constexpr, ZERO_CENTERED: tl.constexpr, SILU: tl.constexpr,
-    GATE_FIRST: tl.constexpr, ROUND: tl.constexpr, STAGES: tl.constexpr,
+    GATE_FIRST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P G). x, r, gate, y, h [R, G, D]; w, b [G, D]; stats [1 or 2, R, G]: rstd, mean."""
-    i_g, i_p = tl.program_id(0) % G, tl.program_id(0) // G
-    P = tl.num_programs(0) // G
+    """Grid (R / BR G). x, r, gate, y, h [R, G, D]; w, b [G, D]; stats [1 or 2, R, G]: rstd, mean
+    of rows."""
+    i_g = tl.program_id(0) % G
     N: tl.constexpr = 1 if L2 else D
-    o_d = tl.arange(0, BD)
-    KEEP: tl.constexpr = BD >= D and BD <= KEPT
-    if KEEP:
-        b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
-    for i in tl.range(i_p * BR, R, P * BR, num_stages=STAGES):
-        o_r = i + tl.arange(0, BR)
-        m_r = o_r < R
-        row = o_r.to(tl.int64) * G + i_g
-        m = m_r[:, None] & (o_d < D)[None, :]
-        o = row[:, None] * D + o_d[None, :]
-        b_mean = tl.zeros([BR], tl.float32)
-        if BD >= D:
-            b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o, m, SILU, GATE_FIRST, ROUND)
-            if CENTRE:
-                b_mean = tl.sum(b_z, 1) / D
-                b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
-            b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / N + eps)
-            b_u = b_z * b_rstd[:, None]
-            if not KEEP:
-                b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
-            _store_y(y_ptr, gate_ptr, b_u, b_w, b_b, o, m, SILU, GATE_FIRST)
-        else:
-            if CENTRE:
-                b_sum = tl.zeros([BR, BD], tl.float32)
-                for c in range(0, D, BD):
-                    m = m_r[:, None] & (c + o_d < D)[None, :]
-                    b_sum += _load_z(
-                        x_ptr, r_ptr, gate_ptr, None, o + c, m, SILU, GATE_FIRST, ROUND
-                    )  # fmt: skip
-                b_mean = tl.sum(b_sum, 1) / D
-            b_square = tl.zeros([BR, BD], tl.float32)
+    o_d, o_r = tl.arange(0, BD), tl.program_id(0) // G * BR + tl.arange(0, BR)
+    m_r = o_r < R
+    row = o_r.to(tl.int64) * G + i_g
+    m = m_r[:, None] & (o_d < D)[None, :]
+    o = row[:, None] * D + o_d[None, :]
+    b_mean = tl.zeros([BR], tl.float32)
+    if BD >= D:
+        b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o, m, SILU, GATE_FIRST, ROUND)
+        b_g = _load_last(gate_ptr, o, m, GATE_FIRST)
+        if BD <= KEPT:
+            b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
+        if CENTRE:
+            b_mean = tl.sum(b_z, 1) / D
+            b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
+        b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / N + eps)
+        if BD > KEPT:
+            b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
+        _store_y(y_ptr, b_g, b_z * b_rstd[:, None], b_w, b_b, o, m, SILU)
+    else:
+        if CENTRE:
+            b_sum = tl.zeros([BR, BD], tl.float32)
             for c in range(0, D, BD):
                 m = m_r[:, None] & (c + o_d < D)[None, :]
-                b_z = _load_z(x_ptr, r_ptr, gate_ptr, None, o + c, m, SILU, GATE_FIRST, ROUND)
-                b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
-                b_square += b_z * b_z
-            b_rstd = tl.rsqrt(tl.sum(b_square, 1) / N + eps)
-            for c in range(0, D, BD):
-                m_d = c + o_d < D
-                m = m_r[:, None] & m_d[None, :]
-                b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + c + o_d, m_d, ZERO_CENTERED)
-                b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o + c, m, SILU, GATE_FIRST, ROUND)
-                b_u = (b_z - b_mean[:, None]) * b_rstd[:, None]
-                _store_y(y_ptr, gate_ptr, b_u, b_w, b_b, o + c, m, SILU, GATE_FIRST)
-        if stats_ptr is not None:
-            tl.store(stats_ptr + row, b_rstd, mask=m_r)
-            if CENTRE:
-                tl.store(stats_ptr + R.to(tl.int64) * G + row, b_mean, mask=m_r)
+                b_sum += _load_z(x_ptr, r_ptr, gate_ptr, None, o + c, m, SILU, GATE_FIRST, ROUND)
+            b_mean = tl.sum(b_sum, 1) / D
+        b_square = tl.zeros([BR, BD], tl.float32)
+        for c in range(0, D, BD):
+            m = m_r[:, None] & (c + o_d < D)[None, :]
+            b_z = _load_z(x_ptr, r_ptr, gate_ptr, None, o + c, m, SILU, GATE_FIRST, ROUND)
+            b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
+            b_square += b_z * b_z
+        b_rstd = tl.rsqrt(tl.sum(b_square, 1) / N + eps)
+        for c in range(0, D, BD):
+            m_d = c + o_d < D
+            m = m_r[:, None] & m_d[None, :]
+            b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + c + o_d, m_d, ZERO_CENTERED)
+            b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o + c, m, SILU, GATE_FIRST, ROUND)
+            b_u = (b_z - b_mean[:, None]) * b_rstd[:, None]
+            b_g = _load_last(gate_ptr, o + c, m, GATE_FIRST)
+            _store_y(y_ptr, b_g, b_u, b_w, b_b, o + c, m, SILU)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, b_rstd, mask=m_r)
+        if CENTRE:
+            tl.store(stats_ptr + R.to(tl.int64) * G + row, b_mean, mask=m_r)
 
 
 @triton.jit
@@ -155,7 +159,7 @@ def _load_terms(
     b_dy = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
     b_z, b_dz, b_f, b_df = b_h, b_dy, 1.0, 0.0
     if gate_ptr is not None:
-        b_f, b_df = _gate(gate_ptr + o, m, SILU)
+        b_f, b_df = _gate(tl.load(gate_ptr + o, mask=m, other=0.0), SILU)
         if GATE_FIRST:
             b_z = b_h * b_f
         else:
@@ -178,6 +182,7 @@ def norm_sums_kernel(
     dy_ptr, h_ptr, w_ptr, gate_ptr, stats_ptr, sums_ptr, R,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CENTRE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, SILU: tl.constexpr, GATE_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """sums [2, R, G]: of d u and of d over a row that is too long for registers; grid (R G)."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -185,7 +190,7 @@ def norm_sums_kernel(
     rows = R.to(tl.int64) * G
     b_rstd, b_mean = _load_stats(stats_ptr, row, row < rows, rows, CENTRE)
     b_du, b_sum = tl.zeros([1, BD], tl.float32), tl.zeros([1, BD], tl.float32)
-    for c in range(0, D, BD):
+    for c in tl.range(0, D, BD, num_stages=STAGES):
         o_d = c + tl.arange(0, BD)
         o, m = row[:, None] * D + o_d[None, :], (o_d < D)[None, :]
         b_w, _ = _affine(w_ptr, None, i_g * D + o_d, o_d < D, ZERO_CENTERED)

@@ -35,20 +35,22 @@ FORWARD = (
     Row(32768, 16384, 16, 0, 1),
 )
 BACKWARD = (
+    Row(2048, 2048, 4, 3, 3),
     Row(4096, 4096, 8, 2, 3),
-    Row(8192, 16384, 16, 2, 1),
+    Row(8192, 8192, 16, 1, 3),
     Row(16384, 16384, 16, 1, 1),
 )
 # Backward without a weight's or a bias's gradient: no program has to go on to other rows.
 SINGLE = (
-    Row(4096, 2048, 4, 0, 1),
+    Row(4096, 2048, 8, 0, 1),
     Row(8192, 8192, 8, 0, 1),
     Row(16384, 16384, 16, 0, 1),
 )
 # Of a row that is longer than the last entry: columns of one round or program. UNEVEN: of one whose
-# rows do not begin at multiples of 16 bytes, and which takes more registers.
+# rows do not begin at multiples of 16 bytes, and which takes more registers. SPLIT and SUMS: of
+# backward, the gradient and the sums before it.
 LOOPED, UNEVEN = Row(32768, 32768, 32, 0, 1), Row(8192, 8192, 8, 0, 1)
-SPLIT = Row(4096, 8192, 8, 2, 1)
+SPLIT, SUMS = Row(4096, 8192, 8, 2, 1), Row(4096, 4096, 8, 0, 1)
 # Columns above which backward with a gate or a bias spills registers.
 HEAVY = 8192
 # Tensors that a backward tile may hold ahead: dy, h, gate, dh, w.
@@ -78,7 +80,7 @@ def choose(
         row = SPLIT if backward else UNEVEN if D * bytes_each % 16 else LOOPED
         BD = row.widest
     BR = max(1, row.elements // BD)
-    stages = row.stages
-    while stages > 1 and (stages - 1) * AHEAD * BR * BD * bytes_each > shared:
-        stages -= 1
+    # one tile ahead is slower than none
+    ahead = (row.stages - 1) * AHEAD * BR * BD * bytes_each
+    stages = row.stages if ahead <= shared else 1
     return Tile(BR, BD, row.warps, row.per_processor, stages)
