@@ -14,7 +14,7 @@ from slipstream.kernels.norm.reference import layer_reference, rms_reference
 from slipstream.kernels.pointwise.rotary import rotary_reference
 from slipstream.kernels.pointwise.token_shift import shift_reference
 from slipstream.kernels.softmax.reference import attention_reference, visibility
-from slipstream.ops.activation import geglu, sigmoid_glu, squared_relu, swiglu
+from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, squared_relu, swiglu
 from slipstream.ops.attention import attention
 from slipstream.ops.conv import short_convolution, short_convolution_update
 from slipstream.ops.embedding import embedding
@@ -250,6 +250,23 @@ def _pair(T: int, D: int) -> Args:
     return {"gate": torch.randn(2, T, D), "up": torch.randn(2, T, D)}
 
 
+def _pair_and_layer(T: int, D: int) -> Args:
+    return {**_pair(T, D), "weight": torch.randn(7, D) / D**0.5, "bias": torch.randn(7)}
+
+
+def _glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+) -> Tensor:
+    if up is None:
+        return F.linear(F.relu(gate).square(), weight, bias)
+    f = F.gelu(gate, approximate="tanh") if activation == "geglu" else F.silu(gate)
+    return F.linear(f * up, weight, bias)
+
+
 BLOCKS = [
     Block("rms_norm", rms_norm, _rms, _norm),
     Block("rms_norm-bare", rms_norm, lambda x: rms_reference(x, None, 1e-5),
@@ -300,6 +317,11 @@ BLOCKS = [
     Block("sigmoid_glu", sigmoid_glu, lambda gate, up: up / (1 + torch.exp(-gate)), _pair),
     Block("squared_relu", squared_relu, lambda x: x * x * (x > 0),
           lambda T, D: {"x": torch.randn(2, T, D)}),
+    Block("glu_linear", glu_linear, _glu_linear, _pair_and_layer),
+    Block("glu_linear-geglu", glu_linear, _glu_linear, _pair_and_layer, {"activation": "geglu"}),
+    Block("glu_linear-squared_relu", glu_linear, _glu_linear,
+          lambda T, D: {"gate": torch.randn(2, T, D), "up": None, "weight": torch.randn(7, D)},
+          {"activation": "squared_relu"}),
     Block("embedding", embedding, lambda input_ids, weight: weight[input_ids],
           lambda T, D: {"input_ids": torch.randint(0, 11, (2, T)), "weight": torch.randn(11, D)}),
     *[Block(f"cross_entropy-{r}", cross_entropy, _loss, _loss_inputs, {**LOSS, "reduction": r})

@@ -230,6 +230,7 @@ SAMPLES = [
     Sample("geglu", "gate=BTC up=BTC"),
     Sample("sigmoid_glu", "gate=BTC up=BTC"),
     Sample("squared_relu", "x=BTC"),
+    Sample("glu_linear", "gate=BTC up=BTC weight=DC"),
     Sample("token_shift", "x=BTD"),
     Sample("cross_entropy", "logits=TZ target=T:ids"),
     Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:ids"),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.ops.conv import short_convolution, short_convolution_update
+from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.ops.rotary import packed_positions
 
 State = dict[str, Tensor]
@@ -63,35 +63,6 @@ class Mixer(nn.Module):
         shared: dict[str, Any] | None = None,
     ) -> Mixed:
         raise NotImplementedError
-
-
-class ShortConvolution(nn.Module):
-    """A depthwise causal convolution over `width` tokens and silu, with its state."""
-
-    def __init__(self, channels: int, width: int = 4, bias: bool = False) -> None:
-        super().__init__()
-        bound = width**-0.5
-        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
-
-    def forward(
-        self, x: Tensor, state: Tensor | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state."""
-        one = x.shape[1] == 1 and cu_seqlens is None
-        if one and state is not None and use_cache and not torch.is_grad_enabled():
-            state = state.clone()
-            y = short_convolution_update(x, state, self.weight, self.bias, activation="silu")
-            return y, state
-        return short_convolution(
-            x,
-            self.weight,
-            self.bias,
-            activation="silu",
-            initial_state=state,
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-        )
 
 
 def past(state: State | None, name: str) -> Tensor | None:

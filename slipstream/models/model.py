@@ -33,7 +33,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """What this package owns; a mixer initialises itself when it is made, as its paper says."""
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and module.weight is not None:
             init.ones_(module.weight)
         elif isinstance(module, Dense | nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)

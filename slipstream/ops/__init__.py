@@ -1,6 +1,7 @@
 """What users call: one module an operator."""
 
 from slipstream.ops.activation import geglu as geglu
+from slipstream.ops.activation import glu_linear as glu_linear
 from slipstream.ops.activation import sigmoid_glu as sigmoid_glu
 from slipstream.ops.activation import squared_relu as squared_relu
 from slipstream.ops.activation import swiglu as swiglu

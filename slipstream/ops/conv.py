@@ -133,7 +133,9 @@ def short_convolution_update(
     impl = choose_impl(impl, x, op.refuses_update, weight, bias, residual, state)
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
-    y = op.update(*given, impl) if is_triton(impl) else plain.update(*given)
+    traced = torch.compiler.is_compiling() and not op.wants_gradient(*given)
+    # which states there are is not known to a trace
+    y = op.update(*given, impl) if traced or is_triton(impl) else plain.update(*given)
     return y.view(x.shape)
 
 

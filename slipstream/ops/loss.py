@@ -55,7 +55,8 @@ def cross_entropy(
             (looked at on the CPU, outside of torch.compile). TypeError: dtypes.
 
     Cost: on CUDA one read of logits and, if gradients are wanted, one write of them, which "mean"
-        and "sum" make in the forward; elsewhere one array of logits' size, kept for backward.
+        and "sum" make in the forward (under torch.compile in the backward, with one more read, as
+        "none"); elsewhere one array of logits' size, kept for backward.
     Source: Szegedy et al., Rethinking the Inception Architecture, 2015, section 7 (smoothing);
         Chowdhery et al., PaLM, 2022, section 5 (z loss).
     """
@@ -68,7 +69,7 @@ def cross_entropy(
         target, logits.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
-    impl = choose_impl(impl, logits, _refuses, logits.shape[-1], True)
+    impl = choose_impl(impl, logits, _refuses, logits.shape[-1])
     rows, ids = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard  # builds of torch without collectives exist
@@ -140,7 +141,7 @@ def linear_cross_entropy(
         target, hidden.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
-    impl = choose_impl(impl, hidden, _refuses, weight.shape[0], False)
+    impl = choose_impl(impl, hidden, _refuses, weight.shape[0])
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard
@@ -152,11 +153,9 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _refuses(x: Tensor, size: int, traced: bool) -> str | None:
+def _refuses(x: Tensor, size: int) -> str | None:
     if size == 0 or x.shape[-1] == 0:
         return "there are no classes or features"
-    if traced and torch.compiler.is_compiling():
-        return "torch.compile makes its own kernel of it"
     return guard.objection(lambda: kind(x.dtype, size), x.device)
 
 

@@ -6,11 +6,11 @@ from torch import Tensor
 from slipstream.core import checks
 from slipstream.kernels.launching import choose_impl, is_triton
 from slipstream.kernels.pointwise.rotary import (
-    TritonRotary,
     refuses,
     rotary,
     rotary_reference,
     table_rows,
+    turned,
 )
 
 
@@ -35,7 +35,8 @@ def rotary_embedding(
             On the CPU a position outside of the table is torch's IndexError; the kernel takes the
             nearest row.
         interleaved: the pairs are (2i, 2i + 1), as GPT-J, not (i, i + R/2), as GPT-NeoX.
-        impl: None chooses; "eager", "triton" or "reference" is used or refused.
+        impl: None chooses, under torch.compile a kernel of its own; "eager", "triton" or
+            "reference" is used or refused.
 
     Returns:
         y in x's shape and dtype.
@@ -57,9 +58,11 @@ def rotary_embedding(
             f"got {cos.shape[-1]}"
         )
     positions = _check_rows(cos, x, positions)
+    if impl is None and torch.compiler.is_compiling():
+        impl = "eager"  # torch.compile makes one kernel of it and of what is around it
     impl = choose_impl(impl, x, refuses, cos.shape[-1], interleaved)
     if is_triton(impl):
-        return TritonRotary.apply(x, cos, sin, positions, interleaved, impl)
+        return turned(x, cos, sin, positions, interleaved, impl)
     cos, sin = (table_rows(table, x, positions) for table in (cos, sin))
     run = rotary_reference if impl == "reference" else rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

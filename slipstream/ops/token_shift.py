@@ -5,7 +5,7 @@ from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.pointwise.token_shift import shift
+from slipstream.kernels.pointwise.token_shift import previous
 
 
 def token_shift(
@@ -14,6 +14,7 @@ def token_shift(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The token before each.
 
@@ -25,6 +26,7 @@ def token_shift(
             None is 0.
         output_final_state: also return the last token of each sequence.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+        impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
         y in x's shape and dtype, not its difference from x, and the final state [N, D] or None.
@@ -32,7 +34,7 @@ def token_shift(
     Raises:
         ValueError: shapes do not fit or cu_seqlens are no offsets. TypeError: dtypes.
 
-    Cost: one copy of x, two if packed.
+    Cost: on CUDA one read and one write of x, forward and backward; elsewhere twice that if packed.
     Source: Peng et al., RWKV, 2023, section 3.1.
     """
     checks.expect_rank("x", x, 3, "[B, T, D]")
@@ -47,5 +49,5 @@ def token_shift(
         checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})
     checks.expect_one_device({"x": x, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
-    y, last = shift(x, initial_state, cu_seqlens)
+    y, last = previous(x, initial_state, cu_seqlens, impl)
     return y, last if output_final_state else None

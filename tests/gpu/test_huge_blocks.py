@@ -47,6 +47,10 @@ def convolved(x: Tensor, w: Tensor, **options: Any) -> Tensor:
     return ops.short_convolution(x[None], w.view(-1, 4), activation="silu", **options)[0][0]
 
 
+def shifted(x: Tensor, **options: Any) -> Tensor:
+    return ops.token_shift(x[None], **options)[0][0]
+
+
 def losses(x: Tensor, **options: Any) -> Tensor:
     target = torch.full((x.shape[0],), x.shape[1] - 1, device=x.device)
     return ops.cross_entropy(x, target, reduction="none", **options)[:, None]
@@ -65,6 +69,7 @@ CASES = {
     "swiglu": Case(ops.swiglu, 1000, 2),
     "rotary_embedding": Case(rotated, 2048),
     "short_convolution": Case(convolved, 2048, rest=(4 * 2048,)),
+    "token_shift": Case(shifted, 2048),
     "cross_entropy": Case(losses, 100003),
 }
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.ops.activation import squared_relu, swiglu
+from slipstream.ops.activation import glu_linear, squared_relu, swiglu
 
 
 def test_activations_reject_faults_by_name() -> None:
@@ -12,6 +12,48 @@ def test_activations_reject_faults_by_name() -> None:
         (lambda: swiglu(x, x[:, :2]), ValueError, "up: want shape"),
         (lambda: swiglu(x, x.double()), TypeError, "up: want torch.float32"),
         (lambda: squared_relu(x.long()), TypeError, "x: want a floating dtype"),
+    ]:
+        with pytest.raises(error, match=word):
+            call()
+
+
+def test_glu_linear_keeps_no_product_for_the_backward() -> None:
+    gate, up, weight = (torch.randn(*s, requires_grad=True) for s in ((9, 6), (9, 6), (4, 6)))
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        glu_linear(gate, up, weight)
+    assert {id(x) for x in kept} == {id(x) for x in (gate, up, weight)}
+
+
+def test_glu_linear_under_autocast_is_its_parts() -> None:
+    gate, up, weight = torch.randn(9, 6), torch.randn(9, 6), torch.randn(4, 6, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = glu_linear(gate, up, weight)
+        want = torch.nn.functional.linear(swiglu(gate.bfloat16(), up.bfloat16()), weight)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, want)
+    (grad,) = torch.autograd.grad(y.float().sum(), weight)
+    assert grad.dtype == torch.float32
+
+
+def test_glu_linear_rejects_faults_by_name() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    for call, error, word in [
+        (lambda: glu_linear(x, x, weight, activation="relu"), ValueError, "activation: want"),
+        (lambda: glu_linear(x, None, weight), ValueError, "up: want a tensor for 'swiglu'"),
+        (
+            lambda: glu_linear(x, x, weight, activation="squared_relu"),
+            ValueError,
+            "up: want None",
+        ),
+        (lambda: glu_linear(x, x, weight[:, :2]), ValueError, "weight: want shape"),
+        (lambda: glu_linear(x, x, weight, x), ValueError, "bias: want shape"),
+        (lambda: glu_linear(x, x, weight.double()), TypeError, "weight: want torch.float32"),
     ]:
         with pytest.raises(error, match=word):
             call()

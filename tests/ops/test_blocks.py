@@ -119,3 +119,16 @@ def test_block_compiles_fullgraph_without_recompiling(block: Block, backend: str
             got, grads = with_grads(compiled, args)
         assert_near(got, want, 256 * EPS[torch.float32])
         assert_near(grads, want_grads, 256 * EPS[torch.float32])
+
+
+@every_block
+def test_block_exports(block: Block) -> None:
+    args = block.inputs(9, 6)
+
+    class Module(torch.nn.Module):
+        def forward(self, args):
+            return block(args)
+
+    program = torch.export.export(Module(), (args,))
+    for x, y in zip(program.module()(args), block(args), strict=True):
+        torch.testing.assert_close(x, y)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from slipstream.ops.conv import short_convolution, short_convolution_update
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", range(1, 9))
 def test_short_convolution_matches_conv1d(width: int) -> None:
     x, weight, bias = torch.randn(2, 70, 6), torch.randn(6, width), torch.randn(6)
     want = F.conv1d(F.pad(x.mT, (width - 1, 0)), weight[:, None], bias, groups=6).mT
@@ -42,6 +42,25 @@ def test_short_convolution_update_continues_a_sequence_in_place() -> None:
         assert y.shape == token.shape
         torch.testing.assert_close(y.view(2, 6), whole[:, t])
     assert torch.equal(state, end)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("slots", [None, [2, -1, 0]])
+def test_short_convolution_update_compiles_fullgraph(slots: list[int] | None) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        short_convolution_update, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    indices = None if slots is None else torch.tensor(slots)
+    weight = torch.randn(6, 4)
+    pools = [torch.ones(3, 6, 4), torch.ones(3, 6, 4)]
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 6)
+            y, want = (f(x, s, weight, activation="silu", state_indices=indices)
+                       for f, s in zip((compiled, short_convolution_update), pools))  # fmt: skip
+            torch.testing.assert_close(y, want)
+    torch.testing.assert_close(*pools)
 
 
 def test_short_convolution_keeps_packed_neighbours_apart() -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 
 
-@pytest.mark.parametrize("size", [1, 30, 257])
+@pytest.mark.parametrize("size", [1, 30, 257, 65537])
 def test_norms_match_torch(size: int) -> None:
     x, weight, bias = torch.randn(3, 4, size), torch.randn(size), torch.randn(size)
     torch.testing.assert_close(rms_norm(x, weight), F.rms_norm(x, (size,), weight, 1e-5))

@@ -1,4 +1,9 @@
-"""The Triton short convolution behind autograd."""
+"""The Triton short convolution as torch.library operators, and its gradient.
+
+slipstream::short_convolution gives y and, of packed sequences, where each token stands in its own;
+slipstream::short_convolution_backward the gradients of x, weight and of bias and state, if they are
+there; slipstream::short_convolution_update y, and moves the state on in place.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,16 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.kernels.conv import plain
+from slipstream.kernels.launching import is_triton
 
 WIDEST = 8
 
 
 def refuses(x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "triton") -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
-    if torch.compiler.is_compiling():
-        return "torch.compile makes its own kernels of it"
     if weight.shape[1] > WIDEST:
         return f"it takes at most {WIDEST} taps"
     if x.shape[-1] == 0 or (given and given[-1] is not None and given[-1].numel() < 2):
@@ -29,12 +34,16 @@ def refuses(x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "trito
 
 
 def refuses_update(x: Tensor, *given: Tensor | None) -> str | None:
-    tensors = [t for t in (x, *given) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if wants_gradient(x, *given):
         return "it makes no gradients"
     weight = given[0]
     assert weight is not None
     return refuses(x, weight, *given[1:], what="update")
+
+
+def wants_gradient(*given: Any) -> bool:
+    tensors = (t for t in given if isinstance(t, Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def kind(what: str, x: Tensor, weight: Tensor) -> Kind:
@@ -53,7 +62,10 @@ def convolution(
     impl: str,
 ) -> Tensor:
     """impl: triton, or triton|eager."""
-    return _Convolution.apply(x, weight, bias, residual, state, cu_seqlens, silu, impl)
+    given = (x, weight, bias, residual, state)
+    if wants_gradient(*given):
+        return _Convolution.apply(*given, cu_seqlens, silu, impl)
+    return _call(*given, cu_seqlens, silu, impl)[0]
 
 
 def update(
@@ -66,14 +78,38 @@ def update(
     silu: bool,
     impl: str,
 ) -> Tensor:
-    """x, y [N, D]; the state moves on in place."""
-    x, weight, bias, residual, indices = _contiguous(x, weight, bias, residual, indices)
+    """x, y [N, D]; the state moves on in place. No gradients."""
+    return _call_update(x, state, weight, bias, residual, indices, silu, impl)
+
+
+def _forward(*args: Any) -> list[Tensor]:
+    *given, silu, impl = args
+    whole: Any = (*_contiguous(*given), silu)
+    if not is_triton(impl):
+        return plain.forward(*whole)
+    return _attempt(impl, "forward", whole[0], whole[1], whole)
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    *given, silu, impl = args
+    whole: Any = (*_contiguous(*given), silu)
+    if not is_triton(impl):
+        return plain.backward(*whole)
+    return _attempt(impl, "backward", whole[1], whole[2], whole)
+
+
+def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
+    *given, silu, impl = args
+    x, weight, bias, residual, indices = _contiguous(x, *given)
+    moves = (x, state, weight, bias, residual, indices, silu)
+    if not is_triton(impl):
+        return plain.update(*moves).contiguous()
     return guard.attempt(
         lambda: kind("update", x, weight),
         x.device,
-        _launch().update,
+        lambda *args: _launch().update(*args),
         None if impl == "triton" else plain.update,
-        (x, state, weight, bias, residual, indices, silu),
+        moves,
         lambda: _mismatch_of_update(x, state, weight, bias, silu),
     )
 
@@ -82,7 +118,7 @@ def _attempt(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> An
     return guard.attempt(
         lambda: kind("triton", x, weight),
         x.device,
-        getattr(_launch(), name),
+        lambda *args: getattr(_launch(), name)(*args),
         None if impl == "triton" else getattr(plain, name),
         args,
         lambda: _mismatch(x, weight),
@@ -135,23 +171,21 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         impl: str,
     ) -> Tensor:
-        x, weight, bias, residual, state, cu_seqlens = _contiguous(
-            x, weight, bias, residual, state, cu_seqlens
-        )
-        args = (x, weight, bias, residual, state, cu_seqlens, silu)
-        y, where = _attempt(impl, "forward", x, weight, args)
-        ctx.save_for_backward(x, weight, bias, state, cu_seqlens, where)
-        ctx.silu, ctx.residual_dtype = silu, None if residual is None else residual.dtype
-        ctx.impl = impl
+        x, weight, bias, state = _contiguous(x, weight, bias, state)
+        y, *where = _call(x, weight, bias, residual, state, cu_seqlens, silu, impl)
+        ctx.save_for_backward(x, weight, bias, state, cu_seqlens, where[0] if where else None)
+        ctx.rest = silu, impl
+        ctx.residual_dtype = None if residual is None else residual.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors[:2]
-        args = (dy.contiguous(), *ctx.saved_tensors, ctx.silu)
-        dx, dweight, dbias, dstate = _attempt(ctx.impl, "backward", x, weight, args)
+        _, _, bias, state, *_ = ctx.saved_tensors
+        dx, dweight, *rest = _call_backward(dy, *ctx.saved_tensors, *ctx.rest)
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
+        dbias = None if bias is None else rest[0]
+        dstate = None if state is None else rest[-1]
         return dx, dweight, dbias, dresidual, dstate, None, None, None
 
 
@@ -165,3 +199,45 @@ def _launch() -> Any:
     from slipstream.kernels.conv.triton import launch
 
     return launch
+
+
+def _fake(x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
+    cu_seqlens = args[3]
+    y = x.new_empty(x.shape)
+    if cu_seqlens is None:
+        return [y]
+    return [y, x.new_empty(2, x.shape[1], dtype=torch.int32)]
+
+
+def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in args[:4] if t is not None]
+
+
+def _fake_update(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_OP = define(
+    "short_convolution",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? cu_seqlens, "
+    "bool silu, str impl) -> Tensor[]",
+    _forward,
+    _fake,
+)
+_OP_BACKWARD = define(
+    "short_convolution_backward",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens, "
+    "Tensor? where, bool silu, str impl) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+_OP_UPDATE = define(
+    "short_convolution_update",
+    "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? residual, Tensor? indices, "
+    "bool silu, str impl) -> Tensor",
+    _update,
+    _fake_update,
+)
+_call = shortcut(_OP, replays=True)
+_call_backward = shortcut(_OP_BACKWARD, replays=True)
+_call_update = shortcut(_OP_UPDATE, replays=True)

@@ -1,7 +1,6 @@
 """The short convolution in plain torch, as the kernels are called."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,20 @@ def convolution(
     return y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
 
 
-def forward(*args: Any) -> tuple[Tensor, None]:
-    return convolution(*args), None
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> list[Tensor]:
+    """As the launch; `backward` does not look at where a token stands."""
+    y = convolution(x, weight, bias, residual, state, cu_seqlens, silu).contiguous()
+    if cu_seqlens is None:
+        return [y]
+    return [y, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]
 
 
 def backward(
@@ -41,16 +52,16 @@ def backward(
     cu_seqlens: Tensor | None,
     where: Tensor | None,
     silu: bool,
-) -> tuple[Tensor | None, ...]:
-    """dx, dweight, dbias, dstate."""
+) -> list[Tensor]:
+    """dx, dweight and, where they are there, dbias and dstate."""
     given = [None if t is None else t.detach() for t in (x, weight, bias, state)]
 
-    def run() -> tuple[Tensor | None, ...]:
+    def run() -> list[Tensor]:
         leaves = [None if t is None else t.clone().requires_grad_() for t in given]
         y = convolution(*leaves[:3], None, leaves[3], cu_seqlens, silu)  # type: ignore[arg-type]
         wanted = [t for t in leaves if t is not None]
-        found = iter(torch.autograd.grad(y, wanted, dy))
-        return tuple(None if t is None else next(found) for t in leaves)
+        grads = torch.autograd.grad(y, wanted, dy)
+        return [torch.empty_like(t).copy_(g) for t, g in zip(wanted, grads)]
 
     return apart(run, dy.device)
 

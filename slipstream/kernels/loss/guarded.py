@@ -1,6 +1,6 @@
 """The loss kernels, each beside plain torch that does the same: for compilers that fail at them.
 
-`impl` is triton, or triton|eager; everything else is as in triton/launch.py.
+`impl` is triton, triton|eager or eager; everything else is as in triton/launch.py.
 """
 
 from functools import cache
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.core import guard, probe
 from slipstream.core.machine import Kind
+from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import Terms
 
@@ -38,15 +39,19 @@ def cross_entropy(
         )
 
     def plain() -> None:
-        r = eager.rows(logits.float().clone(), target, terms)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        r = eager.rows(logits.to(wide, copy=True), target, terms)
         if not has_lse:
-            for out, x in ((loss, r.loss), (lse, r.lse)):
+            for out, x in ((loss, r.loss), (lse, r.lse.masked_fill(~r.live, 0))):
                 if out is not None:
                     out.copy_(x)
         if grad is not None:
             grad.copy_(eager.dlogits(r, weight, terms))
 
-    _attempt(impl, logits.dtype, logits, run, plain)
+    if is_triton(impl):
+        _attempt(impl, logits.dtype, logits, run, plain)
+    else:
+        plain()
 
 
 def inverse_count(impl: str, target: Tensor, ignore_index: int) -> Tensor:

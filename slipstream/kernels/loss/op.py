@@ -1,5 +1,5 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
-graph holds neither the logits nor the loop over chunks."""
+graph holds neither the logits nor the loop over chunks. Of logits that are there: kernels.py."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from slipstream.core.ids import expect_ids
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.launching import is_triton
-from slipstream.kernels.loss import eager, guarded
+from slipstream.kernels.loss import eager, guarded, kernels
 from slipstream.kernels.loss.reference import Terms, rows_reference
 
 
@@ -22,14 +22,10 @@ def cross_entropy(
         wide = logits if logits.dtype == torch.float64 else logits.float()
         rows = cross_entropy_rows(wide, target, terms, impl)
         return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
-    expect_ids("target", target, logits.shape[1], terms.ignore_index)
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    target = target.contiguous()
-    if reduction == "none":
-        return _TritonRows.apply(logits, target, terms, impl)
-    grads = torch.is_grad_enabled() and logits.requires_grad
-    return _TritonReduced.apply(logits, target, terms, reduction == "mean", grads, impl)
+    if reduction != "none" and not torch.compiler.is_compiling():
+        return kernels.reduced(logits, target, terms, reduction == "mean", impl)
+    rows = kernels.rows(logits, target, terms, impl)
+    return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
@@ -144,70 +140,8 @@ class _LinearRows(torch.autograd.Function):
         return dhidden, dweight.to(weight.dtype), dbias, None, None, None
 
 
-class _TritonRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
-        loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-        guarded.cross_entropy(impl, logits, target, terms, loss=loss, lse=lse)
-        ctx.save_for_backward(logits, target, lse)
-        ctx.terms, ctx.impl = terms, impl
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, lse = ctx.saved_tensors
-        return _again(ctx.impl, logits, target, lse, ctx.terms, dloss), None, None, None
-
-
-class _TritonReduced(torch.autograd.Function):
-    """The gradient is made in the forward, beside the loss, and scaled in place by what comes in,
-    which is nearly always 1. It is given away then: a second backward makes it from the logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        terms: Terms,
-        mean: bool,
-        grads: bool,
-        impl: str,
-    ) -> Tensor:
-        loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-        grad = logits.new_empty(logits.shape) if grads else None
-        factor = None
-        if mean:
-            factor = guarded.inverse_count(impl, target, terms.ignore_index)
-        made = {"loss": loss, "lse": lse, "grad": grad}
-        guarded.cross_entropy(impl, logits, target, terms, **made, weight=factor)
-        ctx.save_for_backward(logits, target, lse, factor)
-        ctx.terms, ctx.impl, ctx.made = terms, impl, grad
-        total = loss.sum()
-        return total if factor is None else total * factor
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        made, ctx.made = ctx.made, None
-        if made is not None:
-            return guarded.scale_(ctx.impl, made, dloss), *[None] * 5
-        logits, target, lse, factor = ctx.saved_tensors
-        dloss = dloss if factor is None else dloss * factor
-        return _again(ctx.impl, logits, target, lse, ctx.terms, dloss), *[None] * 5
-
-
-def _again(
-    impl: str, logits: Tensor, target: Tensor, lse: Tensor, terms: Terms, dloss: Tensor
-) -> Tensor:
-    grad = logits.new_empty(logits.shape)
-    made = {"lse": lse, "grad": grad}
-    guarded.cross_entropy(impl, logits, target, terms, **made, weight=dloss, has_lse=True)
-    return grad
-
-
 class _TritonLinear(torch.autograd.Function):
-    """As _TritonReduced, through the linear layer; a second backward makes everything again."""
+    """As kernels.reduced, through the linear layer; a second backward makes everything again."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,10 @@
-"""Activations of a gate beside what it lets through: in plain torch, and the Triton ones."""
+"""Activations of a gate beside what it lets through: in plain torch, and the Triton ones.
+
+y = f(gate) up        dgate = dy up f'(gate)        dup = dy f(gate)        up may be missing: 1
+
+slipstream::glu and slipstream::glu_backward are the operators, for tracers; where nobody is looking
+the launches are called without them. linear.py has the product that follows.
+"""
 
 from typing import Any
 
@@ -8,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.core.plan import OR_PLAIN
 from slipstream.kernels.launching import choose_impl, is_triton
@@ -26,8 +33,37 @@ FUNCTIONS = {"silu": F.silu, "gelu": _gelu, "sigmoid": torch.sigmoid, "relu2": _
 
 def glu(gate: Tensor, up: Tensor | None, f: str, impl: str | None) -> Tensor:
     """f(gate) up, of one shape and dtype; no up is 1."""
-    impl = choose_impl(impl, gate, _refuses, f)
-    return _Glu.apply(gate, up, f, impl) if is_triton(impl) else _plain(gate, up, f)
+    return run(gate, up, f, choose(gate, f, impl))
+
+
+def choose(gate: Tensor, f: str, impl: str | None) -> str:
+    if impl is None and torch.compiler.is_compiling():
+        return "eager"  # torch.compile makes one kernel of it and of what is around it
+    return choose_impl(impl, gate, _refuses, f)
+
+
+def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
+    """By an implementation as `choose` names it."""
+    if not is_triton(impl):
+        return _plain(gate, up, f)
+    if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
+        return _Glu.apply(gate, up, f, impl)
+    return forward(gate, up, f, impl)
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.f, ctx.impl = f, impl
+        return forward(gate, up, f, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        dgate, *dup = backward(dy, gate, up, ctx.f, ctx.impl)
+        return dgate, dup[0] if dup else None, None, None
 
 
 def _plain(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
@@ -38,18 +74,18 @@ def _plain(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
 def _plain_backward(
     gate: Tensor, up: Tensor | None, dy: Tensor, f: str
 ) -> tuple[Tensor, Tensor | None]:
-    def run() -> tuple[Tensor, ...]:
+    """dgate, dup; in the order of memory."""
+
+    def grads() -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in (gate, up) if x is not None]
         y = _plain(leaves[0], leaves[1] if up is not None else None, f)
-        return torch.autograd.grad(y, leaves, dy)
+        return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
 
-    found = guard.apart(run, dy.device)
-    return found[0], found[1] if up is not None else None
+    dgate, *dup = guard.apart(grads, dy.device)
+    return dgate, dup[0] if dup else None
 
 
 def _refuses(x: Tensor, f: str) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile makes its own kernel of it"
     if x.dim() == 0 or x.shape[-1] == 0:
         return "there are no features"
     return guard.objection(lambda: _kind(x, f), x.device)
@@ -65,14 +101,29 @@ def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     made = {"gate": probe.fresh(gate, 37, width)}
     made |= {"up": None if up is None else probe.fresh(up, 37, width)}
     return probe.mismatch(
-        lambda t: _Glu.apply(t["gate"], t["up"], f, OR_PLAIN), lambda t: _plain(**t, f=f), made
+        lambda t: run(t["gate"], t["up"], f, OR_PLAIN), lambda t: _plain(**t, f=f), made
     )
+
+
+def _forward(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
+    if not is_triton(impl):
+        return _plain(gate, up, f).contiguous()
+    return _attempt("glu", _plain, (gate, up, f), gate, up, impl)
+
+
+def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> list[Tensor]:
+    args = (gate, up, dy, f)
+    if is_triton(impl):
+        dgate, dup = _attempt("glu_backward", _plain_backward, args, gate, up, impl)
+    else:
+        dgate, dup = _plain_backward(*args)
+    return [dgate] if dup is None else [dgate, dup]
 
 
 def _attempt(name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None, impl: str) -> Any:
     f = args[-1]
 
-    def run(*args: Any) -> Any:
+    def kernel(*args: Any) -> Any:
         from slipstream.kernels.pointwise.triton import glu
 
         return getattr(glu, name)(*args)
@@ -80,23 +131,29 @@ def _attempt(name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None
     return guard.attempt(
         lambda: _kind(gate, f),
         gate.device,
-        run,
+        kernel,
         None if impl == "triton" else plain,
         args,
         lambda: _mismatch(gate, up, f),
     )
 
 
-class _Glu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.f, ctx.impl = f, impl
-        return _attempt("glu", _plain, (gate, up, f), gate, up, impl)
+def _forward_fake(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
+    return gate.new_empty(gate.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        args = (gate, up, dy, ctx.f)
-        return *_attempt("glu_backward", _plain_backward, args, gate, up, ctx.impl), None, None
+
+def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (gate, up) if x is not None]
+
+
+_FORWARD = define(
+    "glu", "(Tensor gate, Tensor? up, str f, str impl) -> Tensor", _forward, _forward_fake
+)
+_BACKWARD = define(
+    "glu_backward",
+    "(Tensor dy, Tensor gate, Tensor? up, str f, str impl) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)
+forward = shortcut(_FORWARD, replays=True)
+backward = shortcut(_BACKWARD, replays=True)

@@ -4,6 +4,8 @@
 
 The pair is (i, i + R/2) of the first R features, or (2i, 2i + 1) if interleaved. The gradient is
 the same turn backwards, so nothing is kept but cos and sin.
+
+slipstream::rotary is the operator of the Triton kernel, and its own gradient.
 """
 
 from typing import Any
@@ -13,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.core.plan import OR_PLAIN
+from slipstream.kernels.launching import is_triton
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -64,10 +68,24 @@ def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half : 2 * half]
 
 
-class TritonRotary(torch.autograd.Function):
+def table_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
+    if table.dim() == 3:
+        return table
+    return table[None, : x.shape[1]] if positions is None else table[positions]
+
+
+def turned(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, impl: str
+) -> Tensor:
     """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
     triton, or triton|eager."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Turned.apply(x, cos, sin, positions, interleaved, impl)
+    return _call(x, cos, sin, positions, interleaved, False, impl)
 
+
+class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -80,38 +98,13 @@ class TritonRotary(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, positions)
         ctx.interleaved, ctx.impl = interleaved, impl
-        return _attempt(impl, x, cos, sin, positions, interleaved, False)
+        return _call(x, cos, sin, positions, interleaved, False, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _attempt(ctx.impl, dy, *ctx.saved_tensors, ctx.interleaved, True)
+        dx = _call(dy, *ctx.saved_tensors, ctx.interleaved, True, ctx.impl)
         return dx, None, None, None, None, None
-
-
-def table_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
-    if table.dim() == 3:
-        return table
-    return table[None, : x.shape[1]] if positions is None else table[positions]
-
-
-def _attempt(impl: str, *args: Any) -> Tensor:
-    x, cos, interleaved = args[0], args[1], args[4]
-
-    def run(*args: Any) -> Tensor:
-        from slipstream.kernels.pointwise.triton.rotary import turn
-
-        return turn(*args)
-
-    return guard.attempt(
-        lambda: _kind(x, cos.shape[-1], interleaved),
-        x.device,
-        run,
-        None if impl == "triton" else _plain,
-        args,
-        lambda: _mismatch(x, cos, interleaved),
-    )
 
 
 def _plain(
@@ -122,10 +115,40 @@ def _plain(
     interleaved: bool,
     back: bool,
 ) -> Tensor:
+    """As the kernel is called; no gradients."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if positions is not None:
         positions = positions.clamp(0, cos.shape[0] - 1)
-    c, s = (table_rows(table, x, positions).float()[:, :, None] for table in (cos, sin))
-    return _turn(x.float(), c, s, interleaved, -1 if back else 1).to(x.dtype)
+    c, s = (table_rows(table, x, positions).to(wide)[:, :, None] for table in (cos, sin))
+    return _turn(x.to(wide), c, s, interleaved, -1 if back else 1).to(x.dtype)
+
+
+def _rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    back: bool,
+    impl: str,
+) -> Tensor:
+    args = (x, cos, sin, positions, interleaved, back)
+    if not is_triton(impl):
+        return _plain(*args)
+
+    def kernel(*args: Any) -> Tensor:
+        from slipstream.kernels.pointwise.triton.rotary import turn
+
+        return turn(*args)
+
+    return guard.attempt(
+        lambda: _kind(x, cos.shape[-1], interleaved),
+        x.device,
+        kernel,
+        None if impl == "triton" else _plain,
+        args,
+        lambda: _mismatch(x, cos, interleaved),
+    )
 
 
 def _kind(x: Tensor, half: int, interleaved: bool) -> Kind:
@@ -140,7 +163,7 @@ def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
     rows = [y.float()[positions][:, :, None] for y in tables]
     made = {"x": probe.fresh(x, 1, 19, 3, x.shape[-1])}
     return probe.mismatch(
-        lambda t: TritonRotary.apply(t["x"], *tables, positions, interleaved, OR_PLAIN),
+        lambda t: turned(t["x"], *tables, positions, interleaved, OR_PLAIN),
         lambda t: rotary(t["x"], *rows, interleaved=interleaved),
         made,
     )
@@ -148,8 +171,20 @@ def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
 
 def refuses(x: Tensor, half: int, interleaved: bool = False) -> str | None:
     """Why the Triton kernel can't take a call, or None if it can."""
-    if torch.compiler.is_compiling():
-        return "torch.compile makes its own kernel of it"
     if half == 0:
         return "no features turn"
     return guard.objection(lambda: _kind(x, half, interleaved), x.device)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_ROTARY = define(
+    "rotary",
+    "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str impl) "
+    "-> Tensor",
+    _rotary,
+    _fake,
+)
+_call = shortcut(_ROTARY, replays=True)

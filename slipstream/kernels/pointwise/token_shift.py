@@ -1,9 +1,21 @@
-"""The previous token: y_t = x_{t-1}, and at a sequence's first token its state."""
+"""The previous token: y_t = x_{t-1}, and at a sequence's first token its state.
+
+slipstream::token_shift is the operator of the Triton kernel. Backwards, with the final state's
+gradient in the state's place, it is its own gradient: dx_t = dy_{t+1}.
+"""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core import guard, probe
+from slipstream.core.library import define, shortcut
+from slipstream.core.machine import Kind
+from slipstream.core.plan import OR_PLAIN
+from slipstream.kernels.launching import choose_impl, is_triton
 
 
 def shift_reference(
@@ -40,10 +52,125 @@ def shift(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[T
 
 
 def _dense(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = _sequences(x, cu_seqlens)
     if state is None:
         state = x.new_zeros(sequences, x.shape[2])
     if x.shape[1] == 0:
         return x, state
     # a copy: a state that were a view would keep all of x alive
     return torch.cat([state[:, None], x[:, :-1]], dim=1), x[:, -1].clone()
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def previous(
+    x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
+) -> tuple[Tensor, Tensor]:
+    """y and the last tokens, by the implementation that is chosen."""
+    impl = choose_impl(impl, x, _refuses, cu_seqlens)
+    if is_triton(impl):
+        return kernel_shift(x, state, cu_seqlens, impl)
+    return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)
+
+
+def kernel_shift(
+    x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor]:
+    """impl: triton, or triton|eager."""
+    if torch.is_grad_enabled() and (x.requires_grad or (state is not None and state.requires_grad)):
+        return _Shift.apply(x, state, cu_seqlens, impl)
+    return _call(x, state, cu_seqlens, False, impl)
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
+    ) -> tuple[Tensor, Tensor]:
+        y, last = _call(x, state, cu_seqlens, False, impl)
+        ctx.save_for_backward(cu_seqlens)
+        ctx.shape, ctx.dtype, ctx.impl = x.shape, x.dtype, impl
+        ctx.set_materialize_grads(False)
+        return y, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            if dlast is None:
+                return None, None, None, None
+            dy = dlast.new_zeros(ctx.shape)
+        dx, dstate = _call(dy, dlast, *ctx.saved_tensors, True, ctx.impl)
+        return dx, dstate if ctx.needs_input_grad[1] else None, None, None
+
+
+def _plain(
+    x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor]:
+    if back:  # the sequences from their ends on
+        x, edge, cu_seqlens = x.flip(1), edge, _from_the_end(cu_seqlens)
+        edge = edge if edge is None or cu_seqlens is None else edge.flip(0)
+    y, end = shift(x, edge, cu_seqlens)
+    if back:
+        y, end = y.flip(1), end if cu_seqlens is None else end.flip(0)
+    return y.clone(memory_format=torch.contiguous_format), end.clone()
+
+
+def _from_the_end(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else (cu_seqlens[-1:] - cu_seqlens).flip(0)
+
+
+def _shift(
+    x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool, impl: str
+) -> tuple[Tensor, Tensor]:
+    args = (x, edge, cu_seqlens, back)
+    if not is_triton(impl):
+        return _plain(*args)
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        from slipstream.kernels.pointwise.triton.token_shift import shift
+
+        return shift(*args)
+
+    instead = None if impl == "triton" else _plain
+    return guard.attempt(lambda: _kind(x), x.device, kernel, instead, args, lambda: _mismatch(x))
+
+
+def _kind(x: Tensor) -> Kind:
+    return ("token_shift.triton", x.dtype, x.shape[-1])
+
+
+def _mismatch(x: Tensor) -> str | None:
+    """The probe: three packed sequences, one of them empty, with states."""
+    made = {"x": probe.fresh(x, 1, 40, x.shape[-1]), "state": probe.fresh(x, 3, x.shape[-1])}
+    made["cu_seqlens"] = torch.tensor([0, 17, 17, 40], device=x.device)
+    return probe.mismatch(
+        lambda t: kernel_shift(**t, impl=OR_PLAIN), lambda t: shift_reference(**t), made
+    )
+
+
+def _refuses(x: Tensor, *given: Tensor | None) -> str | None:
+    """Why the Triton kernel can't take a call, or None if it can."""
+    cu_seqlens = given[-1]
+    if 0 in (x.shape[0], x.shape[2]) or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
+        return "there are no features or sequences"
+    if torch.version.hip:
+        return "its kernel does not compile for AMD's GPUs at all sizes"
+    return guard.objection(lambda: _kind(x), x.device)
+
+
+def _fake(
+    x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool, impl: str
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(_sequences(x, cu_seqlens), x.shape[2])
+
+
+_OP = define(
+    "token_shift",
+    "(Tensor x, Tensor? edge, Tensor? cu_seqlens, bool back, str impl) -> (Tensor, Tensor)",
+    _shift,
+    _fake,
+)
+_call = shortcut(_OP, replays=True)

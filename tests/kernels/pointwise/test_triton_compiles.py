@@ -34,3 +34,30 @@ def test_glu_compiles(f: str, backward: bool) -> None:
         scalars={"gate_stride": "i32:16", "up_stride": "i32:16"},
     )
     assert got.stack == 0
+
+
+@pytest.mark.parametrize("f", ["silu", "gelu", "sigmoid", "relu2"])
+def test_glu_again_compiles(f: str) -> None:
+    names = ["gate", "dh", "dgate", *(["up", "dup"] if f != "relu2" else [])]
+    got = compile_kernel(
+        f"{PACKAGE}.glu_again:glu_again_kernel",
+        {f"{name}_ptr": "*bf16" for name in names},
+        {"F": f, "D": 8192, "BR": 2, "BD": 1024},
+        scalars={"gate_stride": "i32:16", "up_stride": "i32:16"},
+    )
+    assert got.stack == 0
+
+
+@pytest.mark.parametrize("cu", [None, "*i32", "*i64"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_token_shift_compiles(arch: str, cu: str | None) -> None:
+    tensors = {f"{name}_ptr": "*bf16" for name in ("x", "edge", "y", "end")}
+    for back in (False, True):
+        got = compile_kernel(
+            f"{PACKAGE}.token_shift:token_shift_kernel",
+            {**tensors, **({} if cu is None else {"cu_ptr": cu})},
+            {"D": 4096, "BT": 4, "BD": 1024, "BACK": back},
+            scalars={"stride_b": "i32:16", "stride_t": "i32:16"},
+            target=arch,
+        )
+        assert got.stack == 0

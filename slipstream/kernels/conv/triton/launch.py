@@ -46,7 +46,7 @@ def forward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     silu: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> list[Tensor]:
     """y [B, T, D], and `where` of packed sequences for backward. All contiguous."""
     T, D = x.shape[1:]
     W = weight.shape[1]
@@ -59,7 +59,7 @@ def forward(
             x, weight, bias, residual, state, where, y, T, tiles, each,
             D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
         )  # fmt: skip
-    return y, where
+    return [y] if where is None else [y, where]
 
 
 def backward(
@@ -71,8 +71,8 @@ def backward(
     cu_seqlens: Tensor | None,
     where: Tensor | None,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias, dstate."""
+) -> list[Tensor]:
+    """dx, dweight and, where they are there, dbias and dstate."""
     T, D = x.shape[1:]
     W = weight.shape[1]
     dx, dstate = torch.empty_like(x), None
@@ -99,8 +99,11 @@ def backward(
                 dy, x, weight, bias, state, cu_seqlens, dstate, T, D, W, 128, silu, num_warps=2
             )
         sums = part.sum(0)
-    dweight = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format)
-    return dx, dweight, None if bias is None else sums[W].to(bias.dtype), dstate
+    # copies: of float32 they would be views of both
+    whole = {"copy": True, "memory_format": torch.contiguous_format}
+    dweight = sums[:W].t().to(weight.dtype, **whole)
+    dbias = None if bias is None else sums[W].to(bias.dtype, **whole)
+    return [t for t in (dx, dweight, dbias, dstate) if t is not None]
 
 
 def update(

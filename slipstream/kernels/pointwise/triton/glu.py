@@ -20,8 +20,7 @@ from torch import Tensor
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
 
-COLUMNS = 1024
-ELEMENTS = 2048
+COLUMNS, ELEMENTS, WARPS = 1024, 2048, 8
 
 
 @triton.jit
@@ -103,7 +102,7 @@ def _run(
     stride = 0 if up is None else up.stride(0)
     with on(gate.device):
         kept(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
-            gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=4
+            gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=WARPS
         )
 
 

@@ -1,0 +1,143 @@
+"""The Triton cross entropy as torch.library operators, and its gradient.
+
+slipstream::cross_entropy gives loss and lse of each row, slipstream::cross_entropy_backward the
+gradient of the logits. For one number, where nobody is looking, loss and gradient come from one
+launch in the forward; a compiled graph has both operators instead, which read the logits twice and
+write their gradient once: a gradient made early would be read and written again to be scaled.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core.ids import expect_ids
+from slipstream.core.library import define, shortcut
+from slipstream.kernels.loss import guarded
+from slipstream.kernels.loss.reference import Terms
+
+
+def rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+    """logits [N, V], target [N] -> loss [N]."""
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _Rows.apply(logits, target, terms, impl)
+    return _call(logits, target, *terms, impl)[0]
+
+
+def reduced(logits: Tensor, target: Tensor, terms: Terms, mean: bool, impl: str) -> Tensor:
+    """logits [N, V], target [N] -> loss []."""
+    expect_ids("target", target, logits.shape[1], terms.ignore_index)
+    grads = torch.is_grad_enabled() and logits.requires_grad
+    return _Reduced.apply(_rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl)
+
+
+def _rows_adjacent(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+        loss, lse = _call(logits, target, *terms, impl)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.terms, ctx.impl = terms, impl
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        grad = _call_backward(*ctx.saved_tensors, dloss, *ctx.terms, ctx.impl)
+        return grad, None, None, None
+
+
+class _Reduced(torch.autograd.Function):
+    """The gradient is made in the forward, beside the loss, and scaled in place by what comes in,
+    which is nearly always 1. It is given away then: a second backward makes it from the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        terms: Terms,
+        mean: bool,
+        grads: bool,
+        impl: str,
+    ) -> Tensor:
+        loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+        grad = logits.new_empty(logits.shape) if grads else None
+        factor = None
+        if mean:
+            factor = guarded.inverse_count(impl, target, terms.ignore_index)
+        made = {"loss": loss, "lse": lse, "grad": grad}
+        guarded.cross_entropy(impl, logits, target, terms, **made, weight=factor)
+        ctx.save_for_backward(logits, target, lse, factor)
+        ctx.terms, ctx.impl, ctx.made = terms, impl, grad
+        total = loss.sum()
+        return total if factor is None else total * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        made, ctx.made = ctx.made, None
+        if made is not None:
+            return guarded.scale_(ctx.impl, made, dloss), *[None] * 5
+        logits, target, lse, factor = ctx.saved_tensors
+        dloss = dloss if factor is None else dloss * factor
+        return _again(logits, target, lse, dloss, ctx.terms, ctx.impl), *[None] * 5
+
+
+def _again(
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, terms: Terms, impl: str
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    made = {"lse": lse, "grad": grad}
+    guarded.cross_entropy(impl, logits, target, terms, **made, weight=dloss, has_lse=True)
+    return grad
+
+
+def _forward(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *options, impl = args
+    terms = Terms(*options)
+    expect_ids("target", target, logits.shape[1], terms.ignore_index)
+    loss, lse = _forward_fake(logits, target)
+    made: dict[str, Any] = {"loss": loss, "lse": lse}
+    guarded.cross_entropy(impl, _rows_adjacent(logits), target.contiguous(), terms, **made)
+    return loss, lse
+
+
+def _backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *args: Any) -> Tensor:
+    *options, impl = args
+    given = (_rows_adjacent(logits), target.contiguous(), lse, dloss)
+    return _again(*given, Terms(*options), impl)
+
+
+def _forward_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=wide), logits.new_empty(rows, dtype=wide)
+
+
+def _backward_fake(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_TERMS = (
+    "int ignore_index, float label_smoothing, float softcap, float z_loss, float logit_scale, "
+    "str impl"
+)
+_OP = define(
+    "cross_entropy",
+    f"(Tensor logits, Tensor target, {_TERMS}) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_OP_BACKWARD = define(
+    "cross_entropy_backward",
+    f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {_TERMS}) -> Tensor",
+    _backward,
+    _backward_fake,
+)
+_call = shortcut(_OP)
+_call_backward = shortcut(_OP_BACKWARD)

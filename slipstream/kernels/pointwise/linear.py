@@ -1,0 +1,182 @@
+"""An activation and the linear layer after it, which keep one tensor less for the backward.
+
+h = f(gate) up        y = h weight^T + bias
+
+    dh = dy weight        dweight = dy^T h        dgate = dh up f'(gate)        dup = dh f(gate)
+
+Two operators one after the other keep h, and in plain torch f(gate) too; here the backward makes
+them again from gate and up: [T, F] elements less in memory (two times that in plain torch).
+slipstream::glu_again gives the gradients, and h in the place of dh.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.core import guard, probe
+from slipstream.core.library import define, shortcut
+from slipstream.core.plan import OR_PLAIN
+from slipstream.kernels.launching import is_triton
+from slipstream.kernels.pointwise import activation
+
+
+def glu_linear(
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, f: str, impl: str | None
+) -> Tensor:
+    """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
+    impl = activation.choose(gate, f, impl)
+    given = (gate, up, weight, bias)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if wanted and not torch.compiler.is_compiling():
+        return _GluLinear.apply(*given, f, impl)
+    return F.linear(activation.run(gate, up, f, impl), weight, bias)
+
+
+class _GluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        f: str,
+        impl: str,
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.f, ctx.impl = f, impl
+        return F.linear(_product(gate, up, f, impl), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        rows = dy.reshape(-1, dy.shape[-1])
+        dbias = rows.sum(0) if needs_bias else None
+        if not (needs_gate or needs_up):
+            h = _product(gate, up, ctx.f, ctx.impl)
+            return None, None, rows.t() @ _flat(h), dbias, None, None
+        run = _kernel_grads if is_triton(ctx.impl) else _plain_grads
+        return *run(rows, gate, up, weight, ctx.f, ctx.impl, needs_weight), dbias, None, None
+
+
+def _product(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
+    """h, contiguous."""
+    if is_triton(impl):
+        return activation.forward(gate, up, f, impl)
+    y = activation.FUNCTIONS[f](gate)
+    return (y if up is None else y.mul_(up)).contiguous()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[-1])
+
+
+def _kernel_grads(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    f: str,
+    impl: str,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dgate, dup, dweight."""
+    h = (dy @ weight).view(gate.shape)
+    dgate, dup = _call(h, gate, up, f, impl)
+    dweight = dy.t() @ _flat(h) if needs_weight else None
+    return dgate, None if up is None else dup, dweight
+
+
+def _plain_grads(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    f: str,
+    impl: str,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As _kernel_grads. In memory that is there: fresh pages cost as much as the arithmetic."""
+    y = activation.FUNCTIONS[f](gate)
+    h = (y if up is None else y * up).contiguous()
+    dweight = dy.t() @ _flat(h) if needs_weight else None
+    torch.mm(dy, weight, out=_flat(h))
+    if up is None:
+        return _derivative(h, gate, y, f), None, dweight
+    dup = h * y if f == "sigmoid" else y.mul_(h)
+    return _derivative(h.mul_(up), gate, y, f), dup, dweight
+
+
+def _derivative(d: Tensor, gate: Tensor, y: Tensor, f: str) -> Tensor:
+    """d f'(gate); for the logistic function, of y = f(gate)."""
+    aten = torch.ops.aten
+    if f == "silu":
+        return aten.silu_backward(d, gate)
+    if f == "gelu":
+        return aten.gelu_backward(d, gate, approximate="tanh")
+    return aten.sigmoid_backward(d, y) if f == "sigmoid" else d.mul_(F.relu(gate)).mul_(2)
+
+
+def _again(dh: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> tuple[Tensor, Tensor]:
+    """dgate and dup, which is empty without an up; dh becomes h."""
+    if not is_triton(impl):
+        dgate, dup = _plain_again(dh, gate, up, f)
+    else:
+
+        def kernel(*args: Any) -> tuple[Tensor, Tensor | None]:
+            from slipstream.kernels.pointwise.triton.glu_again import glu_again
+
+            return glu_again(*args)
+
+        dgate, dup = guard.attempt(
+            lambda: ("glu_again.triton", f, gate.dtype, gate.shape[-1]),
+            gate.device,
+            kernel,
+            None if impl == "triton" else _plain_again,
+            (dh, gate, up, f),
+            lambda: _mismatch(gate, up, f),
+        )
+    return dgate, dgate.new_empty(0) if dup is None else dup
+
+
+def _plain_again(
+    dh: Tensor, gate: Tensor, up: Tensor | None, f: str
+) -> tuple[Tensor, Tensor | None]:
+    y = activation.FUNCTIONS[f](gate)
+    dup = None if up is None else (dh * y).contiguous()
+    dgate = _derivative(dh.clone() if up is None else dh * up, gate, y, f).contiguous()
+    dh.copy_(y if up is None else y * up)
+    return dgate, dup
+
+
+def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
+    """The probe: rows of the same width."""
+    names = ("dh", "gate") if up is None else ("dh", "gate", "up")
+    made = {name: probe.fresh(gate, 37, gate.shape[-1]) for name in names}
+
+    def kernels(t: probe.Given) -> tuple[Tensor, ...]:
+        grads = _again(t["dh"], t["gate"], t.get("up"), f, OR_PLAIN)
+        return (*grads[: len(names) - 1], t["dh"])
+
+    def plain(t: probe.Given) -> tuple[Tensor | None, ...]:
+        return (*_plain_again(t["dh"], t["gate"], t.get("up"), f), t["dh"])
+
+    return probe.mismatch(kernels, plain, made, gradients=False)
+
+
+def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
+
+
+_AGAIN = define(
+    "glu_again",
+    "(Tensor(a!) dh, Tensor gate, Tensor? up, str f, str impl) -> (Tensor, Tensor)",
+    _again,
+    _fake,
+)
+_call = shortcut(_AGAIN, replays=True)

@@ -1,0 +1,69 @@
+"""The short convolution with its state."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.ops.conv import short_convolution, short_convolution_update
+
+
+class ShortConvolution(nn.Module):
+    """A depthwise causal convolution over `width` tokens, an activation, and its state.
+
+    weight [D, W] and bias [D] are those of torch.nn.Conv1d(D, D, W, groups=D), whose state dict
+    (weight [D, 1, W]) it loads.
+
+    Args:
+        channels: D. width: W, taps. bias: whether there is one.
+        activation: "silu", or None for none.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int = 4,
+        bias: bool = False,
+        activation: str | None = "silu",
+    ) -> None:
+        super().__init__()
+        bound = width**-0.5
+        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.activation = activation
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state, if wanted."""
+        one = x.shape[1] == 1 and cu_seqlens is None
+        if one and state is not None and use_cache and not torch.is_grad_enabled():
+            state = state.clone()
+            y = short_convolution_update(
+                x, state, self.weight, self.bias, activation=self.activation
+            )
+            return y, state
+        return short_convolution(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            initial_state=state,
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        name = f"{prefix}weight"
+        weight = state_dict.get(name)
+        if weight is not None and weight.dim() == 3 and weight.shape[1] == 1:
+            state_dict[name] = weight[:, 0]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        channels, width = self.weight.shape
+        return f"{channels}, width={width}, activation={self.activation!r}"

@@ -1,0 +1,120 @@
+"""Linear layers: alone with what follows in one pass, gated in pairs, and the embedding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
+from slipstream.ops.embedding import embedding
+from slipstream.ops.matmul import matmul
+
+GATES = {"swiglu": swiglu, "geglu": geglu, "sigmoid_glu": sigmoid_glu}
+
+
+class Linear(nn.Linear):
+    """y = f(x weight^T + bias) + residual, as torch.nn.Linear, in one pass.
+
+    Args:
+        activation: f, as ops.matmul; None is none.
+        precision: of float32 products, as ops.matmul.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = None,
+        precision: str = "tf32x3",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation, self.precision = activation, precision
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """input [..., in_features] and residual [..., out_features]."""
+        rows = input if input.dim() > 1 else input[None]
+        y = matmul(
+            rows,
+            self.weight.t(),
+            bias=self.bias,
+            activation=self.activation,
+            residual=residual if residual is None else residual.view(*rows.shape[:-1], -1),
+            precision=self.precision,
+        )
+        return y if input.dim() > 1 else y[0]
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table, as torch.nn.Embedding with no options; an id outside of it is a ValueError
+    (ops.embedding), never a read out of bounds."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight)
+
+
+class GatedMLP(nn.Module):
+    """y = (f(x W_gate) * x W_up) W_down, which keeps x, gate and up for the backward, no product.
+
+    Args:
+        size: D. inner: F.
+        activation: "swiglu", "geglu" or "sigmoid_glu", which name f.
+        bias: whether the three layers have one.
+        linear: what makes them, called as torch.nn.Linear.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        inner: int,
+        activation: str = "swiglu",
+        bias: bool = False,
+        linear: Any = nn.Linear,
+    ) -> None:
+        super().__init__()
+        if activation not in GATES:
+            raise ValueError(f"activation: want one of {tuple(GATES)}, got {activation!r}")
+        self.activation = activation
+        self.gate_proj = linear(size, inner, bias=bias)
+        self.up_proj = linear(size, inner, bias=bias)
+        self.down_proj = linear(inner, size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        # without gradients nothing is kept
+        if not torch.is_grad_enabled() or not plain_linear(down):
+            return down(GATES[self.activation](gate, up))
+        return glu_linear(gate, up, down.weight, down.bias, activation=self.activation)
+
+
+class SwiGLU(GatedMLP):
+    """y = (silu(x W_gate) * x W_up) W_down."""
+
+    def __init__(self, size: int, inner: int, bias: bool = False, linear: Any = nn.Linear) -> None:
+        super().__init__(size, inner, "swiglu", bias, linear)
+
+
+class GEGLU(GatedMLP):
+    """y = (gelu(x W_gate) * x W_up) W_down."""
+
+    def __init__(self, size: int, inner: int, bias: bool = False, linear: Any = nn.Linear) -> None:
+        super().__init__(size, inner, "geglu", bias, linear)
+
+
+def plain_linear(layer: nn.Module) -> bool:
+    """Whether a call of it is F.linear of its parameters: nobody has wrapped or hooked it."""
+    return type(layer).forward is nn.Linear.forward and not (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+    )

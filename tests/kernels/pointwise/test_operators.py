@@ -1,0 +1,129 @@
+"""The torch.library operators of pointwise kernels, convolution and losses: opcheck, in plain torch
+and through the kernels under Triton's interpreter, and the kernels in compiled graphs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.kernels.conv import op as conv
+from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.kernels.loss import kernels as loss
+from slipstream.kernels.pointwise import activation, linear, rotary, token_shift
+from slipstream.ops.activation import glu_linear
+from tests.kernels.interpreted import error, run
+
+CU = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
+LOSS = (-100, 0.1, 5.0, 0.01, 0.9)
+
+
+def cases() -> Iterator[tuple[str, Any, tuple]]:
+    """Name, operator, and its arguments but for impl."""
+    x, other = torch.randn(1, 9, 6), torch.randn(1, 9, 6)
+    yield "glu", activation._FORWARD, (x, other, "silu")
+    yield "glu of one", activation._FORWARD, (x, None, "relu2")
+    yield "glu backward", activation._BACKWARD, (other, x, other, "gelu")
+    yield "glu backward of one", activation._BACKWARD, (other, x, None, "relu2")
+    yield "glu again", linear._AGAIN, (other, x, x + 1, "silu")
+    yield "glu again of one", linear._AGAIN, (other, x, None, "relu2")
+    heads, cos, places = torch.randn(1, 5, 2, 8), torch.randn(9, 3), torch.randint(0, 9, (1, 5))
+    yield "rotary", rotary._ROTARY, (heads, cos, cos, places, False, False)
+    yield "rotary backward", rotary._ROTARY, (heads, cos[None, :5], cos[None, :5], None, True, True)
+    state = torch.randn(3, 6)
+    for back in (False, True):
+        yield f"token_shift {back}", token_shift._OP, (x, state[:1], None, back)
+        yield f"token_shift packed {back}", token_shift._OP, (x, state, CU, back)
+    weight, bias, past = torch.randn(6, 4), torch.randn(6), torch.randn(3, 6, 4)
+    yield "conv", conv._OP, (x, weight, None, None, None, None, True)
+    yield "conv packed", conv._OP, (x, weight, bias, other, past, CU, True)
+    where = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 2, 2, 2, 2, 2]]).int()
+    yield "conv backward", conv._OP_BACKWARD, (other, x, weight, None, None, None, None, False)
+    packed = (other, x, weight, bias, past, CU, where, True)
+    yield "conv packed backward", conv._OP_BACKWARD, packed
+    slots = torch.tensor([2, -1, 0])
+    yield "conv update", conv._OP_UPDATE, (x[0, :3], past, weight, bias, None, slots, True)
+    logits, target = torch.randn(5, 11), torch.tensor([0, 5, -100, 2, 3])
+    yield "cross_entropy", loss._OP, (logits, target, *LOSS)
+    given = (logits, target, torch.logsumexp(5 * torch.tanh(0.9 * logits / 5), -1), torch.rand(5))
+    yield "cross_entropy backward", loss._OP_BACKWARD, (*given, *LOSS)
+
+
+def copies(args: tuple) -> tuple:
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in args)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case[0])
+def test_operators_pass_opcheck(case: tuple) -> None:
+    _, operator, args = case
+    torch.library.opcheck(operator, (*copies(args), "eager"))
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if "(a!)" not in str(c[1]._schema)], ids=lambda c: c[0]
+)
+def test_operators_pass_opcheck_in_float64_and_with_strides(case: tuple) -> None:
+    _, operator, args = case
+    wide = tuple(
+        x.double().mT.contiguous().mT if isinstance(x, Tensor) and x.is_floating_point()
+        and x.dim() > 1 else x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in args
+    )  # fmt: skip
+    torch.library.opcheck(operator, (*wide, "eager"))
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_kernels_of_the_operators_interpreted() -> None:
+    run(script="tests.kernels.pointwise.test_operators")
+
+
+def check_operators() -> None:
+    """opcheck, and what the plain implementation gives."""
+    for name, operator, args in cases():
+        torch.library.opcheck(operator, (*copies(args), "triton"))
+        moved = copies(args), copies(args)
+        got = operator(*moved[0], "triton")
+        want = operator(*moved[1], "eager")
+        pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (got, want)), strict=True)
+        for x, y in (*pairs, *zip(*moved)):
+            # where a token stands is told by the kernels alone
+            if isinstance(x, Tensor) and x.is_floating_point():
+                assert error(x, y) < 2e-5, name
+
+
+def check_compiled() -> None:
+    """A graph with the kernel in it, of two lengths, gives what the call gives."""
+    cos, sin = ops.rotary_tables(torch.arange(40), 6)
+    layer, taps = torch.randn(5, 6), torch.randn(6, 4)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "swiglu": lambda x: ops.swiglu(x, x + 1, impl="triton"),
+        "glu_linear": lambda x: glu_linear(x, x + 1, layer, impl="triton"),
+        "rotary": lambda x: ops.rotary_embedding(x[:, :, None], cos, sin, impl="triton"),
+        "token_shift": lambda x: ops.token_shift(x, impl="triton")[0],
+        "conv": lambda x: ops.short_convolution(x, taps, impl="triton")[0],
+        "cross_entropy": lambda x: ops.cross_entropy(x, x[..., 0].long() * 0, impl="triton"),
+    }
+    for name, call in calls.items():
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+        for n, T in enumerate((9, 21)):
+            x = torch.randn(2, T, 6, requires_grad=True)
+            with torch._dynamo.config.patch(error_on_recompile=n > 0):
+                y = compiled(x)
+            want = call(x)
+            assert error(y, want) < 1e-5, name
+            grads = [torch.autograd.grad(z.square().sum(), x)[0] for z in (y, want)]
+            assert error(*grads) < 1e-5, name
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    check_operators()
+    check_compiled()
+
+
+if __name__ == "__main__":
+    main()

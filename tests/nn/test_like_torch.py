@@ -1,0 +1,198 @@
+"""Modules that torch.nn has too: its arguments, its parameters' names, its numbers; the rest beside
+the operators that they call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import nn, ops
+
+D = 12
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, D)
+
+
+# name, torch's, ours, inputs
+CASES: list[tuple[str, Callable[[], Any], Callable[[], Any], Callable[[], tuple]]] = [
+    ("RMSNorm", lambda: torch.nn.RMSNorm(D), lambda: nn.RMSNorm(D), lambda: (rows(2, 5),)),
+    ("RMSNorm-eps", lambda: torch.nn.RMSNorm([D], 0.1), lambda: nn.RMSNorm([D], 0.1),
+     lambda: (rows(5),)),
+    ("RMSNorm-bare", lambda: torch.nn.RMSNorm(D, elementwise_affine=False),
+     lambda: nn.RMSNorm(D, elementwise_affine=False), lambda: (rows(5),)),
+    ("LayerNorm", lambda: torch.nn.LayerNorm(D), lambda: nn.LayerNorm(D), lambda: (rows(2, 5),)),
+    ("LayerNorm-no-bias", lambda: torch.nn.LayerNorm(D, bias=False),
+     lambda: nn.LayerNorm(D, bias=False), lambda: (rows(5),)),
+    ("GroupNorm", lambda: torch.nn.GroupNorm(3, D), lambda: nn.GroupNorm(3, D),
+     lambda: (rows(5),)),
+    ("Linear", lambda: torch.nn.Linear(D, 7), lambda: nn.Linear(D, 7), lambda: (rows(2, 5),)),
+    ("Linear-one-row", lambda: torch.nn.Linear(D, 7, bias=False),
+     lambda: nn.Linear(D, 7, bias=False), lambda: (rows(),)),
+    ("Embedding", lambda: torch.nn.Embedding(9, D), lambda: nn.Embedding(9, D),
+     lambda: (torch.randint(0, 9, (2, 5)),)),
+    ("CrossEntropyLoss", lambda: torch.nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.1),
+     lambda: nn.CrossEntropyLoss(3, label_smoothing=0.1),
+     lambda: (rows(9), torch.randint(0, D, (9,)))),
+]  # fmt: skip
+if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # torch 2.13
+    CASES.append((
+        "LinearCrossEntropyLoss",
+        lambda: torch.nn.LinearCrossEntropyLoss(D, 9, bias=True, reduction="sum"),
+        lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True, reduction="sum"),
+        lambda: (rows(5), torch.randint(0, 9, (5,))),
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_module_loads_torchs_state_dict_and_gives_its_numbers(case: tuple) -> None:
+    _, theirs, ours, inputs = case
+    torchs, mine, given = theirs(), ours(), inputs()
+    for p in torchs.parameters():
+        torch.nn.init.normal_(p)
+    mine.load_state_dict(torchs.state_dict())
+    assert list(mine.state_dict()) == list(torchs.state_dict())
+    want, got = torchs(*given), mine(*given)
+    torch.testing.assert_close(got, want)
+    if parameters := list(torchs.parameters()):
+        grads = [
+            torch.autograd.grad(y.square().sum(), list(module.parameters()))
+            for y, module in ((want, torchs), (got, mine))
+        ]
+        for x, y in zip(*grads, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        assert parameters[0].shape == next(mine.parameters()).shape
+
+
+def test_short_convolution_loads_conv1ds_state_dict() -> None:
+    theirs = torch.nn.Conv1d(D, D, 4, groups=D, padding=3)
+    ours = nn.ShortConvolution(D, 4, bias=True, activation=None)
+    ours.load_state_dict(theirs.state_dict())
+    x = rows(2, 9)
+    torch.testing.assert_close(ours(x)[0], theirs(x.mT)[..., :9].mT)
+    again = nn.ShortConvolution(D, 4, bias=True)
+    again.load_state_dict(ours.state_dict())
+    y, state = again(x[:, :5], use_cache=True)
+    with torch.no_grad():
+        for t in range(5, 9):
+            step, state = again(x[:, t : t + 1], state, True)
+            y = torch.cat([y, step], 1)
+    torch.testing.assert_close(y, again(x)[0])
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "sigmoid_glu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp_is_its_three_layers(activation: str, bias: bool) -> None:
+    mlp, x = nn.GatedMLP(D, 20, activation, bias), rows(2, 5).requires_grad_()
+    product = getattr(ops, activation)(mlp.gate_proj(x), mlp.up_proj(x))
+    found = []
+    for y in (mlp(x), mlp.down_proj(product)):
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), found[0][0])
+    assert {name.partition(".")[0] for name in mlp.state_dict()} == {
+        "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+def test_gated_mlp_calls_what_somebody_put_around_its_last_layer() -> None:
+    x, seen = rows(5), []
+    hooked = nn.SwiGLU(D, 20)
+    hooked.down_proj.register_forward_hook(lambda *given: seen.append(given[1][0].shape))
+    hooked(x)
+    assert seen == [(5, 20)]
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    adapted = nn.GEGLU(D, 20)
+    want = 2 * adapted(x)
+    layer = Adapted(20, D, bias=False)
+    layer.weight = adapted.down_proj.weight
+    adapted.down_proj = layer
+    torch.testing.assert_close(adapted(x), want)
+
+
+def test_norms_of_sums_and_gates_are_the_operators() -> None:
+    x, other = rows(5), rows(5)
+    norm = nn.RMSNorm(D, 1e-5, zero_centered=True)
+    torch.nn.init.normal_(norm.weight)
+    want = ops.rms_norm(x, norm.weight, residual=other, prenorm=True, zero_centered=True)
+    for a, b in zip(norm(x, other, prenorm=True), want, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(nn.RMSNorm(D, zero_centered=True)(x), nn.RMSNorm(D)(x))
+    gated = nn.GatedRMSNorm(D, activation="sigmoid", group_size=4)
+    want = ops.rms_norm_gated(x, other, gated.weight, activation="sigmoid", group_size=4)
+    assert torch.equal(gated(x, other), want)
+    assert torch.equal(nn.L2Norm()(x), ops.l2_norm(x))
+    with pytest.raises(NotImplementedError, match="the last dimension alone"):
+        nn.LayerNorm((3, D))
+
+
+def test_rotary_turns_q_and_k_of_packed_sequences_alike() -> None:
+    turn = nn.RotaryEmbedding(8, xpos=16.0)
+    q, k = torch.randn(1, 9, 2, 10), torch.randn(1, 9, 1, 10)
+    offsets = torch.tensor([0, 4, 9])
+    packed = turn(q, k, cu_seqlens=offsets)
+    alone = [turn(q[:, a:b], k[:, a:b]) for a, b in ((0, 4), (4, 9))]
+    for i in range(2):
+        torch.testing.assert_close(packed[i], torch.cat([x[i] for x in alone], 1))
+    shifted = turn(q, k, positions=torch.arange(9) + 100)
+    plain = turn(q, k)
+    scores = [torch.einsum("bihd,bjgd->bhij", *pair) for pair in (shifted, plain)]
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3)
+
+
+def test_linear_cross_entropy_shares_a_given_weight() -> None:
+    table = nn.Embedding(9, D)
+    loss = nn.LinearCrossEntropyLoss(D, 9, weight=table.weight, z_loss=0.1, softcap=5.0)
+    hidden, target = table(torch.randint(0, 9, (5,))), torch.randint(0, 9, (5,))
+    want = ops.linear_cross_entropy(hidden, table.weight, target, z_loss=0.1, softcap=5.0)
+    torch.testing.assert_close(loss(hidden, target), want)
+    with pytest.raises(TypeError, match="no_such_option"):
+        nn.LinearCrossEntropyLoss(D, 9, no_such_option=1)
+    teacher, student = torch.nn.Linear(6, 9), torch.nn.Linear(D, 9)
+    got = nn.LinearKLDivLoss(2.0)(hidden, student, torch.randn(5, 6), teacher)
+    got.backward()
+    assert student.weight.grad is not None and teacher.weight.grad is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: nn.RMSNorm(D), lambda T: (rows(2, T),)),
+        (lambda: nn.SwiGLU(D, 20), lambda T: (rows(2, T),)),
+        (lambda: nn.ShortConvolution(D, 3, True), lambda T: (rows(2, T),)),
+        (lambda: nn.Linear(D, 7, activation="silu"), lambda T: (rows(2, T),)),
+        (
+            lambda: nn.RotaryEmbedding(8),
+            lambda T: (torch.randn(2, T, 2, D), torch.randn(2, T, 1, D)),
+        ),
+        (
+            lambda: nn.LinearCrossEntropyLoss(D, 9),
+            lambda T: (rows(T), torch.randint(0, 9, (T,))),
+        ),
+    ],
+)
+def test_module_compiles_fullgraph(make: Callable[[], Any], inputs: Callable[[int], tuple]) -> None:
+    torch.compiler.reset()
+    module = make()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, T in enumerate((5, 9)):
+        given = inputs(T)
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            got = compiled(*given)
+        want = module(*given)
+        pairs = [(got, want)] if isinstance(got, Tensor) else zip(got, want)
+        for x, y in pairs:
+            if x is not None:
+                torch.testing.assert_close(x, y)
+                if x.requires_grad:
+                    x.square().sum().backward()
