@@ -93,7 +93,8 @@ class Run:
         self.console.print(f"{len(rows)} compiled, {len(known)} kept from earlier runs")
         rows = matrix.ordered(rows + known)
         out = Console()
-        out.print(self._table(rows), width=max(out.width, _WIDTH), soft_wrap=True)
+        out.width = max(out.width, _WIDTH)
+        out.print(self._table(rows), crop=False)
         for row in failed:
             self.console.print(
                 f"[red]{row.status}[/] {row.arch} {row.kernel}: {escape(row.reason)}"
@@ -116,7 +117,7 @@ class Run:
         release = rows[0].triton if rows else "none"
         table = Table(title=f"Triton {release}: {dict(Counter(x.status for x in rows))}")
         for name in ("operator", *self.archs):
-            table.add_column(name)
+            table.add_column(name, no_wrap=True)
         for operator, cells in matrix.by_operator(rows).items():
             marks = [cells.get(x, ("-", ""))[0] for x in self.archs]
             coloured = [f"[{_COLOURS.get(x, 'dim')}]{x}[/]" for x in marks]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Of a call's kernels, that take long to compile: there are at most about ten.
-MOST_THREADS = 8
+# Of a call and its gradient, that take long to compile: there are at most about fifteen.
+MOST_THREADS = 16
 _THREAD = threading.local()
 
 
@@ -35,17 +35,32 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
     except ImportError:  # another release
         return
+
+    class Mode(AsyncCompileMode):
+        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+            return super().submit(key, lambda: _with_launcher(compile_fn()), finalize_fn)
+
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captures or compiling() or active_mode.get() is not None:
         return
     threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
         _THREAD.compiling = True
         try:
             with contextlib.suppress(Exception), _OwnMemory():
                 call(*args)
         finally:
             _THREAD.compiling = False
+
+
+def _with_launcher(kernel: Any) -> Any:
+    """What launches it is C, which takes the host's compiler up to a second: left on disk."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    with contextlib.suppress(Exception):
+        active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 class _OwnMemory(TorchDispatchMode):

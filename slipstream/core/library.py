@@ -73,12 +73,19 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     return overload
 
 
-def shortcut(overload: Any, *, replays: bool = False) -> Callable:
+def shortcut(
+    overload: Any,
+    *,
+    replays: bool = False,
+    follows: Callable[[tuple, Any], object] | None = None,
+) -> Callable:
     """Calls the implementation where nobody is looking, else the operator. For callers above whom
     autograd is dealt with, and whose first argument is a tensor.
 
     Args:
         replays: what the implementation does on a GPU follows from what replay.key_of looks at.
+        follows: given the arguments and the results, calls what such a call is followed by, its
+            gradient, so that the kernels of both are compiled at once.
     """
     inside = _INSIDE[overload]
 
@@ -87,14 +94,28 @@ def shortcut(overload: Any, *, replays: bool = False) -> Callable:
             return overload(*args)
         return inside[args[0].device.type](*args)
 
-    return _replayed(call, inside["cuda"]) if replays else call
+    return _replayed(call, inside["cuda"], follows) if replays else call
 
 
-def _replayed(call: Callable, inside: Callable) -> Callable:
+def replayed(impl: Callable, follows: Callable[[tuple, Any], object] | None = None) -> Callable:
+    """shortcut(..., replays=True) of what is no operator, for calls of CUDA tensors alone that
+    nobody looks at."""
+    call = _without_autocast(impl, "cuda")
+    return _replayed(call, call, follows)
+
+
+def _replayed(
+    call: Callable, inside: Callable, follows: Callable[[tuple, Any], object] | None = None
+) -> Callable:
     # key -> True where the next call is recorded, then the record, or False if there is none
     known: dict[tuple, Any] = {}
     # of calls that take the same kernels, but for what a short or long sequence adds
     kinds: set[tuple] = set()
+
+    def first(*args: Any) -> None:
+        results = inside(*args)
+        if follows is not None:
+            follows(args, results)
 
     def again(*args: Any) -> Any:
         x = args[0]
@@ -111,7 +132,7 @@ def _replayed(call: Callable, inside: Callable) -> Callable:
             kind = replay.kind_of(args)
             if kind not in kinds:
                 kinds.add(kind)
-                ahead.compile_kernels(inside, args)
+                ahead.compile_kernels(first, args)
         if not found:
             return call(*args)
         if found is True:

@@ -165,6 +165,7 @@ def _pretending(
             (FakeTensor, "__getitem__", _getitem),
             (FakeTensor, "__invert__", lambda x: torch.bitwise_not(x)),
             (FakeTensor, "__setitem__", lambda x, index, value: None),
+            (FakeTensor, "copy_", lambda x, y, *more: x),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "current_device", lambda: index),

@@ -26,9 +26,10 @@ from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.norm import plain as norm_plain
-from slipstream.kernels.pointwise import activation, rotary
+from slipstream.kernels.pointwise import activation, linear, rotary, token_shift
 from slipstream.kernels.scan import eager as scan_eager
 from slipstream.kernels.softmax import cache, eager
+from slipstream.ops.activation import glu_linear
 
 pytestmark = pytest.mark.skipif(
     not launching.HAVE_TRITON or launching.INTERPRETED, reason="wants Triton, not interpreted"
@@ -105,6 +106,16 @@ def linear_loss() -> list[Tensor]:
 def glu() -> list[Tensor]:
     gate, up = leaf(5, 8), leaf(5, 8)
     return gradients(ops.swiglu(gate, up), gate, up)
+
+
+def joined() -> list[Tensor]:
+    gate, up, weight = leaf(5, 8), leaf(5, 8), leaf(3, 8)
+    return gradients(glu_linear(gate, up, weight), gate, up, weight)
+
+
+def shift() -> list[Tensor]:
+    x = leaf(1, 6, 8)
+    return gradients(ops.token_shift(x)[0], x)
 
 
 def turn() -> list[Tensor]:
@@ -214,6 +225,22 @@ FAMILIES = [
             "pointwise.triton.glu:glu_backward": activation._plain_backward,
         },
         ("slipstream.kernels.pointwise.activation",),
+    ),
+    Family(
+        "glu_again.triton",
+        joined,
+        {
+            "pointwise.triton.glu:glu": activation._plain,
+            "pointwise.triton.glu:glu_backward": activation._plain_backward,
+            "pointwise.triton.glu_again:glu_again": linear._plain_again,
+        },
+        ("slipstream.kernels.pointwise.activation",),
+    ),
+    Family(
+        "token_shift.triton",
+        shift,
+        {"pointwise.triton.token_shift:shift": token_shift._plain},
+        ("slipstream.kernels.pointwise.token_shift",),
     ),
     Family(
         "rotary.triton",

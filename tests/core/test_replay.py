@@ -204,3 +204,20 @@ def test_autocast_does_not_reach_operations() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert toy.run(x, x).dtype == torch.float32
         assert toy.run(x, x).dtype == torch.float32
+
+
+def test_what_follows_is_compiled_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple] = []
+    monkeypatch.setattr(ahead, "compile_kernels", lambda call, args: call(*args))
+
+    def twice(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        launch(x, y)
+        return y
+
+    run = library._replayed(twice, twice, lambda args, y: compiled.append((args, y)))
+    x = torch.arange(4.0)
+    for _ in range(3):
+        run(x)
+    assert len(compiled) == 1
+    assert compiled[0][0][0] is x and torch.equal(compiled[0][1], 2 * x)
