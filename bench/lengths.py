@@ -1,15 +1,18 @@
-"""Time, memory and first call of the operators against the length: what docs/performance.md plots.
+"""Time and memory of the operators against the length: what docs/performance.md plots.
 
-python bench/lengths.py [OPERATOR ...] [--peer]       rows go to bench/results/lengths.csv
+    python bench/lengths.py [OPERATOR ...]      rows go to bench/results/lengths.csv
+    python bench/lengths.py --peer --tuned DIR  fla or cuDNN beside it: fla tuned among what
+                                                linear_tuned.py put there, "" as it does itself
+    python bench/lengths.py --dry --short       what they compile
 
 One sequence of T tokens, 16 heads, K = V = 128 (64 for rwkv7), bf16, forward and backward. The
-floor reads every input and writes every output and gradient once, at the copy's bandwidth.
+floor of the linear family reads every input and writes every output and gradient once, at the
+copy's bandwidth; attention's is its products at cuBLAS's pace.
 """
 
 import argparse
 import importlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,23 +20,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.record import record
 from slipstream import ops
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
+FLOPS_PER_MS = 7e11  # cuBLAS there, bf16
 LENGTHS = (1024, 4096, 16384, 65536)
-HEADS = 16
+HEADS, WIDTH = 16, 128
 
 Inputs = dict[str, Tensor]
 
 
-def wide(T: int, D: int = 128) -> Tensor:
+def wide(T: int, D: int = WIDTH) -> Tensor:
     return torch.randn(1, T, HEADS, D, device="cuda", dtype=torch.bfloat16)
 
 
-def unit(T: int, D: int = 128) -> Tensor:
+def unit(T: int, D: int = WIDTH) -> Tensor:
     return F.normalize(wide(T, D).float(), dim=-1).bfloat16()
 
 
@@ -58,17 +63,29 @@ def rwkv7(T: int) -> Inputs:
 OPERATORS: dict[str, Callable[[int], Inputs]] = {
     "retention": qkv,
     "simple_gla": lambda T: qkv(T) | {"g": gate(T)},
-    "gla": lambda T: qkv(T) | {"g": gate(T, 128)},
+    "gla": lambda T: qkv(T) | {"g": gate(T, WIDTH)},
     "delta_rule": lambda T: qkv(T) | {"beta": beta(T)},
     "gated_delta_rule": lambda T: qkv(T) | {"g": gate(T), "beta": beta(T)},
-    "kda": lambda T: qkv(T) | {"g": gate(T, 128), "beta": beta(T)},
+    "kda": lambda T: qkv(T) | {"g": gate(T, WIDTH), "beta": beta(T)},
     "rwkv7": rwkv7,
+    "attention": qkv,
 }
 
 
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
 def providers(name: str, peer: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield "slipstream", getattr(ops, f"chunk_{name}")
-    if peer:
+    if name == "attention":
+        yield "slipstream", lambda **given: ops.attention(**given, causal=True)
+    else:
+        yield "slipstream", getattr(ops, f"chunk_{name}")
+    if peer and name == "attention":
+        yield "cuDNN", cudnn
+    elif peer and name != "simple_gla":  # fla refuses: its backward is miscompiled on sm_90
         yield "fla", getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
 
 
@@ -84,45 +101,57 @@ def milliseconds(fn: Callable[[], Any]) -> float:
     return timed(fn, warmup=5, rep=25, return_mode="median")
 
 
-def measure(run: Callable[..., Any], given: Inputs) -> dict[str, float]:
+def floors(name: str, given: Inputs, do: Tensor) -> tuple[float, float]:
+    if name == "attention":
+        products = 2 * do.shape[1] ** 2 * HEADS * WIDTH  # of both, half masked
+        return products / FLOPS_PER_MS, 3.5 * products / FLOPS_PER_MS
+    read = sum(x.nbytes for x in given.values())
+    forward = read + do.nbytes
+    return forward / COPY_BYTES_PER_MS, (2 * read + do.nbytes + forward) / COPY_BYTES_PER_MS
+
+
+def measure(name: str, run: Callable[..., Any], given: Inputs) -> dict[str, float]:
     given = {n: x.detach().requires_grad_() for n, x in given.items()}
     do = torch.randn_like(given["v"])
-    torch.cuda.synchronize()
-    start = time.perf_counter()
     both(run, given, do)
-    torch.cuda.synchronize()
-    first = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     both(run, given, do)
     peak = torch.cuda.max_memory_allocated() - before
-    read = sum(x.nbytes for x in given.values())
     with torch.no_grad():
         forward = milliseconds(lambda: run(**given))
+    floor = floors(name, given, do)
     return {
         "fwd_ms": forward,
         "both_ms": milliseconds(lambda: both(run, given, do)),
-        "floor_fwd_ms": (read + do.nbytes) / COPY_BYTES_PER_MS,
-        "floor_both_ms": (3 * read + 2 * do.nbytes) / COPY_BYTES_PER_MS,
-        "first_s": first,
+        "floor_fwd_ms": floor[0],
+        "floor_both_ms": floor[1],
         "peak_mib": peak / 2**20,
-        "results_mib": (read + do.nbytes) / 2**20,
+        "results_mib": (sum(x.nbytes for x in given.values()) + do.nbytes) / 2**20,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("operators", nargs="*")
-    parser.add_argument("--peer", action="store_true", help="fla beside it, which tunes first")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR")
+    for name in ("peer", "dry", "short"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--tuned", default="")
     args = parser.parse_args()
+    if args.tuned:
+        from bench.linear_tuned import choose
+
+        choose(Path(args.tuned))
     for name in args.operators or OPERATORS:
         for who, run in providers(name, args.peer):
             rows = []
-            for T in LENGTHS:
-                row = measure(run, OPERATORS[name](T))
+            for T in LENGTHS[:2] if args.short else LENGTHS:
+                row = measure(name, run, OPERATORS[name](T))
+                row = {column: float(f"{x:.4g}") for column, x in row.items()}
                 rows.append({"operator": name, "who": who, "T": T} | row)
-                print(name, who, T, *(f"{n} {x:.3f}" for n, x in row.items()), flush=True)
-            record("lengths", rows)
+                print(name, who, T, *(f"{n} {x:.4g}" for n, x in row.items()), flush=True)
+            if not args.dry:
+                record("lengths", rows)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python bench/linear.py --dry       without recording
     python bench/linear.py --cpu       the CPU's rows where there is a GPU
     python bench/linear.py --limit 60  on a GPU: the peer, where it tunes no longer; 0: without it
+    python bench/linear.py --tuned DIR the peer tuned among what linear_tuned.py put there
     python bench/linear.py --only gla  operators with this in their names; --part 1/3 a third of all
 
 On a GPU: linear_peers.py. The rest is about a CPU. Ours and the peer take turns on the same inputs,
@@ -127,19 +128,20 @@ def on_gpu(args: argparse.Namespace) -> None:
 
     part, parts = map(int, args.part.split("/"))
     rows = []
-    for row in linear_peers.rows(args.limit, args.only, part, parts):
+    for row in linear_peers.rows(args.limit, args.only, part, parts, args.tuned):
         rows.append(row)
         print(*row.values(), flush=True)
+        if not args.dry:
+            record("linear_gpu_peers", [row])
     show(rows)
-    if not args.dry:
-        print("recorded in", record("linear_gpu_peers", rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("dry", "cpu"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--only", default="")
+    for name in ("only", "tuned"):
+        parser.add_argument(f"--{name}", default="")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--limit", type=float, default=400.0)
     parser.add_argument("--repeats", type=int, default=9)

@@ -6,10 +6,12 @@ peer's output on all of them. first: seconds of the first call, forward and back
 memory, inputs and gradients too.
 
 The peer tunes itself for minutes: its first call is one in a process of its own, which has a limit
-and leaves what it found on disk (python bench/linear_peers.py ROW does no more than that).
+and leaves what it found on disk (python bench/linear_peers.py ROW does no more than that); or it is
+tuned among what linear_tuned.py found to be its best. The peer are fla's own Triton kernels.
 """
 
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from slipstream import ops
 
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # which fla calls where it is installed
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 A, C = (1, 8192, 96, 96), (1, 32768, 8, 8)
 Q1, Q2 = (1, 8192, 16, 64), (1, 32768, 2, 8)
@@ -34,7 +37,7 @@ WIDTH, PART = 128, 512
 class Row:
     """names: the arguments, as INPUTS makes them. peer: fla's module, "" where it has nothing.
 
-    size: B, T, heads of q and k, heads of v.
+    size: B, T, heads of q and k, heads of v. milestone: ms forward, and with backward, wanted.
     """
 
     op: str
@@ -42,6 +45,7 @@ class Row:
     size: tuple[int, int, int, int]
     names: str
     peer: str
+    milestone: tuple[float, float] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
 
@@ -73,26 +77,29 @@ INPUTS: dict[str, tuple[Callable[..., Tensor], str, bool]] = {
     "w": (lambda *shape: (6 * _gate(*shape)).bfloat16(), "V", True),
 }
 CHANNEL = {"gk": "g"}
+PLAIN = {"normalize": False}
 ROWS = [
-    Row("linear_attn", "A", A, "q k v", "linear_attn", {"normalize": False}),
-    Row("linear_attn", "C", C, "q k v", "linear_attn", {"normalize": False}),
-    Row("retention", "A", A, "q k v", "retention"),
+    Row("linear_attn", "A", A, "q k v", "linear_attn", (0.28, 1.2), PLAIN),
+    Row("linear_attn", "C", C, "q k v", "linear_attn", (0.20, 0.8), PLAIN),
+    Row("retention", "A", A, "q k v", "retention", (0.28, 1.2)),
     Row("retention", "C", C, "q k v", "retention"),
-    Row("simple_gla", "A", A, "q k v g", ""),  # fla refuses: its backward is miscompiled on sm_90
-    Row("gla", "A", A, "q k v gk", "gla", renamed=CHANNEL),
+    # fla refuses: its backward is miscompiled on sm_90
+    Row("simple_gla", "A", A, "q k v g", "", (0.30, 1.3)),
+    Row("gla", "A", A, "q k v gk", "gla", (0.8, 3.5), renamed=CHANNEL),
     Row("gla", "C", C, "q k v gk", "gla", renamed=CHANNEL),
-    Row("delta_rule", "A", A, "q k v beta", "delta_rule"),
-    Row("gated_delta_rule", "Q1", Q1, "q k v g beta", "gated_delta_rule"),
-    Row("gated_delta_rule", "Q2", Q2, "q k v g beta", "gated_delta_rule"),
+    Row("delta_rule", "A", A, "q k v beta", "delta_rule", (0.8, 2.8)),
+    Row("gated_delta_rule", "Q1", Q1, "q k v g beta", "gated_delta_rule", (0.55, 2.0)),
+    Row("gated_delta_rule", "Q2", Q2, "q k v g beta", "gated_delta_rule", (0.45, 1.8)),
     Row("comba", "A", A, "q k v p g beta", "comba"),
-    Row("kda", "A", A, "q k v gk beta", "kda", renamed=CHANNEL),
-    Row("rwkv7", "A", A, "r w k v a b", "rwkv7"),
-    Row("dplr_delta_rule", "A", A, "q k v a b gk", "generalized_delta_rule"),
+    Row("kda", "A", A, "q k v gk beta", "kda", (1.6, 8.0), renamed=CHANNEL),
+    Row("rwkv7", "A", A, "r w k v a b", "rwkv7", (2.5, 9.0)),
+    Row("dplr_delta_rule", "A", A, "q k v a b gk", "generalized_delta_rule", (2.5, 9.0)),
 ]
 
 
-def inputs(row: Row, part: bool) -> dict[str, Tensor]:
+def inputs(row: Row, part: bool, shorter: int = 1) -> dict[str, Tensor]:
     B, T, H, HV = row.size
+    T //= shorter
     if part:
         B, T, H, HV = 1, PART, 2, 2 * HV // H
     made = {}
@@ -195,7 +202,14 @@ def first_of_peer(row: Row, limit: float) -> float | str:
     return float(done.stdout.split()[-1])
 
 
-def one(row: Row, limit: float) -> dict[str, object]:
+def _against(wanted: tuple[float, float] | None, mine: dict[str, float]) -> str:
+    if wanted is None:
+        return ""
+    met = mine["fwd"] <= wanted[0] and mine["both"] <= wanted[1]
+    return f"{wanted[0]} {wanted[1]} {'met' if met else 'NOT MET'}"
+
+
+def one(row: Row, limit: float, tuned: bool) -> dict[str, object]:
     torch.manual_seed(0)
     found: dict[str, object] = {"operator": row.op, "shape": row.label}
     found["error"] = f"{against_float64(row):.1e}"
@@ -204,27 +218,35 @@ def one(row: Row, limit: float) -> dict[str, object]:
     mine, (f, both) = ours.measure(), floors(given)
     found |= {name: round(x, 3) for name, x in mine.items()}
     found |= {"x floor": f"{mine['fwd'] / f:.1f} {mine['both'] / both:.1f}"}
-    fla = peer_of(row) if limit else "not asked"
+    found |= {"milestone": _against(row.milestone, mine)}
+    fla = peer_of(row) if limit or tuned else "not asked"
     if isinstance(fla, str):
         return found | {"fla": fla}
-    first = first_of_peer(row, limit)
-    if isinstance(first, str):
+    first = "tuned before" if tuned else first_of_peer(row, limit)
+    if isinstance(first, str) and not tuned:
         return found | {"fla": first}
     try:
         theirs = Provider(fla, given, row)
-        measured = theirs.measure() | {"first_s": first}
+        measured = theirs.measure()
         found |= {f"fla {name}": round(x, 3) for name, x in measured.items()}
-        found["differs"] = f"{error(theirs.forward(), ours.forward()):.1e}"
-        return found | {"fla": f"{measured['both'] / mine['both']:.2f} x"}
+        found |= {"fla first_s": first, "differs": f"{error(theirs.forward(), ours.forward()):.1e}"}
+        times = (measured[x] / mine[x] for x in ("fwd", "both"))
+        return found | {"fla": " ".join(f"{x:.2f}" for x in times) + " x"}
     except Exception as e:
         return found | {"fla": f"{type(e).__name__}: {str(e)[:40]}"}
 
 
-def rows(limit: float, only: str, part: int, parts: int) -> Iterator[dict[str, object]]:
-    """limit: of seconds for the peer's first call, 0 for no peer."""
+def rows(
+    limit: float, only: str, part: int, parts: int, tuned: str = ""
+) -> Iterator[dict[str, object]]:
+    """limit: of seconds for the peer's first call, 0 for no peer. tuned: a folder of surveys."""
+    if tuned:
+        from linear_tuned import choose
+
+        choose(Path(tuned))
     for row in [x for x in ROWS if only in x.op][part::parts]:
         try:
-            yield one(row, limit)
+            yield one(row, limit, bool(tuned))
         except Exception as e:
             failed = f"{type(e).__name__}: {str(e)[:60]}"
             yield {"operator": row.op, "shape": row.label, "error": failed}

@@ -1,37 +1,75 @@
 """Small calls of operators, forward and backward, for compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck python bench/sanitize.py chunk_gla
-    compute-sanitizer --tool racecheck python bench/sanitize.py chunk_gla
+    compute-sanitizer --tool racecheck python bench/sanitize.py chunk_gla --sizes whole
+    ... --impl triton                           # the portable kernels
+    python bench/sanitize.py chunk_gla          # the same alone: compiles what the other launches
 
-Odd sizes, packed sequences and states; every tensor has memory of its own, so that an access
-beyond its end is seen. The sanitizer slows kernels down a hundredfold: a few operators at a time.
+Odd sizes, packed sequences and states, strong gates; every tensor has memory of its own, so that an
+access beyond its end is seen. Heads of 128 take the kernels for sm_90. The sanitizer slows kernels
+down a hundredfold: a few operators at a time. What has been launched is printed at the end.
+
+racecheck does not know that an mbarrier orders anything: of kernels whose warps have parts (sm_90)
+it reports what one part writes and another reads after a wait, the arrival coming after a barrier
+of the writers. It tells of the portable kernels, which have none.
 """
 
+import argparse
 import os
-import sys
+from collections import Counter
+from typing import Any
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 
-from slipstream.cli.samples import Shape, chosen
+from slipstream.cli.samples import Sample, Shape, chosen
 
-SHAPES = [
-    Shape(B=1, T=130, H=2, K=64, V=64, state=True),
-    Shape(B=2, T=70, H=2, K=60, V=64, packed=True, grouped=True, state=True),
-]
+SIZES = {
+    "whole": Shape(B=1, T=130, H=2, state=True),
+    "packed": Shape(B=2, T=70, H=2, packed=True, grouped=True, state=True),
+    "long": Shape(B=1, T=2300, H=1),
+    "narrow": Shape(B=1, T=130, H=2, K=64, V=64, state=True),
+    "odd": Shape(B=2, T=70, H=2, K=60, V=64, packed=True, grouped=True, state=True),
+}
+GATES = ("g", "gk", "gv", "w")
+STRONG = 500.0  # times as strong
+
+
+def watch(launched: Counter[str]) -> None:
+    from triton import knobs
+
+    hook: Any = knobs.runtime.launch_enter_hook
+    hook.add(lambda metadata: launched.update([metadata.get()["name"]]))
+
+
+def run(sample: Sample, shape: Shape, strong: bool, impl: str | None) -> None:
+    args = sample.inputs(shape, torch.device("cuda"))
+    if strong:
+        for name in [x for x in GATES if x in args]:
+            args[name] = args[name] * torch.where(torch.rand_like(args[name]) < 0.2, STRONG, 1.0)
+    outs = sample.call(_leaves(args), impl)
+    wanted = [x for x in outs if x.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [torch.randn_like(x) for x in wanted])
+    torch.cuda.synchronize()
 
 
 def main() -> None:
-    for sample in chosen(sys.argv[1:]):
-        for shape in SHAPES:
-            args = sample.inputs(shape, torch.device("cuda"))
-            outs = sample.call(_leaves(args))
-            wanted = [x for x in outs if x.requires_grad]
-            if wanted:
-                torch.autograd.backward(wanted, [torch.randn_like(x) for x in wanted])
-            torch.cuda.synchronize()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("operators", nargs="+")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--impl")
+    args = parser.parse_args()
+    launched: Counter[str] = Counter()
+    watch(launched)
+    for sample in chosen(args.operators):
+        gated = any(f"{gate}=" in sample.tensors for gate in GATES)
+        for name in args.sizes:
+            for strong in (False, True) if gated else (False,):
+                run(sample, SIZES[name], strong, args.impl)
         print(sample.op, "ran", flush=True)
+    print("launched", ", ".join(sorted(launched)))
 
 
 def _leaves(args: dict) -> dict:

@@ -189,7 +189,9 @@ def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None
         return y.zero_()
 
     remembering, state = Kept(toy_kernel), torch.zeros(2)
-    ahead.compile_kernels(call, (torch.zeros(64), state))
+    with mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher:
+        ahead.compile_kernels(call, (torch.zeros(64), state))
+    assert launcher.call_count == 2  # made in the same threads
     assert not gpu and not state.any()
     with mock.patch.object(toy_kernel, "compile", None):
         call(torch.zeros(64), state)
