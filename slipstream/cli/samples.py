@@ -78,6 +78,7 @@ FILL: Mapping[str, Callable[[list[int], torch.device], Tensor]] = {
     "positive": lambda shape, device: torch.rand(shape, device=device) + 0.1,
     "beta": lambda shape, device: torch.rand(shape, device=device),
     "gate": lambda shape, device: -0.1 * torch.rand(shape, device=device),
+    "narrow": lambda shape, device: -0.1 * torch.rand(shape, device=device),
     "bounded": lambda shape, device: -0.6 * torch.rand(shape, device=device),
     "state": lambda shape, device: 0.1 * torch.randn(shape, device=device),
     "one": lambda shape, device: 1 + 0.1 * torch.randn(shape, device=device),
@@ -193,6 +194,9 @@ SAMPLES = [
     Sample("chunk_gla", f"{_QKV} g=BTGK:gate", _S),
     Sample("fused_recurrent_gla", f"{_QKV} gk=BTGK:gate", _S),
     *_both("rwkv6", f"{_RWKV} u=GK"),
+    # gates in the dtype of q: kernels of their own
+    Sample("chunk_gla", f"{_QKV} g=BTGK:narrow", _S),
+    Sample("chunk_rwkv6", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV u=GK", _S),
     *_both("gsa", "q=BTHK k=BTHK v=BTHV s=BTHM g=BTHM:gate", ("NHKM", "NHMV"), grouped=False),
     *_both("hgrn", "x=BTD g=BTD:gate", "ND"),
     *_both("delta_rule", f"{_UNIT} beta=BTG:beta"),

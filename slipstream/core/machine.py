@@ -37,6 +37,7 @@ Kind = tuple[Hashable, ...]
 CORE = "core"
 # Families whose kernels multiply matrices.
 WITH_DOTS = ("linear", "softmax", "matmul")
+_FP8 = "torch.float8"
 # Kinds that are not called by their family.
 _KINDS = {
     "glu": "pointwise",
@@ -169,7 +170,7 @@ class Machine:
             self._verdicts = self._read().get(self.name, {})
         known = applying(arch, triton, ptxas or None)
         self.wide = _NARROW if any(x.cured_by_float32 for x in known) else frozenset()
-        self._blocked = any(self._fault(family) for family in (*WITH_DOTS, ""))
+        self._blocked = any(self._fault(kind) for kind in (*((x, _FP8) for x in WITH_DOTS), ("",)))
         self._settle()
 
     def _wants(self, variable: str, default: str, always: str) -> bool:
@@ -205,14 +206,16 @@ class Machine:
             return self._reasons[kind]
         except KeyError:
             reason = self._verdicts.get("unusable", {}).get(in_words(kind))
-        if reason is None and (fault := self._fault(_family(kind))):
+        if reason is None and (fault := self._fault(kind)):
             reason = f"{fault.pattern}: {fault.name}; {fault.way_out}"
         self._reasons[kind] = reason
         return reason
 
-    def _fault(self, family: str) -> Fault | None:
-        """One that a family's kernels meet whatever their dtypes."""
-        features = ("dot",) if family in WITH_DOTS else ()
+    def _fault(self, kind: Kind) -> Fault | None:
+        """One that these kernels meet by what they are and by their dtypes."""
+        features = ["dot"] if _family(kind) in WITH_DOTS else []
+        if features and any(str(x).startswith(_FP8) for x in kind):
+            features.append("fp8_dot")
         return blocking(self.arch, self.triton, self.ptxas or None, features)
 
     @property

@@ -137,6 +137,19 @@ def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guard.Machine) -> 
     assert attempt(lambda: "ran") == "ran"
 
 
+def test_scaled_fp8_products_are_not_tried_where_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
+    monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
+    here = guard.Machine("sm_90", "3.8.0", "13.3.33")
+    assert not here.quiet
+    assert "fp8-scaled-mm" in (here.unusable(("matmul.hopper", torch.float8_e4m3fn)) or "")
+    assert here.unusable(("matmul.hopper", torch.bfloat16)) is None
+    other = guard.Machine("sm_90", "3.9.0", "13.4.59")
+    assert other.unusable(("matmul.hopper", torch.float8_e4m3fn)) is None
+
+
 def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
     old = guard.Machine("sm_70", "3.6.0", "13.0.88", passive=True)
