@@ -72,6 +72,80 @@ def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1 and "FAIL chunk_retention" in text and "worst: output 0" in text
 
 
+def test_doctor_reports_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: no device, no ptxas, the interpreter's faults, and where things are kept."""
+    import torch
+
+    from slipstream.core import toolchain
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path / "verdicts"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    status, text = invoke("doctor", "--no-checks", "--json")
+    report = json.loads(text)
+    assert status == 0 and report["checks"] == []
+    assert report["torch"] == torch.__version__ and report["triton"] == "3.6.0"
+    assert report["device"] is None and report["ptxas"] is None
+    assert [x["name"] for x in report["faults"]] == ["interpreter-bf16"]
+    places = {"triton cache": "kernels", "slipstream cache": "verdicts"}
+    assert report["places"] == {name: str(tmp_path / x) for name, x in places.items()}
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 with driver 575.51.03, Triton 3.6.0 and ptxas 12.8.93."""
+    import torch
+
+    from slipstream.core import arch, guard, machine, toolchain
+
+    for name, words in {"nvidia-smi": "575.51.03", "ptxas": "release 12.8, V12.8.93"}.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho '{words}'\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(toolchain.VARIABLE, str(tmp_path / "bin/ptxas"))
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(machine, "of_device", lambda device: arch.named("sm_90"))
+    here = machine.Machine("sm_90", "3.6.0", "12.8.93", passive=True, remembers=False)
+    monkeypatch.setattr(guard, "machine", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "planted H100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_doctor_reports_the_gpu_and_its_compilers(tmp_path: Path) -> None:
+    status, text = invoke("doctor", "--no-checks", "--json")
+    report = json.loads(text)
+    memory = {"free": 3 << 30, "total": 80 << 30}
+    about = {"name": "planted H100", "arch": "sm_90", "driver": "575.51.03", "memory": memory}
+    assert status == 0 and report["device"] == about
+    ptxas = tmp_path / "bin/ptxas"
+    assert report["ptxas"]["path"] == str(ptxas) and report["ptxas"]["version"] == "12.8.93"
+    assert [x["name"] for x in report["faults"]] == ["narrow-dot", "transposed-dot", "chained-dots"]
+    status, text = invoke("doctor", "--no-checks")
+    assert status == 0 and "planted H100, sm_90, driver 575.51.03" in text
+    assert "3.0 of 80.0 GiB free" in text and f"12.8.93 (the toolkit at {tmp_path}'s" in text
+    assert "narrow-dot (wrong result)" in text and "avoided by how kernels are written" in text
+
+
+@needs_compiler
+def test_doctor_interprets_the_kernels_where_no_gpu_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    status, text = invoke("doctor", "swiglu", "--json")
+    checks = json.loads(text)["checks"]
+    assert status == 0 and [x["impl"] for x in checks] == ["eager", "interpreted"]
+    assert all(x["operator"] == "swiglu" and x["ok"] and 0 < x["output"] < 1e-4 for x in checks)
+
+
 def test_doctor_names_what_it_does_not_know() -> None:
     status, text = invoke("doctor", "retentoin")
     assert status == 2 and "got 'retentoin'" in text
@@ -114,6 +188,41 @@ def test_explain_says_what_was_learnt_here(
     monkeypatch.setattr(toolchain, "ptxas_version", lambda path: "13.0.88")
     status, text = invoke("explain", operator, "--arch", "sm_70", "--shape", shape)
     assert status == 0 and "rejected: triton, any kernel: ptxas 13 has no sm_70" in text
+
+
+@needs_compiler
+def test_explain_is_of_the_dtype_asked_for() -> None:
+    """Tiles of float32 are smaller; sm_90's own kernels take none of it."""
+    run = ["explain", "attention", "--arch"]
+    half, single = (invoke(*run, "sm_80", "--dtype", x) for x in ("fp16", "fp32"))
+    assert half[0] == single[0] == 0
+    assert "fp16  sm_80" in half[1] and "fp32  sm_80" in single[1]
+    tiles = [[x for x in text.splitlines() if "_kernel [" in x] for _, text in (half, single)]
+    assert tiles[0] and tiles[1] and tiles[0] != tiles[1]
+    reason = "rejected: hopper, it computes in float16 and bfloat16, and q is torch.float32"
+    texts = [invoke(*run, "sm_90", "--dtype", x)[1] for x in ("fp16", "fp32")]
+    assert reason not in texts[0] and ("Gluon" in texts[0] or reason in texts[1])
+    status, text = invoke(*run, "sm_90", "--dtype", "fp64")
+    assert status == 2 and "--dtype: want one of" in text and "'fp64'" in text
+
+
+def test_the_page_says_where_faults_are_worked_around() -> None:
+    """Where an avoided one applies: by ptxas, not if it only costs time, not to what is refused."""
+    from slipstream.cli.support import page
+
+    def column(ptxas: str) -> dict:
+        cells = {"chunk_gla": ["ok", ""], "attention": ["refused", "too wide"]}
+        return {"ptxas": ptxas, "variants": "few", "kernels": 2, "operators": cells}
+
+    data = {
+        "3.8.0": {"sm_75": column("12.8.93"), "sm_90": column("12.8.93")},
+        "3.7.1": {"sm_80": column("12.8.93"), "sm_90": column("13.1.80")},
+    }
+    text = page(data)
+    new, _, old = text.partition("## Triton 3.7.1")
+    assert "| chunk_gla | ok | ok [2] |" in new and "| chunk_gla | ok | ok |" in old
+    assert "2. with workarounds for narrow-dot\n" in text and text.count("with workarounds") == 1
+    assert "| attention | refused [1] | refused [1] |" in new
 
 
 @needs_compiler

@@ -1,15 +1,20 @@
 """Guarded compilation and the numeric probe: what fails is replaced, said once, remembered."""
 
+import contextlib
+import importlib.util
 import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from slipstream.core import guard, machine
+from slipstream.core import ids as watched
+from slipstream.core.faults import FAULTS
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 
 CPU = torch.device("cpu")
@@ -127,6 +132,32 @@ def test_a_probe_that_cannot_run_decides_nothing(here: guard.Machine) -> None:
     assert here.unusable(KIND) is None
 
 
+@pytest.mark.parametrize(
+    ("arch", "ptxas", "known"),
+    [
+        ("sm_90", "12.8.93", ["narrow-dot", "transposed-dot", "chained-dots"]),
+        ("sm_90", "13.1.80", ["transposed-dot"]),
+        ("sm_80", "12.8.93", []),
+    ],
+)
+def test_a_mismatch_names_the_faults_it_may_come_from(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch, arch: str, ptxas: str, known: list[str]
+) -> None:
+    """With the way out of each; none where the compilers have no fault that makes wrong results."""
+    monkeypatch.setattr(machine, "verified", dict)
+    found = guard.Machine(arch, "3.6.0", ptxas)
+    monkeypatch.setattr(guard, "machine", lambda device: found)
+    with pytest.warns(guard.Guarded, match="wrong result: dq is off") as said:
+        assert attempt(lambda: "ran", probe=lambda: "dq is off") == "eager"
+    (text,) = (str(x.message) for x in said)
+    faults = {x.name: x.way_out for x in FAULTS}
+    named = ", ".join(f"{x} ({faults[x]})" for x in known)
+    assert text.partition("known of these compilers: ")[2].startswith(named)
+    assert ("known of these compilers" in text) == bool(known)
+    assert [x for x in faults if f"{x} (" in text] == known
+    assert all(x in (found.unusable(KIND) or "") for x in known)
+
+
 def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guard.Machine) -> None:
     def probe() -> str | None:
         raise guard.WrongId("input_ids: id 9 at position (0,) is outside the vocabulary of 5")
@@ -148,6 +179,34 @@ def test_scaled_fp8_products_are_not_tried_where_they_are_wrong(
     assert here.unusable(("matmul.hopper", torch.bfloat16)) is None
     other = guard.Machine("sm_90", "3.9.0", "13.4.59")
     assert other.unusable(("matmul.hopper", torch.float8_e4m3fn)) is None
+
+
+@pytest.mark.parametrize("value", [None, "sync"])
+def test_wrong_ids_are_waited_for_if_asked(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """SLIPSTREAM_CHECK=sync: the call that read the id raises, else the one after it."""
+    monkeypatch.delenv("SLIPSTREAM_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SLIPSTREAM_CHECK", value)
+    spec = importlib.util.spec_from_file_location("fresh_ids", watched.__file__)
+    assert spec is not None and spec.loader is not None
+    fresh: Any = importlib.util.module_from_spec(spec)  # the flag is read at the import
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(fresh, "HAVE_TRITON", True)
+
+    def scan(*args: Any) -> None:  # as the kernel: position + 1, id, size, last length, name
+        slots = fresh.slots_for(torch.zeros(1, dtype=torch.long))
+        slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
+
+    monkeypatch.setattr(fresh, "_scan", scan)
+    ids = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 4)
+    words = r"input_ids: id 149 at position \(1, 1\) .* of 50"
+    with contextlib.nullcontext() if value is None else pytest.raises(ValueError, match=words):
+        fresh.expect_ids("input_ids", ids, 50)
+    with pytest.raises(ValueError, match=words) if value is None else contextlib.nullcontext():
+        fresh.raise_pending()
+    fresh.raise_pending()
 
 
 def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

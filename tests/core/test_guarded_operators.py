@@ -409,3 +409,45 @@ def test_a_verified_machine_looks_at_nothing(
     plant(monkeypatch, family, lambda plain: plain)
     assert unverified().quiet
     results(family)
+
+
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x.call is attention], ids=["attention"])
+@pytest.mark.parametrize("dying", ["forward", "backward"])
+@pytest.mark.parametrize("portable", [lambda plain: plain, dies], ids=["sound", "dies too"])
+def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
+    family: Family,
+    dying: str,
+    portable: Callable,
+    unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of "hopper|triton|eager", the first that works; plain torch only where both die."""
+    ran: list[str] = []
+
+    def noting(name: str, launch: Callable) -> Callable:
+        return lambda *args: ran.append(name) or launch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "INTERPRETED", False)
+        want = results(family)
+    plant(monkeypatch, family, lambda plain: noting("triton", portable(plain)))
+    for name in ("forward", "backward"):
+        plain = getattr(eager, name)
+        launch = noting("hopper", dies(plain) if name == dying else plain)
+        monkeypatch.setattr(f"{KERNELS}.softmax.hopper.launch.{name}", launch)
+    monkeypatch.setattr(f"{KERNELS}.softmax.call.hopper_refuses", lambda *call: None)
+    here = unverified()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", guard.Guarded)
+        got = results(family)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    both = portable is dies
+    lost = ["softmax.hopper", *["softmax.triton"] * both]
+    assert [str(x.message).split()[0] for x in said] == lost
+    assert all("SIGABRT" in str(x.message) for x in said)
+    assert [x.split()[0] for x in here.remembered["unusable"]] == lost
+    assert ran[0] == "hopper" and "triton" in ran
+    ran.clear()
+    results(family)
+    assert set(ran) == (set() if both else {"triton"})

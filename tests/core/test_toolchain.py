@@ -1,5 +1,7 @@
 """Which compilers are here, and when another ptxas than Triton's own is selected."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,42 @@ def test_a_toolkit_will_do_if_its_ptxas_is_new_enough(
     assert "toolkit" in toolchain.selected()
     monkeypatch.delenv(toolchain.VARIABLE)
     assert toolchain.selected() == "Triton's own"
+
+
+@pytest.mark.parametrize("named", ["CUDA_HOME", "PATH"])
+def test_installed_ptxas_finds_what_pip_laid_down(
+    named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvidia-cuda-nvcc shares the folder nvidia with other wheels, and has no __init__.py there.
+
+    Found ahead of a toolkit, the newest first, and without what does not run.
+    """
+
+    def lay(place: str, words: str) -> Path:
+        path = tmp_path / place / "bin/ptxas"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{words}\n")
+        path.chmod(0o755)
+        return path
+
+    lay("site/nvidia/cu14", "exit 1")
+    old = lay("site/nvidia/cu13", "echo 'release 13.1, V13.1.80'")
+    new = lay("other/nvidia/cu13", "echo 'release 13.2, V13.2.51'")
+    toolkit = lay("toolkit", "echo 'release 13.4, V13.4.1'")
+    own = lay("own", "echo 'release 12.8, V12.8.93'")
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    for place in ("site", "other"):
+        monkeypatch.syspath_prepend(tmp_path / place)
+    for variable in ("CUDA_HOME", "CUDA_PATH", toolchain.VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    places = {"CUDA_HOME": str(toolkit.parents[1])}
+    places["PATH"] = f"{toolkit.parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv(named, places[named])
+    found = [x for x in toolchain.installed_ptxas() if tmp_path in x.parents]
+    assert found == [new, old, toolkit]
+    assert [toolchain.ptxas_version(str(x)) for x in found] == ["13.2.51", "13.1.80", "13.4.1"]
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(toolchain, "_bundled", lambda: own.parent)
+    why = toolchain.select_ptxas(("sm_90",), driver=13)
+    assert why is not None and why.startswith("ptxas 13.2.51 of nvidia-cuda-nvcc: ")
+    assert toolchain.selected() == "nvidia-cuda-nvcc's"

@@ -1,0 +1,106 @@
+"""Which calls the sm_90 attention kernels take, and what they say of those that they refuse."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core import guard, machine
+from slipstream.kernels import launching
+from slipstream.kernels.softmax.hopper import plan
+from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.kernels.softmax.triton.plan import kind
+
+PLAIN = Options(0.1)
+WIDTHS = "one width of 64, 128, 256, 192 and 128"
+
+
+def terms(D: int = 128, DV: int = 0, dtype: torch.dtype = torch.bfloat16, **rest: Any) -> Terms:
+    made = (torch.zeros(1, 4, 2, x, dtype=dtype) for x in (D, D, DV or D))
+    return Terms(*made)._replace(**rest)
+
+
+@pytest.fixture
+def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "not_hopper", lambda x: None)
+
+
+@pytest.mark.usefixtures("on_sm_90")
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (terms(64), PLAIN),
+        (terms(dtype=torch.float16), PLAIN),
+        (terms(256), Options(0.1, left=7, right=0, softcap=5.0)),
+        (terms(192, 128), PLAIN),
+        (terms(sinks=torch.zeros(2), lengths=torch.tensor([3])), PLAIN),
+    ],
+    ids=["64", "fp16", "windows and a cap", "latent", "sinks and lengths"],
+)
+def test_hopper_takes(call: Terms, options: Options) -> None:
+    assert plan.refuses(call, options) is None
+
+
+@pytest.mark.usefixtures("on_sm_90")
+@pytest.mark.parametrize(
+    ("call", "options", "words"),
+    [
+        (terms(dtype=torch.float32), PLAIN, "and q is torch.float32"),
+        (terms(k=torch.zeros(1, 4, 2, 128)), PLAIN, "q, k and v differ in dtype"),
+        (terms(v=torch.zeros(1, 4, 2, 128).half()), PLAIN, "q, k and v differ in dtype"),
+        (terms(72), PLAIN, WIDTHS),
+        (terms(192), PLAIN, WIDTHS),
+        (terms(128, 64), PLAIN, WIDTHS),
+        (terms(128, 192), PLAIN, WIDTHS),
+        (terms(g=torch.zeros(1, 4, 2)), Options(0.1, right=0), "it takes no g"),
+        (terms(slopes=torch.zeros(2)), PLAIN, "it takes no slopes"),
+        (terms(), Options(0.0), "the scale is to be positive"),
+        (terms(), Options(-0.1), "the scale is to be positive"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_hopper_says_why_it_refuses(call: Terms, options: Options, words: str) -> None:
+    assert words in (plan.refuses(call, options) or "")
+
+
+@pytest.mark.usefixtures("on_sm_90")
+def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same kind alone: another width, or the portable kernels, may do."""
+    here = machine.Machine("sm_90", "3.6.0", "1.2.3", passive=True, remembers=False)
+    here._reasons[kind(terms(), PLAIN, "hopper")] = "killed by SIGABRT"
+    here.quiet = False
+    monkeypatch.setattr(guard, "machine", lambda device: here)
+    assert plan.refuses(terms(), PLAIN) == "killed by SIGABRT"
+    assert plan.refuses(terms(64), PLAIN) is None
+    assert here.unusable(kind(terms(), PLAIN)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind_of_device", "capability", "release", "words"),
+    [
+        ("cpu", (9, 0), (3, 6), "the tensors are on cpu"),
+        ("cuda", (8, 0), (3, 6), "written for sm_90"),
+        ("cuda", (10, 0), (3, 6), "written for sm_90"),
+        ("cuda", (9, 0), (3, 5), "not that of Triton 3.5"),
+        ("cuda", (9, 0), (3, 8), "not that of Triton 3.8"),
+        ("cuda", (9, 0), (3, 7), "and q is torch.float64"),
+    ],
+)
+def test_hopper_says_what_it_wants_of_the_machine(
+    kind_of_device: str,
+    capability: tuple[int, int],
+    release: tuple[int, int],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "HAVE_TRITON", True)
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "RELEASE", release)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = SimpleNamespace(type=kind_of_device)
+    q: Any = SimpleNamespace(
+        is_cuda=kind_of_device == "cuda", device=device, dtype=torch.float64, shape=(1, 4, 2, 128)
+    )
+    assert words in (plan.refuses(Terms(q, q, q), PLAIN) or "")
