@@ -179,7 +179,7 @@ def _names(given: list[str]) -> list[str]:
     def counts(sample: Sample) -> bool:
         return sample.op.startswith("chunk_") or sample.op in PLAIN
 
-    return [sample.op for sample in SAMPLES if counts(sample)]
+    return list(dict.fromkeys(x.op for x in SAMPLES if counts(x)))
 
 
 def main() -> None:
