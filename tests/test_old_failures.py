@@ -6,7 +6,10 @@ architectures that failed, and the same calls run on the CPU. Our own float32 pr
 `slipstream matrix --triton`.
 """
 
+import json
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from slipstream import layers, ops
 from slipstream.core import guard
 from slipstream.core import ids as watched
 from slipstream.core.faults import applying, blocking
+from slipstream.core.kinds import triggers
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from tests.operators import relative_error
 
@@ -97,6 +101,7 @@ def retention_on(device: torch.device) -> Tensor:
     return torch.func.functional_call(layer, empty, (x,))[0]
 
 
+RETENTION_KIND = ("linear.triton", "none", "head", torch.bfloat16, 64, 64)
 RETENTION = layers.MultiScaleRetention(128, 2)
 
 
@@ -127,24 +132,62 @@ def test_what_volta_cannot_do_in_bf16_is_known_by_release(release: str, arch: st
 
 
 @compiles
-def test_what_triton_3_3_cannot_do_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention and attention in 16 bits: no product of 16-bit operands reaches the compiler."""
-    from slipstream.core import trace as tracing
-    from slipstream.core.machine import Machine
+@pytest.mark.parametrize("release", RELEASES)
+def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> None:
+    """Kernels whose products the compiler can do, or plain torch with the reason; where the
+    release is installed for `slipstream matrix`, they compile."""
+    from slipstream.core.machine import cache_dir
+    from slipstream.core.trace import PlainTorch, trace
+    from slipstream.core.worker import Worker
 
-    old = Machine("sm_75", "3.3.1", "12.4.127", passive=True, remembers=False)
-    monkeypatch.setattr(tracing, "elsewhere", lambda *args: old)
-    for operator, dtype in (
-        (ops.chunk_retention, torch.bfloat16),
-        (ops.attention, torch.float16),
-    ):
+    folder = cache_dir() / "releases" / f"triton-{release}"
+    worker = Worker([str(folder)]) if folder.exists() else None
+    about = dict.fromkeys(("ptxas_sm_90", "ptxas_sm_100"), "12.4.127")
+    if worker is not None:
+        worker.start()
+        about = dict(worker.about)
+    fault = blocking("sm_70", release, about["ptxas_sm_90"], triggers(RETENTION_KIND))
+    try:
+        jobs = trace(retention_on, "sm_70", False, compilers={**about, "triton": release})
+    except PlainTorch:
+        jobs = []
+    assert any("linear_walk" in job.name for job in jobs) == (fault is None)
+    assert (fault is not None) == (release in ("3.3.0", "3.3.1"))
+    for job in jobs if worker is not None else ():
+        outcome = worker.compile(job)
+        assert outcome.status == "ok", f"{job.name}: {outcome.reason}"
+    if worker is not None:
+        worker.close()
 
-        def call(device: torch.device, operator: Any = operator, dtype: Any = dtype) -> Any:
-            q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=dtype) for _ in "qkv")
-            return operator(q, k, v, impl="triton")
 
-        jobs = tracing.trace(call, "sm_75")
-        assert jobs and all(set(job.tensors.values()) == {"*fp32"} for job in jobs)
+def test_every_release_that_is_recorded_has_retention_on_volta() -> None:
+    """docs/SUPPORT.md has what docs/support.json says, of all architectures; none dies there."""
+    from slipstream.core.arch import ARCHS
+
+    root = Path(__file__).parents[1]
+    recorded = json.loads((root / "docs/support.json").read_text())
+    table = (root / "docs/SUPPORT.md").read_text()
+    assert set(re.findall(r"^## Triton (\S+)", table, re.M)) == set(recorded)
+    (made,) = re.findall(r"^RELEASES\W+(.+)$", (root / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"[\d.]+", made)) <= set(recorded)
+    for release, archs in recorded.items():
+        assert release in RELEASES and set(archs) == set(ARCHS), release
+        status, why = archs["sm_70"]["operators"]["chunk_retention"]
+        assert status in ("ok", "slow") or (status in ("torch", "refused") and why), release
+
+
+@compiles
+def test_what_triton_3_3_cannot_do_is_computed_in_float32() -> None:
+    """Attention in 16 bits: no product of 16-bit operands reaches the compiler."""
+    from slipstream.core.trace import trace
+
+    def call(device: torch.device) -> Any:
+        q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=torch.float16) for _ in "qkv")
+        return ops.attention(q, k, v, impl="triton")
+
+    old = {"triton": "3.3.1", "ptxas_sm_90": "12.4.127", "ptxas_sm_100": "12.8.61"}
+    jobs = trace(call, "sm_75", compilers=old)
+    assert jobs and all(set(job.tensors.values()) == {"*fp32"} for job in jobs)
 
 
 @compiles

@@ -5,13 +5,19 @@ outside of Python's lock. So the first call of its kind runs twice: once in whic
 compile, in threads, and operations of torch write to nothing that was there before; then as it is.
 Nothing that a call decides depends on what is in its tensors (they are on a GPU, and nobody waits
 for it), so both times the same kernels are wanted.
+
+What holds Python's lock, making the first form of a kernel out of its source, is done one kernel at
+a time, in the order of the launches: else all of them were late at what needs no lock. The digest
+of Triton (core/digest.py) is made, if it has to be, while the kernels' modules are imported.
 """
 
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -19,14 +25,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slipstream.core import digest
+
 # Of a call and its gradient, that take long to compile: there are at most about fifteen.
 MOST_THREADS = 16
 _THREAD = threading.local()
 
 
 def compiling() -> bool:
-    """Whether a launch is only to compile its kernel, by its `warmup`."""
-    return getattr(_THREAD, "compiling", False)
+    """Whether a launch is only to compile its kernel, by its `warmup`, which may begin now."""
+    ready: Future | None = getattr(_THREAD, "ready", None)
+    if ready is None:
+        return False
+    wait([ready])
+    return True
 
 
 def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -37,20 +49,48 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         return
 
     class Mode(AsyncCompileMode):
+        """before: what the next kernel's first form waits for."""
+
+        before = threading.Event()
+        before.set()
+
         def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
-            return super().submit(key, lambda: _with_launcher(compile_fn()), finalize_fn)
+            if key not in self.future_kernels:
+                before, self.before = self.before, threading.Event()
+                compile_fn = partial(_compiled, compile_fn, before, self.before)
+            return super().submit(key, compile_fn, finalize_fn)
 
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if captures or compiling() or active_mode.get() is not None:
+    nested = getattr(_THREAD, "ready", None) is not None
+    if captures or nested or active_mode.get() is not None:
         return
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
-        _THREAD.compiling = True
+        _THREAD.ready = pool.submit(digest.recall)
         try:
             with contextlib.suppress(Exception), _OwnMemory():
                 call(*args)
         finally:
-            _THREAD.compiling = False
+            _THREAD.ready = None
+
+
+def _compiled(compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:
+    """compile_fn(), which waits for `before` where it would hold the lock; then `done`."""
+    with contextlib.suppress(Exception):
+        src = getclosurevars(compile_fn).nonlocals["src"]
+        src.make_ir = partial(_in_turn, src.make_ir, before, done)
+    try:
+        return _with_launcher(compile_fn())
+    finally:
+        done.set()
+
+
+def _in_turn(make_ir: Callable[..., Any], before: Any, done: Any, *args: Any) -> Any:
+    before.wait()
+    try:
+        return make_ir(*args)
+    finally:
+        done.set()
 
 
 def _with_launcher(kernel: Any) -> Any:

@@ -9,12 +9,33 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """One matrix instruction: `rows` x n x `depth` bytes of K by `warps` together, where n is a
+    multiple of `columns` up to `widest`."""
+
+    rows: int
+    columns: int
+    widest: int
+    depth: int
+    warps: int = 1
+
+
+MATRICES = {
+    "mma.sync": Matrix(16, 8, 8, 32),
+    "wgmma": Matrix(64, 8, 256, 32, warps=4),
+    "tcgen05": Matrix(64, 8, 256, 32, warps=4),
+    "mfma": Matrix(16, 16, 16, 32),
+}
+
+
+@dataclass(frozen=True)
 class Arch:
     """shared: bytes a program may use. instruction: the tensor cores' (aot.INSTRUCTIONS) or None.
 
     dots: dtypes the tensor cores multiply, as Triton 3.4 and later uses them. fp8: the e4m3 that
     kernels may load and store. precisions: of float32 dots. warp: threads of one. units: streaming
-    multiprocessors of the usual device.
+    multiprocessors of the usual device. threads: of a program. registers: of a thread, of 4 bytes.
+    box_dims, box_side: of what TMA brings at once.
     """
 
     name: str
@@ -27,6 +48,14 @@ class Arch:
     wgmma: bool = False
     warp: int = 32
     precisions: tuple[str, ...] = ("ieee", "tf32", "tf32x3")
+    threads: int = 1024
+    registers: int = 255
+    box_dims: int = 5
+    box_side: int = 256
+
+    @property
+    def matrix(self) -> Matrix | None:
+        return None if self.instruction is None else MATRICES[self.instruction]
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -62,6 +91,7 @@ ARCHS = {
             ("fp16", "bf16", "fp8e4b8"),
             "fp8e4b8",
             warp=64,
+            registers=512,
             precisions=("ieee",),
         ),
     )
@@ -93,6 +123,14 @@ def of(capability: tuple[int, int], hip: bool = False) -> Arch:
     near = max(below, key=lambda x: x.capability, default=ARCHS["sm_75"])
     shared = min(near.shared, ARCHS["sm_86"].shared)
     return replace(near, name=name, shared=shared, wgmma=False)
+
+
+def like(name: str) -> str:
+    """The row with the limits of "sm_121" ...; a name that has one of its own, or none, is it."""
+    digits = name.removeprefix("sm_")
+    if name in ARCHS or not digits.isdigit():
+        return name
+    return _LIKE.get(divmod(int(digits), 10), name)
 
 
 def expect_fits(what: str, shared: int, arch: Arch, nearest: str = "") -> None:

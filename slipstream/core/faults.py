@@ -1,11 +1,20 @@
 """Known faults of GPU compilers, as data: where, what triggers them, what happens, the way out.
 
-The plan asks `blocking` before it takes a kernel, the matrix and `slipstream doctor` list what
-`applying` finds. A fault that kernels here avoid by how they are written blocks nothing.
+The plan asks `blocking` before it takes a kernel, with the triggers that core/kinds.py knows of it;
+the matrix and `slipstream doctor` list what `applying` finds. What is done about a fault:
+
+    (nothing said)    the plan refuses kernels with the trigger
+    avoided           no kernel here has the pattern (tests/core/test_fault_patterns.py looks)
+    cured_by_float32  products are of float32 operands; kernels that cannot are refused
+    probed            it cannot be told from sound kernels, so that the first use of each is
+                      compared with plain torch, verified by the matrix or not
+    effect "slow"     results are right
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from slipstream.core.arch import ARCHS, like
 
 NEWEST = (999,)
 
@@ -14,9 +23,9 @@ NEWEST = (999,)
 class Fault:
     """triton, ptxas: first and last release affected, inclusive; None: every one.
 
-    trigger: the feature of a kernel, as kernels name theirs. effect: "crash", "wrong result" or
-    "refusal". avoided: no kernel here has the pattern, so nothing is refused. cured_by_float32: it
-    wants operands of 16 bits, so products of wider ones are computed instead.
+    trigger: the feature of a kernel, as core/kinds.py names it. effect: "crash", "wrong result",
+    "refusal" or "slow". avoided, cured_by_float32, probed: as the module says. sound: (Triton,
+    ptxas) with which every operator's GPU tests pass in spite of it.
     """
 
     name: str
@@ -30,9 +39,12 @@ class Fault:
     way_out: str
     avoided: bool = False
     cured_by_float32: bool = False
+    probed: bool = False
+    sound: tuple[tuple[str, str], ...] = ()
 
 
 _HOPPER = ("sm_90",)
+_FROM_HOPPER = ("sm_90", "sm_100", "sm_120")
 _BEFORE_AMPERE = ("sm_70", "sm_75")
 # Not an architecture: the kernels under TRITON_INTERPRET=1.
 INTERPRETER = "interpreter"
@@ -44,7 +56,7 @@ FAULTS = (
         None,
         ("12.8", "12.8.93"),
         "narrow_dot",
-        "a dot with a dimension of 16 or 32 beside other dots, 4 or more warps",
+        "a wgmma of 16 or 32 columns beside other products",
         "wrong result",
         "pytorch/helion#1905, triton-lang/triton#11366",
         "ptxas 13 (pip install slipstream[cuda]), or tiles of 64 and more",
@@ -72,7 +84,8 @@ FAULTS = (
         "wrong result",
         "fla-org/flash-linear-attention#984, #1262",
         "ptxas 13.1 or later (pip install slipstream[cuda])",
-        avoided=True,
+        probed=True,
+        sound=(("3.6.0", "13.0.88"),),
     ),
     Fault(
         "fp8-scaled-mm",
@@ -103,10 +116,10 @@ FAULTS = (
         ("3.3.0", "3.3.1"),
         None,
         "decayed_dot",
-        "a product scaled by a tensor, in the linear walk",
+        "a product scaled by a tensor, in kernels of linear attention",
         "refusal",
         "slipstream matrix: arith.mulf requires the same encoding for all operands and results",
-        "Triton 3.4 or later; guarded compilation takes plain torch",
+        "Triton 3.4 or later",
     ),
     Fault(
         "volta-bf16",
@@ -130,7 +143,6 @@ FAULTS = (
         "slow",
         "triton-lang/triton, release 3.3",
         "none; results are right",
-        avoided=True,
     ),
     Fault(
         "wgmma-fp32-shape",
@@ -223,6 +235,39 @@ FAULTS = (
         "input_precision='ieee'",
     ),
     Fault(
+        "no-dependent-launch",
+        tuple(ARCHS),
+        ("3.2.0", "3.3.1"),
+        None,
+        "dependent_launch",
+        "gdc_launch_dependents, which Triton has from 3.4 on",
+        "refusal",
+        "slipstream matrix: AttributeError",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "no-host-descriptors",
+        _FROM_HOPPER,
+        ("3.2.0", "3.3.1"),
+        None,
+        "tensor_descriptor",
+        "triton.tools.tensor_descriptor, which Triton has from 3.4 on",
+        "refusal",
+        "ImportError",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "no-licm-option",
+        tuple(ARCHS),
+        ("3.2.0", "3.4.0"),
+        None,
+        "disable_licm",
+        "range(disable_licm=True), which Triton has from 3.5 on",
+        "refusal",
+        "slipstream matrix: TypeError",
+        "Triton 3.5.1 or later",
+    ),
+    Fault(
         "interpreter-bf16",
         (INTERPRETER,),
         ("3.6.0", "3.9.0"),
@@ -258,14 +303,27 @@ def _within(text: str | None, bounds: tuple[str, str] | None) -> bool:
 
 def applying(arch: str, triton: str, ptxas: str | None = None) -> tuple[Fault, ...]:
     """The faults of this architecture (or INTERPRETER), Triton release and ptxas."""
+    names = (arch, like(arch))
     return tuple(
         x
         for x in FAULTS
-        if arch in x.archs and _within(triton, x.triton) and _within(ptxas, x.ptxas)
+        if any(y in x.archs for y in names)
+        and _within(triton, x.triton)
+        and _within(ptxas, x.ptxas)
     )
 
 
 def blocking(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
     """The first fault that a kernel with these features meets; "any" is a feature of every one."""
-    found = (x for x in applying(arch, triton, ptxas) if not x.avoided)
+    found = (x for x in applying(arch, triton, ptxas) if _blocks(x))
     return next((x for x in found if x.trigger == "any" or x.trigger in features), None)
+
+
+def _blocks(x: Fault) -> bool:
+    return not (x.avoided or x.probed or x.effect == "slow")
+
+
+def suspected(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
+    """The first fault that a kernel with these features may meet, as only its results can show."""
+    found = (x for x in applying(arch, triton, ptxas) if x.probed and x.trigger in features)
+    return next((x for x in found if (triton, ptxas) not in x.sound), None)

@@ -27,7 +27,9 @@ def objection(kind_of: Callable[[], Kind], device: torch.device) -> str | None:
     if torch.compiler.is_compiling():
         return None  # `attempt` looks when the graph runs
     here = machine(device)
-    return None if here is None or here.quiet else here.unusable(kind_of())
+    if here is None:
+        return machines.interpreted(kind_of)
+    return None if here.quiet else here.unusable(kind_of())
 
 
 def widens(x: torch.Tensor) -> bool:

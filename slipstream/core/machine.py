@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,26 +26,11 @@ import torch
 from slipstream.core import arch as arches
 from slipstream.core import toolchain
 from slipstream.core.aot import cached, job_of
-from slipstream.core.faults import Fault, applying, blocking
+from slipstream.core.faults import INTERPRETER, Fault, applying, blocking, suspected
+from slipstream.core.kinds import CORE, TRAITS, family, in_words, triggers
+from slipstream.core.kinds import Kind as Kind
 from slipstream.core.worker import Worker
 
-# What a verdict is about: the kernels, and what they are compiled or computed differently for.
-# ("linear.triton", "delta", torch.bfloat16, 128, 128)
-Kind = tuple[Hashable, ...]
-
-# The family of the kernels in core.
-CORE = "core"
-# Families whose kernels multiply matrices.
-WITH_DOTS = ("linear", "softmax", "matmul")
-_FP8 = "torch.float8"
-# Kinds that are not called by their family.
-_KINDS = {
-    "glu": "pointwise",
-    "rotary": "pointwise",
-    "embedding": "pointwise",
-    "cross_entropy": "loss",
-    "kl_div": "loss",
-}
 TIMEOUT = 300.0
 _NARROW = frozenset((torch.float16, torch.bfloat16))
 
@@ -121,14 +106,12 @@ def family_of(module: str) -> str:
     return inside.partition(".")[0] or CORE
 
 
-def _family(kind: Kind) -> str:
-    name = str(kind[0]).partition(".")[0]
-    return _KINDS.get(name, name)
-
-
-def in_words(kind: Kind) -> str:
-    """ "linear.triton delta bfloat16 128 128" """
-    return " ".join(str(x).removeprefix("torch.") for x in kind if x not in (None, False, ""))
+def _wants(variable: str, default: str, needed: bool) -> bool:
+    """Whether a variable that is the default, "off" or "always" asks for what it is about."""
+    value = os.environ.get(variable, default)
+    if value not in (default, "always", "off"):
+        raise ValueError(f"{variable}: want {default}, off, always, got {value!r}")
+    return value == "always" or (value == default and needed)
 
 
 class Machine:
@@ -158,8 +141,10 @@ class Machine:
         self.arch, self.triton, self.ptxas = arch, triton, ptxas
         self.verified = verified().get((arch, triton, ptxas), frozenset())
         self.unverified = frozenset(families()) - self.verified
-        self.guards = not passive and self._wants("SLIPSTREAM_GUARD", "auto", "always")
-        self.probes = not passive and self._wants("SLIPSTREAM_PROBE", "once", "always")
+        doubted = any(self._suspected(x.triggers) for x in TRAITS)
+        unknown = bool(self.unverified)
+        self.guards = not passive and _wants("SLIPSTREAM_GUARD", "auto", unknown)
+        self.probes = not passive and _wants("SLIPSTREAM_PROBE", "once", unknown or doubted)
         self.admitted: set[Kind] = set()
         self.probing: set[Kind] = set()
         self._worker: Worker | None = None
@@ -170,14 +155,9 @@ class Machine:
             self._verdicts = self._read().get(self.name, {})
         known = applying(arch, triton, ptxas or None)
         self.wide = _NARROW if any(x.cured_by_float32 for x in known) else frozenset()
-        self._blocked = any(self._fault(kind) for kind in (*((x, _FP8) for x in WITH_DOTS), ("",)))
+        every = {y for x in TRAITS for y in x.triggers}
+        self._blocked = blocking(arch, triton, ptxas or None, every) is not None
         self._settle()
-
-    def _wants(self, variable: str, default: str, always: str) -> bool:
-        value = os.environ.get(variable, default)
-        if value not in (default, always, "off"):
-            raise ValueError(f"{variable}: want {default}, off, {always}, got {value!r}")
-        return value == always or (value == default and bool(self.unverified))
 
     def _settle(self) -> None:
         self.quiet = not (
@@ -207,16 +187,17 @@ class Machine:
         except KeyError:
             reason = self._verdicts.get("unusable", {}).get(in_words(kind))
         if reason is None and (fault := self._fault(kind)):
-            reason = f"{fault.pattern}: {fault.name}; {fault.way_out}"
+            reason = _reason(fault)
         self._reasons[kind] = reason
         return reason
 
     def _fault(self, kind: Kind) -> Fault | None:
         """One that these kernels meet by what they are and by their dtypes."""
-        features = ["dot"] if _family(kind) in WITH_DOTS else []
-        if features and any(str(x).startswith(_FP8) for x in kind):
-            features.append("fp8_dot")
-        return blocking(self.arch, self.triton, self.ptxas or None, features)
+        return blocking(self.arch, self.triton, self.ptxas or None, triggers(kind))
+
+    def _suspected(self, triggers: Collection[str]) -> Fault | None:
+        """One that only results can show."""
+        return suspected(self.arch, self.triton, self.ptxas or None, triggers)
 
     @property
     def remembered(self) -> dict[str, dict[str, str]]:
@@ -234,7 +215,7 @@ class Machine:
             return False
         if os.environ.get("SLIPSTREAM_PROBE") == "always":
             return True
-        if _family(kind) in self.verified:
+        if family(kind) in self.verified and not self._suspected(triggers(kind)):
             return False
         return in_words(kind) not in self._verdicts.get("probed", {})
 
@@ -289,6 +270,18 @@ class Machine:
             return json.loads(verdicts_file().read_text())
         except (OSError, ValueError):
             return {}
+
+
+def interpreted(kind_of: Callable[[], Kind]) -> str | None:
+    """What is known against these kernels in Triton's interpreter, where they run in it."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or (triton := toolchain.triton_version()) is None:
+        return None
+    fault = blocking(INTERPRETER, triton, None, triggers(kind_of()))
+    return None if fault is None else _reason(fault)
+
+
+def _reason(fault: Fault) -> str:
+    return f"{fault.pattern}: {fault.name}; {fault.way_out}"
 
 
 @cache

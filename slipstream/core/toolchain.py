@@ -100,6 +100,8 @@ def selected() -> str:
 
 
 def _origin(path: Path) -> str:
+    if "triton" in path.parts:
+        return "Triton"
     return "nvidia-cuda-nvcc" if "nvidia" in path.parts else f"the toolkit at {path.parent.parent}"
 
 

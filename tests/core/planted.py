@@ -54,3 +54,22 @@ def descriptor_product_kernel(x_desc, y_desc, o_ptr):
     """o [128, 32] = x [128, 32] y [32, 32]."""
     o = tl.dot(x_desc.load([0, 0]), y_desc.load([0, 0]))
     tl.store(o_ptr + tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :], o)
+
+
+@triton.jit
+def turned_kernel(x_ptr, y_ptr, o_ptr, M: tl.constexpr, N: tl.constexpr):
+    """o = (x y)^T y, the left operand a product that is transposed."""
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    y = tl.load(y_ptr + at)
+    z = tl.dot(tl.load(x_ptr + at), y).to(tl.bfloat16)
+    tl.store(o_ptr + at, tl.dot(tl.trans(z), y))
+
+
+@triton.jit
+def narrow_kernel(x_ptr, y_ptr, o_ptr, M: tl.constexpr, N: tl.constexpr):
+    """o = x y + x y', of N columns."""
+    o_m, o_n, o_k = tl.arange(0, M)[:, None], tl.arange(0, N), tl.arange(0, 64)
+    x = tl.load(x_ptr + o_m * 64 + o_k[None, :])
+    y = tl.load(y_ptr + o_k[:, None] * N + o_n[None, :])
+    o = tl.dot(x, y, tl.dot(x, tl.load(y_ptr + 64 * N + o_k[:, None] * N + o_n[None, :])))
+    tl.store(o_ptr + o_m * N + o_n[None, :], o)

@@ -226,7 +226,7 @@ def test_products_are_of_float32_where_the_compiler_can_do_no_others(
     monkeypatch.setattr(guard, "machine", lambda device: old)
     assert guard.widens(torch.empty(1, dtype=torch.bfloat16))
     assert not guard.widens(torch.empty(1))
-    assert old.unusable(KIND) is None
+    assert old.unusable(("softmax.triton", torch.bfloat16, 64, 64)) is None
     new = guard.Machine("sm_75", "3.6.0", "12.8.93", passive=True)
     monkeypatch.setattr(guard, "machine", lambda device: new)
     assert not guard.widens(torch.empty(1, dtype=torch.bfloat16))

@@ -4,12 +4,12 @@ The launches are planted: they do what the kernels do in plain torch, or die, or
 GPU is missing: the operators take their Triton path on the CPU.
 """
 
+import ast
 import importlib
 import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,251 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import kernels, ops
-from slipstream.core import guard, machine, probe
+from slipstream import kernels
+from slipstream.core import guard, kinds, machine
 from slipstream.kernels import launching
-from slipstream.kernels.conv import plain as conv_plain
-from slipstream.kernels.linear.eager.chunk import chunk_forward
-from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
-from slipstream.kernels.linear.eager.recurrent import recurrent_forward
-from slipstream.kernels.loss import eager as loss_eager
-from slipstream.kernels.norm import plain as norm_plain
-from slipstream.kernels.pointwise import activation, linear, rotary, token_shift
-from slipstream.kernels.scan import eager as scan_eager
-from slipstream.kernels.softmax import cache, eager
-from slipstream.ops.activation import glu_linear
+from slipstream.kernels.softmax import eager
+from tests.core.families import FAMILIES, KERNELS, WRITTEN, Family, attention
 
 pytestmark = pytest.mark.skipif(
     not launching.HAVE_TRITON or launching.INTERPRETED, reason="wants Triton, not interpreted"
 )
-KERNELS = "slipstream.kernels"
 
-
-@dataclass(frozen=True)
-class Family:
-    """launches: module and name -> the same in plain torch. chooses: modules of choose_impl."""
-
-    name: str
-    call: Callable[[], list[Tensor]]
-    launches: dict[str, Callable]
-    chooses: tuple[str, ...] = ()
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
-
-
-def chunk() -> list[Tensor]:
-    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
-    return gradients(ops.chunk_retention(q, k, v)[0], q, k, v)
-
-
-def delta() -> list[Tensor]:
-    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
-    k = torch.nn.functional.normalize(k, dim=-1)
-    return gradients(ops.chunk_delta_rule(q, k, v, torch.rand(1, 20, 2))[0], q, v)
-
-
-def step() -> list[Tensor]:
-    q, k, v = (torch.randn(2, 1, 2, 8) for _ in range(3))
-    state = torch.randn(2, 2, 8, 8)
-    return [ops.recurrent_step(q, k, v, state=state), state]
-
-
-def scan() -> list[Tensor]:
-    x, g = leaf(1, 20, 8), -torch.rand(1, 20, 8)
-    return gradients(ops.chunk_hgrn(x, g)[0], x)
-
-
-def norm() -> list[Tensor]:
-    x, weight, bias = leaf(5, 8), leaf(8), leaf(8)
-    return gradients(ops.layer_norm(x, weight, bias), x, weight, bias)
-
-
-def conv() -> list[Tensor]:
-    x, weight = leaf(1, 20, 8), leaf(8, 4)
-    return gradients(ops.short_convolution(x, weight, activation="silu")[0], x, weight)
-
-
-def conv_update() -> list[Tensor]:
-    x, state, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
-    return [ops.short_convolution_update(x, state, weight), state]
-
-
-def loss() -> list[Tensor]:
-    logits = leaf(6, 10)
-    return gradients(ops.cross_entropy(logits, torch.randint(0, 10, (6,))), logits)
-
-
-def linear_loss() -> list[Tensor]:
-    hidden, weight = leaf(6, 8), leaf(10, 8)
-    target = torch.randint(0, 10, (6,))
-    return gradients(ops.linear_cross_entropy(hidden, weight, target), hidden, weight)
-
-
-def glu() -> list[Tensor]:
-    gate, up = leaf(5, 8), leaf(5, 8)
-    return gradients(ops.swiglu(gate, up), gate, up)
-
-
-def joined() -> list[Tensor]:
-    gate, up, weight = leaf(5, 8), leaf(5, 8), leaf(3, 8)
-    return gradients(glu_linear(gate, up, weight), gate, up, weight)
-
-
-def shift() -> list[Tensor]:
-    x = leaf(1, 6, 8)
-    return gradients(ops.token_shift(x)[0], x)
-
-
-def turn() -> list[Tensor]:
-    x = leaf(1, 6, 2, 8)
-    cos, sin = ops.rotary_tables(torch.arange(6), 8)
-    return gradients(ops.rotary_embedding(x, cos, sin), x)
-
-
-def attention() -> list[Tensor]:
-    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
-    return gradients(ops.attention(q, k, v, causal=True), q, k, v)
-
-
-def decode() -> list[Tensor]:
-    q, k, v = torch.randn(2, 1, 2, 8), torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
-    lengths = torch.tensor([7, 30], dtype=torch.int32)
-    out = ops.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
-    assert isinstance(out, Tensor)
-    return [out]
-
-
-def _rows(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
-    grad, weight = made.get("grad"), made.get("weight")
-    r = loss_eager.rows(logits.float().clone(), target, terms)
-    if not made.get("has_lse"):
-        made["loss"].copy_(r.loss)
-    if grad is not None:
-        grad.copy_(loss_eager.dlogits(r, weight, terms))
-
-
-LOSS = {
-    "loss.triton.launch:cross_entropy": _rows,
-    "loss.triton.launch:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
-    "loss.triton.launch:scale_": lambda x, s: x.mul_(s),
-    "loss.triton.launch:linear_rows": lambda h, w, b, t, d, *rest: loss_eager.linear_rows(
-        h, w, b, t, None if d is None else d.expand(t.shape), *rest
-    ),
-}
-LINEAR = {
-    "forward": lambda terms, scale: chunk_forward(terms, scale, 16),
-    "backward": lambda terms, do, dfinal, scale, **_: chunk_backward(terms, do, dfinal, scale, 16),
-}
-
-
-def _update(terms: Any, state: Tensor, indices: Any, scale: float, l2_norm: bool) -> Tensor:
-    o, final = recurrent_forward(terms._replace(initial_state=state), scale)
-    state.copy_(final)
-    return o
-
-
-FAMILIES = [
-    Family(
-        "linear.triton none", chunk, {f"linear.triton.launch:{k}": v for k, v in LINEAR.items()}
-    ),
-    Family(
-        "linear.triton delta",
-        delta,
-        {f"linear.triton.delta_launch:{k}": v for k, v in LINEAR.items()},
-    ),
-    Family(
-        "linear.step",
-        step,
-        {
-            "linear.triton.step_launch:update": _update,
-            "linear.triton.step_launch:forward": recurrent_forward,
-        },
-    ),
-    Family(
-        "scan.triton",
-        scan,
-        {
-            "scan.triton.launch:forward": scan_eager.scan_forward,
-            "scan.triton.launch:backward": scan_eager.scan_backward,
-        },
-    ),
-    Family(
-        "norm.triton",
-        norm,
-        {
-            "norm.triton.launch:forward": norm_plain.forward,
-            "norm.triton.launch:backward": norm_plain.backward,
-        },
-        ("slipstream.kernels.norm.call",),
-    ),
-    Family(
-        "conv.triton",
-        conv,
-        {
-            "conv.triton.launch:forward": conv_plain.forward,
-            "conv.triton.launch:backward": conv_plain.backward,
-        },
-        ("slipstream.ops.conv",),
-    ),
-    Family(
-        "conv.update",
-        conv_update,
-        {"conv.triton.launch:update": conv_plain.update},
-        ("slipstream.ops.conv",),
-    ),
-    Family("cross_entropy.triton", loss, LOSS, ("slipstream.ops.loss",)),
-    Family("cross_entropy.triton", linear_loss, LOSS, ("slipstream.ops.loss",)),
-    Family(
-        "glu.triton",
-        glu,
-        {
-            "pointwise.triton.glu:glu": activation._plain,
-            "pointwise.triton.glu:glu_backward": activation._plain_backward,
-        },
-        ("slipstream.kernels.pointwise.activation",),
-    ),
-    Family(
-        "glu_again.triton",
-        joined,
-        {
-            "pointwise.triton.glu:glu": activation._plain,
-            "pointwise.triton.glu:glu_backward": activation._plain_backward,
-            "pointwise.triton.glu_again:glu_again": linear._plain_again,
-        },
-        ("slipstream.kernels.pointwise.activation",),
-    ),
-    Family(
-        "token_shift.triton",
-        shift,
-        {"pointwise.triton.token_shift:shift": token_shift._plain},
-        ("slipstream.kernels.pointwise.token_shift",),
-    ),
-    Family(
-        "rotary.triton",
-        turn,
-        {"pointwise.triton.rotary:turn": rotary._plain},
-        ("slipstream.ops.rotary",),
-    ),
-    Family(
-        "softmax.triton",
-        attention,
-        {
-            "softmax.triton.launch:forward": eager.forward,
-            "softmax.triton.launch:backward": eager.backward,
-        },
-    ),
-    Family(
-        "softmax.decode",
-        decode,
-        {"softmax.triton.decode_launch:decode": lambda c, o: eager.forward(cache.gathered(c), o)},
-    ),
-]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.call.__name__)
 
 
@@ -278,7 +43,8 @@ def wrong(plain: Callable) -> Callable:
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        for x in (kwargs.get("loss"), kwargs.get("grad")):
+        written = [args[i] for i in WRITTEN.get(plain, ())]
+        for x in (kwargs.get("loss"), kwargs.get("grad"), *written):
             if x is not None:
                 x.mul_(1.2)
         if isinstance(out, Tensor):
@@ -288,6 +54,13 @@ def wrong(plain: Callable) -> Callable:
         return out if out is None else tuple(x if x is None else x * 1.2 for x in out)
 
     return launch
+
+
+def by_plain_torch(
+    kind_of: Any, device: Any, run: Any, instead: Callable, args: tuple, probe: Any = None
+) -> Any:
+    """In place of core.guard.attempt."""
+    return instead(*args)
 
 
 def dies(plain: Callable) -> Callable:
@@ -314,8 +87,7 @@ def unverified(
         importlib.import_module(found.name)  # which copy INTERPRETED, and are to have the real one
     monkeypatch.setattr(launching, "INTERPRETED", True)
     family: Family = request.getfixturevalue("family")
-    for module in family.chooses:
-        monkeypatch.setattr(f"{module}.choose_impl", lambda *args: "triton|eager")
+    family.take_triton(monkeypatch, "triton|eager")
 
     def make() -> machine.Machine:
         found = machine.Machine("sm_90", "3.6.0", "1.2.3")
@@ -356,8 +128,9 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
     """With a warning that says why; the next process knows."""
     with monkeypatch.context() as patch:
         patch.setattr(launching, "INTERPRETED", False)
-        for module in family.chooses:
-            patch.setattr(f"{module}.choose_impl", lambda *args: "eager")
+        family.take_triton(patch, "eager")
+        patch.setattr(guard, "machine", lambda device: None)
+        patch.setattr(guard, "attempt", by_plain_torch)
         want = results(family)
     plant(monkeypatch, family, fate)
     for is_new in (True, False):
@@ -379,13 +152,14 @@ def test_sound_kernels_are_probed_once_and_then_only_launched(
     family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
-    run = probe.mismatch
+    wants = machine.Machine.wants_probe
 
-    def noted(*args: Any, **kwargs: Any) -> str | None:
-        probes.append("probed")
-        return run(*args, **kwargs)
+    def noted(here: machine.Machine, kind: machine.Kind) -> bool:
+        wanted = wants(here, kind)
+        probes.extend(["probed"] * wanted)
+        return wanted
 
-    monkeypatch.setattr(probe, "mismatch", noted)
+    monkeypatch.setattr(machine.Machine, "wants_probe", noted)
     plant(monkeypatch, family, lambda plain: plain)
     here = unverified()
     with warnings.catch_warnings():
@@ -451,3 +225,41 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
     ran.clear()
     results(family)
     assert set(ran) == (set() if both else {"triton"})
+
+
+def test_every_guarded_call_is_in_the_table() -> None:
+    """By the files that call core.guard.attempt, and by the families that they stand in; and every
+    one has a probe, but what only looks for wrong ids."""
+    files = set()
+    for path in Path(kernels.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in ("guard.attempt", "attempt"):
+                assert isinstance(node, ast.Call) and len(node.args) == 6, f"{path}: no probe"
+                files.add(str(path.relative_to(kernels.__path__[0])))
+    assert files == set(GUARDED)
+    named = {x.name.split()[0] for x in FAMILIES}
+    assert {y for x in GUARDED.values() for y in x} == named | {"linear.hopper", "softmax.hopper"}
+    assert {kinds.family((x,)) for x in named} == {*machine.families()} - {kinds.CORE}
+
+
+# Where kernels are run, and which.
+GUARDED = {
+    "linear/op.py": ("linear.triton", "linear.hopper"),
+    "linear/step.py": ("linear.step",),
+    "linear/slots.py": ("linear.slots",),
+    "softmax/op.py": ("softmax.triton", "softmax.hopper", "softmax.decode", "softmax.append"),
+    "softmax/latent.py": ("softmax.latent",),
+    "scan/op.py": ("scan.triton",),
+    "norm/op.py": ("norm.triton",),
+    "conv/op.py": ("conv.triton", "conv.update"),
+    "matmul/op.py": ("matmul.triton",),
+    "loss/guarded.py": ("cross_entropy.triton",),
+    "loss/shard.py": ("cross_entropy.shard",),
+    "loss/distill.py": ("linear_kl_div.triton",),
+    "pointwise/activation.py": ("glu.triton",),
+    "pointwise/linear.py": ("glu_again.triton",),
+    "pointwise/rotary.py": ("rotary.triton",),
+    "pointwise/token_shift.py": ("token_shift.triton",),
+    "pointwise/embedding.py": ("embedding.triton",),
+}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.cover import cover, resolved
+from slipstream.cli.cover import cover, fewest, resolved
 from slipstream.core import machine, matrix
 from slipstream.core.aot import Compiled, Job
 from slipstream.core.worker import Outcome
@@ -82,17 +82,20 @@ def test_attempt_names_the_known_fault_behind_a_crash() -> None:
 
 
 @compiles
-def test_a_sample_of_the_matrix(tmp_path: Path) -> None:
+def test_a_sample_of_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command runs it: one operator, forward, on two architectures."""
     from typer.testing import CliRunner
 
     from slipstream.cli import app
 
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     out = tmp_path / "rows.json"
     run = ["matrix", "chunk_retention", "--arch", "sm_80,sm_90", "--forward", "--shapes", "2"]
     result = CliRunner().invoke(app, [*run, "--jobs", "1", "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "chunk_retention" in result.stdout
+    said = " ".join(result.stderr.split())
+    assert " compiled, 0 kept from earlier runs; " in said and " of processor time" in said
     rows = json.loads(out.read_text())
     assert {x["arch"] for x in rows} == {"sm_80", "sm_90"}
     assert {x["status"] for x in rows} <= {"ok", "slow"}
@@ -117,6 +120,8 @@ def test_the_page_says_what_runs_where() -> None:
     assert "1. too wide\n2. spills\n" in text
     assert "- rotary: too plain" in text and "| rotary" not in text
     assert "sm_86 3 (flags)" in text
+    data["3.6.0"]["sm_86"]["shapes"] = 2
+    assert "sm_86 3 (flags, 2 shapes)" in page(data)
 
 
 def test_cover_has_every_value_of_every_flag() -> None:
@@ -138,6 +143,29 @@ def test_cover_has_every_value_of_every_flag() -> None:
     assert [resolved("auto", x) for x in ("sm_80", "sm_86", "sm_90")] == ["flags", "few", "flags"]
     with pytest.raises(ValueError, match="--variants: want one of auto"):
         resolved("some", "sm_80")
+
+
+def test_cover_takes_the_fewest() -> None:
+    """Beginning with the one that has the most takes three."""
+    assert fewest([{1, 2, 3, 4}, {1, 2, 5}, {3, 4, 6}]) == [1, 2]
+    assert fewest([]) == [] and fewest([{1}, {1, 2}]) == [1]
+
+
+def test_cover_counts_a_type_that_is_not_the_first_tensors() -> None:
+    """Three dtypes, a gate of that or float32, and a bias that is there or not: three variants."""
+    tensors = [
+        {"x_ptr": f"*{x}", "g_ptr": f"*{g}", **({"b_ptr": f"*{x}"} if biased else {})}
+        for x, biased in product(("bf16", "fp16", "fp32"), (False, True))
+        for g in sorted({x, "fp32"})
+    ]
+    tasks = [
+        (replace(JOB, tensors=x, constants={} if "b_ptr" in x else {"b_ptr": None}), ("op",))
+        for x in tensors
+    ]
+    found = [x.tensors for x, _ in cover(tasks, "flags")]
+    assert len(found) == 3 and {x["x_ptr"] for x in found} == {"*bf16", "*fp16", "*fp32"}
+    assert {"b_ptr" in x for x in found} == {False, True}
+    assert {x["g_ptr"] == x["x_ptr"] for x in found} == {False, True}
 
 
 @compiles
@@ -197,3 +225,17 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
     assert {"linear", "softmax", "norm", "core"} <= set(found) and len(set(found.values())) > 5
     assert machine.family_of("slipstream.kernels.softmax.hopper.forward") == "softmax"
     assert machine.family_of("slipstream.core.ids_triton") == "core"
+
+
+@compiles
+def test_every_family_has_kernels_in_the_matrix() -> None:
+    """Else nothing would ever verify it, and everything would be watched."""
+    from slipstream.cli.plans import find
+    from slipstream.cli.samples import REPRESENTATIVE, chosen
+
+    ops = ["retention", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
+    samples = [x for name in [*ops, "short_convolution"] for x in chosen([name])]
+    found = find(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
+    assert not found.failures
+    families = {machine.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
+    assert families == set(machine.families())

@@ -5,17 +5,24 @@ check(...)   ValueError, before anything is compiled, that says what the instruc
 choose(...)  the default, from tables by architecture, dtype and whether the tiles fill the device
 """
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 
+from slipstream.core import tiles
 from slipstream.core.arch import Arch
 from slipstream.kernels.matmul.terms import FP8, HALVES
 
 KERNELS = ("tma", "pointer")
+# Of the nearest configuration that works.
+SIZES = {
+    "block_m": (16, 32, 64, 128, 256),
+    "block_n": (16, 32, 64, 128, 256),
+    "block_k": (16, 32, 64, 128),
+    "num_warps": (1, 2, 4, 8, 16),
+}
 # One program of the TMA kernel: two warpgroups of 64 rows, slices of 128 bytes, 4 buffers of out.
 TMA_ROWS, TMA_BYTES = 128, 128
 TMA_OUT = 4 * 64 * 128
@@ -77,9 +84,7 @@ class Problem:
         """The matrix instruction that a configuration uses, None where it is plain arithmetic."""
         if self.dtype == torch.float32 and self.precision == "ieee":
             return None
-        if arch.instruction == "wgmma" and (c.block_m < 64 or c.num_warps % 4):
-            return "mma.sync"
-        return arch.instruction
+        return tiles.instruction(arch, c.block_m, c.num_warps)
 
 
 def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
@@ -104,7 +109,7 @@ def objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
     least_k = 32 if p.size == 1 else 16
     for name, least, most in (
         ("block_m", 16, 256), ("block_n", 16, 256), ("block_k", least_k, 512),
-        ("num_warps", 1, 1024 // arch.warp),
+        ("num_warps", 1, arch.threads // arch.warp),
     ):  # fmt: skip
         value = getattr(c, name)
         if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
@@ -158,35 +163,21 @@ def check(c: MatmulConfig, p: Problem, arch: Arch) -> None:
     reason = objection(c, p, arch)
     if reason is None:
         return
-    near = nearest(c, p, arch)
-    way = "there is none that works" if near is None else f"the nearest that works is {near}"
-    raise ValueError(f"config: {reason}; {way}")
+    raise ValueError(f"config: {reason}; {tiles.way_out(nearest(c, p, arch))}")
 
 
 def nearest(c: MatmulConfig, p: Problem, arch: Arch) -> MatmulConfig | None:
     """The configuration that works with the fewest halvings and doublings of its sizes."""
-    names = ("block_m", "block_n", "block_k", "num_warps")
-    sizes = ((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 4, 8, 16))
-    kernels = {c.kernel if c.kernel in KERNELS else "pointer", "pointer"}
-    found, least = None, math.inf
-    for kernel, stages, *values in itertools.product(kernels, range(1, 7), *sizes):
-        near = replace(c, kernel=kernel, num_stages=stages, **dict(zip(names, values)))
-        near = replace(near, group_m=min(max(_number(c.group_m), 1), 64))
-        most = 1 if kernel == "tma" else MOST_SPLITS
-        near = replace(near, split_k=min(max(_number(c.split_k), 1), most))
-        away = sum(_steps(getattr(c, name), v) for name, v in zip(names, values))
-        away += abs(stages - _number(c.num_stages)) / 2 + 4 * (kernel != c.kernel)
-        if away < least and objection(near, p, arch) is None:
-            found, least = near, away
-    return found
+    kernels = ("tma", "pointer") if c.kernel == "tma" else ("pointer",)
+    sizes = {"kernel": kernels, "num_stages": (1, 2, 3, 4, 5, 6), **SIZES}
+    return tiles.nearest(c, _changed, lambda near: objection(near, p, arch), sizes)
 
 
-def _number(x: object) -> int:
-    return x if isinstance(x, int) else 1
-
-
-def _steps(a: object, b: int) -> float:
-    return abs(math.log2(max(_number(a), 1) / b))
+def _changed(c: MatmulConfig, **sizes: Any) -> MatmulConfig:
+    """With what else is out of bounds put back into them."""
+    most = 1 if sizes["kernel"] == "tma" else MOST_SPLITS
+    group, split = (x if isinstance(x, int) else 1 for x in (c.group_m, c.split_k))
+    return replace(c, **sizes, group_m=min(max(group, 1), 64), split_k=min(max(split, 1), most))
 
 
 # (columns of a tile, stages, group_m) of the TMA kernel; narrow tiles where wide ones are too few.

@@ -14,18 +14,21 @@ from slipstream.kernels.softmax.terms import Options, Terms
 TOKENS = 150
 
 
-def mismatch(terms: Terms, options: Options, impl: str, softmax: Callable) -> str | None:
+def mismatch(
+    terms: Terms, options: Options, impl: str, softmax: Callable, of_gradients: str
+) -> str | None:
     """What differs, or None.
 
     Args:
-        softmax: takes terms, options and names of implementations.
+        softmax: takes terms, options, names of implementations, and those of the gradients.
     """
     near = options._replace(left=min(options.left, 70), right=min(options.right, 70))
 
-    def run(impl: str) -> Callable[[probe.Given], Any]:
-        return lambda given: softmax(Terms(**given), near, impl)
+    def run(*impls: str) -> Callable[[probe.Given], Any]:
+        return lambda given: softmax(Terms(**given), near, *impls)
 
-    return probe.mismatch(run(f"{impl}|eager"), run("eager"), like(terms)._asdict())
+    kernels = run(f"{impl}|eager", f"{of_gradients}|eager")
+    return probe.mismatch(kernels, run("eager"), like(terms)._asdict())
 
 
 def like(terms: Terms) -> Terms:
