@@ -1,5 +1,6 @@
 """What an operator would run on an architecture: its implementations there, and their kernels."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ import torch
 
 from slipstream.cli.samples import Sample, Shape
 from slipstream.core.aot import Job
-from slipstream.core.faults import version
+from slipstream.core.faults import blocking, version
+from slipstream.core.machine import Guarded, elsewhere
 from slipstream.core.matrix import Task
 from slipstream.core.plan import Plan
 from slipstream.core.trace import PlainTorch, trace
@@ -26,12 +28,14 @@ _FAILED = "not traced:"
 class Traced:
     """jobs: by implementation, None for the one that is chosen. refused: why the others are not.
 
-    plan: of the choice, where the operator has one to make.
+    plan: of the choice, where the operator has one to make. besides: others that it makes, such as
+    for its gradients.
     """
 
     jobs: dict[str | None, list[Job]]
     refused: dict[str | None, str]
     plan: Plan | None
+    besides: tuple[Plan, ...] = ()
 
     @property
     def all(self) -> list[Job]:
@@ -56,12 +60,20 @@ def traced(
     refused: dict[str | None, str] = {}
     plans: list[Plan] = []
     for impl in (None, *IMPLS) if "impl" in sample.takes else (None,):
+        if impl is not None and {x.impl for x in plans} == {impl}:
+            continue  # what was chosen, by its name
 
         def call(device: torch.device, impl: str | None = impl) -> Any:
             return sample.call(sample.inputs(shape, device, blank=True), impl)
 
         try:
-            with _noting(plans) if impl is None else nullcontext(), _release(compilers):
+            with (
+                _noting(plans) if impl is None else nullcontext(),
+                _release(compilers),
+                warnings.catch_warnings(),
+            ):
+                # what is not used there is told by what is traced instead
+                warnings.simplefilter("ignore", Guarded)
                 jobs[impl] = trace(call, arch, backward, remembers, compilers)
         except PlainTorch:
             jobs[impl] = []
@@ -69,7 +81,8 @@ def traced(
             refused[impl] = str(error)
         except Exception as error:  # what cannot be traced must not hide the rest
             refused[impl] = f"{_FAILED} {type(error).__name__}: {error}"
-    return Traced(jobs, refused, plans[0] if plans else None)
+    first, *others = dict.fromkeys(plans) or (None,)
+    return Traced(jobs, refused, first, tuple(others))
 
 
 @contextmanager
@@ -132,6 +145,14 @@ def find(
                     wanted[job.key].append(sample.op)
         if not any(sample.op in x for x in wanted.values()):
             reason = reasons.get("triton", "plain torch").removeprefix("impl='triton': ")
-            found.without[sample.op] = reason.partition("; impl=None")[0]
+            why = _stopped(arch, compilers) or reason.partition("; impl=None")[0]
+            found.without[sample.op] = why
     found.tasks.extend((job, tuple(wanted[key])) for key, job in jobs.items())
     return found
+
+
+def _stopped(arch: str, compilers: Mapping[str, str] | None) -> str:
+    """Why no kernel at all compiles there, if none does."""
+    here = elsewhere(arch, compilers=compilers)
+    fault = blocking(arch, here.triton, here.ptxas or None, ())
+    return f"{fault.pattern}: {fault.name}; {fault.way_out}" if fault else ""

@@ -48,6 +48,9 @@ def lines(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
     rejected = dict(got.plan.rejected) if got.plan else {}
     for name, reason in rejected.items():
         yield f"  rejected: {name}, {reason}"
+    for plan in got.besides:
+        yield f"  besides: {plan.impl}, {plan.why}"
+        yield from (f"    rejected: {name}, {reason}" for name, reason in plan.rejected)
     for impl in IMPLS:
         reason = got.refused.get(impl, "impl: want").removeprefix(f"impl={impl!r}: ")
         if impl in got.jobs and got.jobs[impl] != default:

@@ -237,6 +237,7 @@ SAMPLES = [
     Sample("glu_linear", "gate=BTC up=BTC weight=DC"),
     Sample("token_shift", "x=BTD"),
     Sample("cross_entropy", "logits=TZ target=T:ids"),
+    Sample("cross_entropy", "logits=TZ target=T:ids", options={"reduction": "none"}),
     Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:ids"),
     Sample(
         "linear_kl_div",

@@ -4,6 +4,7 @@ Runs of different releases add up in docs/support.json; SUPPORT.md is written fr
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.table import Table
 from slipstream.cli.cover import cover, resolved
 from slipstream.cli.plans import Found, find
 from slipstream.cli.rows import Rows
-from slipstream.cli.samples import Sample, Shape
+from slipstream.cli.samples import REPRESENTATIVE, Sample, Shape
 from slipstream.core import machine, matrix
 from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
@@ -34,7 +35,10 @@ _COLOURS = {"ok": "green", "slow": "yellow", "refused": "blue", "hang": "red", "
 
 
 class Run:
-    """The kernels of some operators, for some architectures, under one release after another."""
+    """The kernels of some operators, for some architectures, under one release after another.
+
+    without: of the last one, (release, arch) -> operator -> why it compiles nothing.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Run:
         path = [] if release is None else [str(install(release, machine.cache_dir() / "releases"))]
         about = compilers(path)
         kept, failed = Rows(about, anew), []
+        self.without, before = {}, os.times()
         known: list[matrix.Row] = []
         with self._progress() as progress, TemporaryDirectory() as cache:
             bar = progress.add_task(f"triton {about['triton']}", total=0)
@@ -90,7 +95,9 @@ class Run:
                 env={"TRITON_CACHE_DIR": cache},
                 done=done,
             )
-        self.console.print(f"{len(rows)} compiled, {len(known)} kept from earlier runs")
+        self.console.print(
+            f"{len(rows)} compiled, {len(known)} kept from earlier runs; {_spent(before)}"
+        )
         rows = matrix.ordered(rows + known)
         out = Console()
         out.width = max(out.width, _WIDTH)
@@ -125,6 +132,12 @@ class Run:
         return table
 
 
+def _spent(before: os.times_result) -> str:
+    """By the clock, and of processors, ours and the compilers'."""
+    *processors, clock = (now - then for now, then in zip(os.times(), before))
+    return f"{clock / 60:.1f} minutes, {sum(processors) / 60:.1f} of processor time"
+
+
 def compilers(path: Sequence[str]) -> dict[str, str]:
     """What a child with these folders before its sys.path compiles with."""
     worker = Worker(path)
@@ -145,19 +158,17 @@ def line(row: matrix.Row) -> str:
 def record(rows: Sequence[matrix.Row], run: Run) -> None:
     """Adds the rows to docs/support.json and writes what is made from it."""
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
-    for release in dict.fromkeys(x.triton for x in rows):
-        of_release = [x for x in rows if x.triton == release]
-        archs = data.setdefault(release, {})
-        for arch in dict.fromkeys(x.arch for x in of_release):
-            of_arch = [x for x in of_release if x.arch == arch]
-            cells = {k: v[arch] for k, v in matrix.by_operator(of_arch).items()}
-            cells |= {k: ("torch", v) for k, v in run.without[release, arch].items()}
-            about = {
-                "ptxas": of_arch[0].ptxas,
-                "variants": run.variants[arch],
-                "kernels": len(of_arch),
-            }
-            archs[arch] = {**about, "operators": cells}
+    for (release, arch), without in run.without.items():
+        found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
+        cells = {k: v[arch] for k, v in matrix.by_operator(found).items()}
+        cells |= {k: ("torch", v) for k, v in without.items()}
+        about = {
+            "ptxas": found[0].ptxas if found else "",
+            "variants": run.variants[arch],
+            "shapes": len(run.shapes),
+            "kernels": len(found),
+        }
+        data.setdefault(release, {})[arch] = {**about, "operators": cells}
     DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(json.loads(DATA.read_text())))
     _trust(rows)
@@ -197,13 +208,20 @@ def page(data: dict) -> str:
             lines.append(f"| {name} | {' | '.join(row)} |")
         known = [(x, data[release][x]) for x in archs]
         ptxas = ", ".join(f"{x} {y['ptxas']}" for x, y in known if y["ptxas"])
-        counts = ", ".join(f"{x} {y['kernels']} ({y['variants']})" for x, y in known)
+        counts = ", ".join(f"{x} {y['kernels']} ({_chosen(y)})" for x, y in known)
         lines.append(f"\nptxas: {ptxas or 'none'}. Kernels compiled: {counts}.")
     lines.append("\n## Notes\n")
     lines += [f"{i}. {x}" for i, x in enumerate(notes, 1)]
     lines.append("\n## In plain torch everywhere\n")
-    lines += [f"- {x}: {next(y[x][1] for y in everything if x in y)}" for x in plain]
+    lines += [f"- {x}: {next(y[x][1] for y in everything if x in y)}" for x in plain] or ["None."]
     return "\n".join(lines) + "\n"
+
+
+def _chosen(known: dict) -> str:
+    """Which variants, of how many shapes if not of all that are usual."""
+    shapes = known.get("shapes", len(REPRESENTATIVE))
+    fewer = f", {shapes} shapes" if shapes != len(REPRESENTATIVE) else ""
+    return known["variants"] + fewer
 
 
 def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> str:
@@ -240,4 +258,4 @@ its kernels.
 
 "flags" beside a count: of each kernel's variants some that between them have every value of every
 flag; "pairs": every two values that occur together; "all": every variant of the sample shapes;
-"few": one for every operator and dtype."""
+"few": one for every operator and dtype; "2 shapes": of the first two sample shapes alone."""

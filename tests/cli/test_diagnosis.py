@@ -191,6 +191,14 @@ def test_explain_says_what_was_learnt_here(
 
 
 @needs_compiler
+def test_explain_shows_the_plan_of_the_gradients_where_it_is_another() -> None:
+    status, text = invoke("explain", "attention", "--arch", "sm_90", "--shape", "K=192,V=128")
+    chosen, _, besides = text.partition("besides: triton")
+    assert status == 0 and "chosen: hopper" in chosen
+    assert "rejected: hopper, its gradients want heads" in besides
+
+
+@needs_compiler
 def test_explain_is_of_the_dtype_asked_for() -> None:
     """Tiles of float32 are smaller; sm_90's own kernels take none of it."""
     run = ["explain", "attention", "--arch"]

@@ -1,0 +1,122 @@
+"""What every command has: a page that names its options. And how the matrix ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slipstream.cli import app, support
+from slipstream.core.matrix import Row
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain"])
+def test_a_command_has_a_page_that_names_its_options(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    text = (ROOT / f"docs/{name}.md").read_text()
+    assert text.startswith(f"# slipstream {name}\n")
+    for option in group.commands[name].params:
+        if isinstance(option, click.Option) or option.param_type_name == "option":
+            names = [x for x in (*option.opts, *option.secondary_opts) if x.startswith("--")]
+            assert any(x in text for x in names), names
+
+
+def test_the_readme_names_make_matrix() -> None:
+    assert "`make matrix`" in (ROOT / "README.md").read_text()
+    assert "\nmatrix: " in (ROOT / "Makefile").read_text()
+
+
+def row(status: str) -> Row:
+    of: dict[str, Any] = {
+        "arch": "sm_80",
+        "triton": "3.6.0",
+        "ptxas": "12.8.93",
+        "kernel": "some_kernel",
+    }
+    return Row(
+        **of,
+        module="slipstream.kernels.norm.triton.norm",
+        operators=("rms_norm",),
+        status=status,
+        reason="",
+        warps=4,
+        stages=1,
+        constants={},
+    )
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Where --record writes instead."""
+    found = {}
+    for name, text in {"DATA": "{}", "PAGE": "", "VERIFIED": "[]"}.items():
+        found[name] = tmp_path / name
+        found[name].write_text(text)
+        monkeypatch.setattr(support, name, found[name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_status", "families"),
+    [
+        ("ok", 0, ["norm"]),
+        ("slow", 0, ["norm"]),
+        ("refused", 0, []),
+        ("crash", 1, []),
+        ("hang", 1, []),
+    ],
+)
+def test_the_matrix_records_and_fails_where_a_compiler_died(
+    status: str,
+    exit_status: int,
+    families: list[str],
+    recorded: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compile(self: support.Run, release: Any, *args: Any) -> list[Row]:
+        self.without = {("3.6.0", x): {"squared_relu": "too plain"} for x in ("sm_80", "gfx942")}
+        return [row(status)]
+
+    monkeypatch.setattr(support.Run, "compile", compile)
+    result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80,gfx942", "--record", "--kernels"])
+    assert result.exit_code == exit_status
+    assert f"{status:8}sm_80 some_kernel" in result.output
+    data = json.loads(recorded["DATA"].read_text())["3.6.0"]
+    plain = {"squared_relu": ["torch", "too plain"]}
+    assert data["sm_80"]["operators"] == {"rms_norm": [status, ""], **plain}
+    assert (data["gfx942"]["kernels"], data["gfx942"]["operators"]) == (0, plain)
+    assert f"| rms_norm | {status} | torch" in recorded["PAGE"].read_text()
+    (entry,) = json.loads(recorded["VERIFIED"].read_text()) or [{"families": {}}]
+    assert list(entry["families"]) == families
+
+
+def test_the_matrix_records_nothing_that_is_not_whole(
+    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile(self: support.Run, *args: Any) -> list[Row]:
+        self.failures.append("rms_norm: not traced")
+        return [row("ok")]
+
+    monkeypatch.setattr(support.Run, "compile", compile)
+    result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80", "--record"])
+    assert result.exit_code == 1 and "not recorded" in result.output
+    assert recorded["DATA"].read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["rms_norm", "--record"], "--record: wants every operator"),
+        (["--arch", "sm_91"], "arch: want one of sm_70"),
+        (["--variants", "some"], "--variants: want one of auto"),
+        (["rms_nrm"], "operator: want one of"),
+    ],
+)
+def test_the_matrix_says_what_it_wants(args: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["matrix", *args])
+    assert result.exit_code == 2 and words in result.output
