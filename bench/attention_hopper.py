@@ -20,7 +20,7 @@ from slipstream.kernels.softmax.hopper.tiles import TILES, TRIED
 from slipstream.kernels.softmax.terms import Options, Terms
 
 PEERS = "flash fwd", "flash bwd", "cudnn fwd", "cudnn bwd"
-WORK = {"forward": 1.0, "open": 1.0, "dq": 1.5, "dkv": 2.0}
+WORK = {"forward": 1.0, "dq": 1.5, "dkv": 2.0}
 CHECK_SECONDS, TIMES_SECONDS = 80, 60
 SMALL = {**PLAIN, "H": 1, "HKV": 1, "T": 128, "S": 128}
 # by name, the simplest first: one run tells which feature is at fault
@@ -123,15 +123,8 @@ def _room(terms: Terms, o: Any, lse: Any, do: Any) -> tuple:
     return *(torch.empty_like(x) for x in terms[:3]), base, delta
 
 
-def masks(D: int, part: str) -> list[bool]:
-    """With which masks a tile is used: causal, full, or both."""
-    if part == "open":
-        return [False]
-    return [True] if part == "forward" and TILES[D].open else [True, False]
-
-
 def tried_group(D: int) -> None:
-    """Other tiles and grids of each kernel, at the first shape, with masks(); TFLOP/s."""
+    """Other tiles and grids of each kernel, at the first shape, causal and full; TFLOP/s."""
     from slipstream.kernels.softmax.hopper import launch
 
     B, T, H = next(s for s in SHAPES if s[3] == D)[:3]
@@ -141,7 +134,7 @@ def tried_group(D: int) -> None:
     for part, tile in ((p, t) for p, row in TRIED[D].items() for t in row):
         launch.TILES[D] = kept._replace(**{part: tile})
         line = []
-        for causal in masks(D, part):
+        for causal in (True, False):
             options = Options(D**-0.5, -1, 0 if causal else -1)
             flops = WORK[part] * 4 * B * H * T * T * D / (2 if causal else 1)
             try:
@@ -163,7 +156,7 @@ def tried(part: str, terms: Terms, options: Options, do: Any) -> Any:
     """What runs a part and returns its results."""
     from slipstream.kernels.softmax.hopper import launch
 
-    if part in ("forward", "open"):
+    if part == "forward":
         return lambda: launch.forward(terms, options)
     o, lse = launch.forward(terms, options)
     dq, dk, dv, base, delta = _room(terms, o, lse, do)
@@ -182,8 +175,7 @@ def warm_group(D: int, causal: bool) -> None:
 
     x = [torch.randn(1, 256, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     kept, options = launch.TILES[D], Options(D**-0.5, -1, 0 if causal else -1)
-    parts = [part for part in TRIED[D] if causal in masks(D, part)]
-    for part, tile in ((p, t) for p in parts for t in TRIED[D][p]):
+    for part, tile in ((p, t) for p in TRIED[D] for t in TRIED[D][p]):
         launch.TILES[D] = kept._replace(**{part: tile})
         try:
             tried(part, Terms(*x[:3]), options, x[3])()

@@ -128,8 +128,8 @@ def packed(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
-def warm() -> None:
-    for shape in SHAPES:
+def warm(places: list[int]) -> None:
+    for shape in (SHAPES[i] for i in places):
         x = [torch.randn(1, 2304, 8, shape[3], device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
         for name in ("hopper", "portable"):
             for fn in ways(runs(shape[4])[name], x, torch.randn_like(x[0])).values():
@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.warm:
-        warm()
+        warm(list(map(int, options.rows.split(","))))
         return
     start = time.perf_counter()
     rows = packed(options.rounds) if options.packed else []

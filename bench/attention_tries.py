@@ -5,6 +5,7 @@ python bench/attention_tries.py time GROUP    # taking turns, beside what the pl
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,12 +14,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attention_gpu import PLAIN, compare, error, oracle, terms_of
-from attention_rows import MIXED, medians
+from attention_gpu import PLAIN, compare, error, oracle, peer, terms_of
+from attention_rows import MIXED, medians, ways
 from record import record
+from torch.nn.attention import SDPBackend
 
 from slipstream.kernels.softmax.hopper.tiles import TILES as HOPPER
 from slipstream.kernels.softmax.hopper.tiles import Tile as HopperTile
+from slipstream.kernels.softmax.reference import softmax_reference
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton import device, tiles
 from slipstream.kernels.softmax.triton.tiles import Tile
@@ -33,25 +36,30 @@ WIDE: dict[str, dict[str, Tile | None]] = {
 }
 FORWARD: dict[int, dict[str, HopperTile]] = {
     64: {
-        "shared": HopperTile(128, (4, 4), shared=True),
-        "192": HopperTile(128, (5, 5), rows=192, early=True),
+        "ahead": HopperTile(128, (4, 4), queries=2),
+        "plain": HopperTile(128, (4, 4)),
     },
     128: {
         "plain": HopperTile(128, (2, 2)),
-        "shared": HopperTile(128, (2, 2), shared=True),
+        "ahead": HopperTile(128, (2, 2), queries=2),
+        "3": HopperTile(128, (3, 3)),
     },
     256: {
         "plain": HopperTile(64, (2, 2)),
-        "shared": HopperTile(64, (2, 2), shared=True),
+        "a unit": HopperTile(64, (2, 2), False),
     },
 }
 SHAPES = {64: (4, 4096, 32), 128: (4, 4096, 16), 256: (2, 8192, 8)}
 ODD: list[dict[str, Any]] = [
-    {"B": 2, "T": 333, "S": 517, "right": 0},
-    {"T": 900, "S": 900, "lengths": (5, 0, 400, 1, 494)},
-    {"T": 900, "S": 900, "lengths": (5, 0, 400, 1, 494), "right": 0},
-    {"B": 2, "T": 700, "S": 900, "left": 200, "right": 30},
+    {"B": 4, "H": 16, "HKV": 4, "T": 1100, "S": 700},
+    {"B": 4, "H": 16, "HKV": 4, "T": 1100, "S": 1100, "right": 0},
 ]
+FEATURES: list[dict[str, Any]] = [
+    {"T": 900, "S": 800, "lengths": (5, 0, 400, 1, 494), "k_lengths": (5, 7, 395, 1, 392),
+     "left": 200, "right": 30, "softcap": 20.0, "sinks": True},
+    {"B": 3, "H": 16, "HKV": 4, "T": 700, "S": 450, "used": (450, 9, 0), "right": 0},
+    {"H": 8, "HKV": 8, "T": 3300, "S": 3300, "lengths": (5, 0, 1400, 1, 1894)},
+]  # fmt: skip
 
 
 @contextmanager
@@ -68,7 +76,7 @@ def portable(name: str) -> Iterator[None]:
 @contextmanager
 def hopper(D: int, name: str) -> Iterator[None]:
     tile = FORWARD[D][name]
-    with mock.patch.dict(HOPPER, {D: HOPPER[D]._replace(forward=tile, open=tile)}):
+    with mock.patch.dict(HOPPER, {D: HOPPER[D]._replace(forward=tile)}):
         yield
 
 
@@ -96,6 +104,8 @@ def variants(group: str) -> dict[str, tuple[int, str, Callable[[], Any]]]:
     if group == "wide":
         return {name: (256, "portable bwd", partial(portable, name)) for name in WIDE}
     D = int(group[3:])
+    if group.startswith("odd"):
+        return {"plan": (D, "hopper bwd" if D > 64 else "hopper fwd", nullcontext)}
     if group.startswith(("pac", "win")):
         return {"fused": (D, "hopper bwd", nullcontext)}
     if group.startswith("sec"):
@@ -114,27 +124,44 @@ def variants(group: str) -> dict[str, tuple[int, str, Callable[[], Any]]]:
 def check(group: str) -> None:
     from slipstream.kernels.softmax.hopper import launch
 
-    for name, (D, what, place) in variants(group).items():
+    part, parts = map(int, os.environ.get("PART", "0/1").split("/"))
+    for name, (D, what, place) in [*variants(group).items()][part::parts]:
         worst = 0.0
         with place():
-            for size in ODD:
+            for size in FEATURES if group.startswith("odd") else ODD:
                 given = {**PLAIN, "D": D, "DV": D, **size}
                 if what.startswith("portable"):
                     found = compare(given, torch.bfloat16)
                 else:
                     terms, options = terms_of(given, torch.bfloat16)
                     do = torch.randn_like(terms.q)
-                    dlse = torch.randn(terms.q.shape[0], 2, terms.q.shape[1], device="cuda")
+                    B, T, H, _ = terms.q.shape
+                    dlse = torch.randn(B, H, T, device="cuda")
                     o, lse = launch.forward(terms, options)
-                    got = {"o": o, **launch.backward(terms, options, o, lse, do, dlse)}
+                    got = {"o": o, "lse": lse}
+                    again = launch.forward(terms, options)
+                    assert torch.equal(o, again[0]) and torch.equal(lse, again[1]), name
+                    if what.endswith("bwd"):
+                        got |= launch.backward(terms, options, o, lse, do, dlse)
                     want = oracle(terms, options, do, dlse)
                     found = {n: error(got[n], want[n]) for n in got}
                 worst = max([worst, *found.values()], key=lambda x: (x != x, x))
-            for right in (0, -1):
-                # more units than multiprocessors
-                whole(terms_at((1, 2304, 8), D), Options(0.1, -1, right), what)()
+            if what.endswith("fwd"):
+                worst = max([worst, *(growing(D, n) for n in (-1, 1))], key=lambda x: (x != x, x))
         torch.cuda.synchronize()
         print(f"{group} {name}: {worst:.1e}{'' if worst < 8e-3 else ' WRONG'}", flush=True)
+
+
+def growing(D: int, sign: int) -> float:
+    """The worst error where scores grow, or shrink, by far along the keys."""
+    from slipstream.kernels.softmax.hopper import launch
+
+    terms, options = terms_of({**PLAIN, "D": D, "DV": D, "T": 300, "S": 1500}, torch.bfloat16)
+    ramp = torch.linspace(0.1, 8, 1500, device="cuda")[None, :, None, None] ** sign
+    terms = terms._replace(k=(terms.k * ramp).bfloat16())
+    o, lse = launch.forward(terms, options)
+    want = softmax_reference(Terms(*(x.double() for x in terms[:3])), options)
+    return max(error(o, want[0]), error(lse, want[1]))
 
 
 def terms_at(shape: tuple[int, int, int], D: int) -> Terms:
@@ -161,7 +188,7 @@ def within(place: Callable[[], Any], fn: Callable[[], Any]) -> Callable[[], Any]
     return run
 
 
-def times(group: str, rounds: int = 4) -> None:
+def times(group: str, rounds: int = 6) -> None:
     rows = []
     given = variants(group)
     D, what, _ = next(iter(given.values()))
@@ -178,7 +205,11 @@ def times(group: str, rounds: int = 4) -> None:
             options = options._replace(left=1023 if right == 0 else 511, right=right and 511)
             flops = 2.5 * 4 * B * H * T * 1024 * D
         fn = whole(terms, options, what)
-        found = medians({n: within(place, fn) for n, (_, _, place) in given.items()}, rounds)
+        fns = {n: within(place, fn) for n, (_, _, place) in given.items()}
+        if terms.cu_q is None and not group.startswith("win"):
+            run = peer(SDPBackend.CUDNN_ATTENTION, right == 0)
+            fns["cudnn"] = ways(run, list(terms[:3]), torch.randn_like(terms.q))[what[-3:]]
+        found = medians(fns, rounds)
         row: dict[str, object] = {"group": group, "causal": right == 0}
         row |= {name: round(flops / ms / 1e9) for name, ms in found.items()}
         rows.append(row)

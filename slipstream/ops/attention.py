@@ -96,7 +96,7 @@ def attention(
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are real,
             the first ones; the last query stands on the last of them. None is all.
         return_lse: return lse too.
-        impl: None chooses; "triton", "eager" or "reference" is used or refused.
+        impl: None chooses; "hopper", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, H, DV] in q's dtype; 0 for a query that sees nothing. With return_lse also lse

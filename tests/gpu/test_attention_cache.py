@@ -17,33 +17,33 @@ B, S, HKV = 3, 480, 2
 LENGTHS = (477, 0, 130)
 
 
-def cache_of(D: int, page: int) -> dict[str, Tensor]:
+def cache_of(D: int, DV: int, page: int) -> dict[str, Tensor]:
     """Rows of a cache, of which some are nobody's, or shuffled pages."""
+    pages = S // page if page else 1
+    rows = (B * pages, page) if page else (B + 1, S)
+    k, v = (torch.randn(*rows, HKV, x).bfloat16() for x in (D, DV))
     if not page:
-        k, v = torch.randn(2, B + 1, S, HKV, D).bfloat16()
         return {"k_cache": k, "v_cache": v, "cache_batch_idx": torch.tensor([2, 0, 3])}
-    pages = S // page
-    k, v = torch.randn(2, B * pages, page, HKV, D).bfloat16()
     return {"k_cache": k, "v_cache": v, "block_table": torch.randperm(B * pages).view(B, pages)}
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("window", [(-1, -1), (100, 0)], ids=["all", "window"])
 @pytest.mark.parametrize(("T", "page"), [(1, 0), (3, 16), (1, 96), (2, 30)])
-@pytest.mark.parametrize("D", [64, 128, 80])
+@pytest.mark.parametrize(("D", "DV"), [(64, 64), (128, 128), (80, 80), (192, 128)])
 def test_a_cache_grows_and_is_read(
-    D: int, T: int, page: int, window: tuple[int, int], interleaved: bool
+    D: int, DV: int, T: int, page: int, window: tuple[int, int], interleaved: bool
 ) -> None:
     cos, sin = rotary_tables(torch.arange(S), D // 2)
     given: dict[str, Any] = {
         "q": torch.randn(B, T, 8, D).bfloat16(),
         "k": torch.randn(B, T, HKV, D).bfloat16(),
-        "v": torch.randn(B, T, HKV, D).bfloat16(),
+        "v": torch.randn(B, T, HKV, DV).bfloat16(),
         "rotary_cos": cos,
         "rotary_sin": sin,
         "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32),
         "sinks": torch.randn(8),
-        **cache_of(D, page),
+        **cache_of(D, DV, page),
     }
     here = {n: x.cuda() for n, x in given.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}

@@ -5,6 +5,7 @@ keys, queries that see nothing: no result is off by more than one and a half tim
 scaled_dot_product_attention is off by, on the same numbers.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,19 +71,38 @@ def with_gradients(run: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dic
 def held_beside_torch(
     ours: dict[str, Tensor], torchs: dict[str, Tensor], want: dict[str, Tensor], label: str
 ) -> None:
+    # a thirtieth of a rounding: where torch is exact, as with one key
+    least = torch.finfo(ours["o"].dtype).eps / 78
     for name, right in want.items():
         assert ours[name].isfinite().all(), (label, name)
         mine, peers = error(ours[name], right), error(torchs[name], right)
-        # a thirtieth of bfloat16's: where torch is exact, as with one key
-        assert mine <= max(MOST * peers, 1e-4), f"{label} {name}: {mine:.2e}, torch {peers:.2e}"
+        assert mine <= max(MOST * peers, least), f"{label} {name}: {mine:.2e}, torch {peers:.2e}"
 
 
-@pytest.mark.parametrize("impl", ["hopper", "triton"])
-@pytest.mark.parametrize(("D", "DV"), WIDTHS)
-@pytest.mark.parametrize("name", CASES)
-def test_errors_are_at_most_those_of_torch(name: str, D: int, DV: int, impl: str) -> None:
+def cases() -> Iterator[Any]:
+    """All in bfloat16, and in float16 and float32 some of each."""
+    for name in CASES:
+        for D, DV in WIDTHS:
+            for impl in ("hopper", "triton"):
+                yield pytest.param(name, D, DV, impl, torch.bfloat16, id=f"{name}-{D}-{DV}-{impl}")
+    for name in ("causal", "full", "narrow window", "blind rows"):
+        for D, DV in ((64, 64), (128, 128), (256, 256), (192, 128), (100, 100)):
+            for impl in ("hopper", "triton"):
+                label = f"{name}-{D}-{DV}-{impl}-fp16"
+                yield pytest.param(name, D, DV, impl, torch.float16, id=label)
+    for name in ("causal", "narrow window", "blind rows"):
+        for D, DV in ((64, 64), (128, 64), (100, 100)):
+            yield pytest.param(name, D, DV, "triton", torch.float32, id=f"{name}-{D}-{DV}-fp32")
+
+
+@pytest.mark.parametrize(("name", "D", "DV", "impl", "dtype"), list(cases()))
+def test_errors_are_at_most_those_of_torch(
+    name: str, D: int, DV: int, impl: str | None, dtype: torch.dtype
+) -> None:
     B, T, S, H, HKV, left, right = CASES[name]
-    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    make: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    if impl == "hopper" and (D, DV) == (192, 128):
+        impl = None  # which has the forward alone: by the plan
     q, do = torch.randn(B, T, H, D, **make), torch.randn(B, T, H, DV, **make)
     k, v = torch.randn(B, S, HKV, D, **make), torch.randn(B, S, HKV, DV, **make)
     scale, seen = D**-0.5, sight(T, S, left, right)[None]

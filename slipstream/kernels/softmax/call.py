@@ -1,5 +1,7 @@
 """From checked terms to an implementation."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,19 @@ CANDIDATES = (
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "dense, the oracle of the tests", by_name_only=True),
 )
+
+
+def _refuses_gradients(call: tuple[Terms, Options]) -> str | None:
+    if not op.has_gradients("hopper", call[0]):
+        return "its gradients want heads of q and v of one width"
+    return hopper_refuses(*call)
+
+
+OF_GRADIENTS = (
+    replace(CANDIDATES[0], refuses=_refuses_gradients),
+    replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
+    CANDIDATES[2],
+)
 CACHE_CANDIDATES = (Candidate("triton", "kernels for any CUDA device", refuses), CANDIDATES[2])
 
 
@@ -38,7 +53,10 @@ def run(
         return o.to(terms.q.dtype), lse if want_lse else None
     if chosen == "eager" and not want_lse and eager.torch_takes(terms, options):
         return eager.with_torch(terms, options), None
-    o, lse = op.softmax(terms, options, plan.tries)
+    gradients = None
+    if not op.has_gradients(chosen, terms) and op.wants_gradients(terms):
+        gradients = choose(OF_GRADIENTS, (terms, options), impl).tries
+    o, lse = op.softmax(terms, options, plan.tries, gradients)
     return o, lse if want_lse else None
 
 

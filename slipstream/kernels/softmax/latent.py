@@ -15,6 +15,7 @@ from slipstream.core import guard
 from slipstream.core.library import define, shortcut
 from slipstream.core.plan import Candidate, choose
 from slipstream.kernels.launching import INTERPRETED, unfit
+from slipstream.kernels.softmax import cache_probe
 from slipstream.kernels.softmax.triton.plan import kind_of_cache
 from slipstream.kernels.softmax.triton.tiles import LATENT, family
 
@@ -129,7 +130,14 @@ def _latent(
         return decode_latent_launch.decode(*given)
 
     instead = None if impl == "triton" else plain
-    return guard.attempt(lambda: _kind(q, latent), q.device, run, instead, given)
+    return guard.attempt(
+        lambda: _kind(q, latent),
+        q.device,
+        run,
+        instead,
+        given,
+        lambda: cache_probe.mismatch_of_latents(given, run, plain),
+    )
 
 
 def _fake(q: Tensor, latent: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard
 from slipstream.core.library import define, shortcut
-from slipstream.kernels.softmax import cache, eager, probe
+from slipstream.kernels.softmax import cache, cache_probe, eager, probe
 from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Options, Terms
 from slipstream.kernels.softmax.triton.plan import kind, kind_of_cache
 
@@ -71,8 +71,15 @@ def _attempt(
         lambda: run(first),
         (lambda: others(rest)) if rest else None,
         (),
-        lambda: probe.mismatch(terms, options, first, softmax),
+        lambda: probe.mismatch(
+            terms, options, first, softmax, first if has_gradients(first, terms) else "eager"
+        ),
     )
+
+
+def has_gradients(impl: str, terms: Terms) -> bool:
+    """The kernels for sm_90 have none of heads of q and v of two widths."""
+    return impl != "hopper" or terms.q.shape[-1] == terms.v.shape[-1]
 
 
 def _in_float32(terms: Terms) -> Terms:
@@ -155,10 +162,10 @@ _call_backward = shortcut(_backward_op, replays=True)
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: tuple, *given: Any) -> Any:
+    def forward(ctx: Any, options: tuple, of_gradients: str, *given: Any) -> Any:
         o, lse = _call_forward(*given, *options)
         ctx.save_for_backward(*given, o, lse)
-        ctx.options = options
+        ctx.options = (*options[:-1], of_gradients)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -167,23 +174,30 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         *given, o, lse = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * (1 + len(given))
+            return (None,) * (2 + len(given))
         grads = iter(_call_backward(*given, o, lse, do, dlse, *ctx.options))
         terms = Terms(*given)
         by_term = [
             next(grads) if name in DIFFERENTIABLE and x is not None else None
             for name, x in terms._asdict().items()
         ]
-        return None, *by_term
+        return None, None, *by_term
 
 
-def softmax(terms: Terms, options: Options, impl: str) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64, with gradients."""
+def softmax(
+    terms: Terms, options: Options, impl: str, of_gradients: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64, with gradients, by impl
+    too unless of_gradients is given."""
     if torch.compiler.is_compiling():
         terms = _distinct(terms)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms):
-        return _Softmax.apply((*options, impl), *terms)
+    if wants_gradients(terms):
+        return _Softmax.apply((*options, impl), of_gradients or impl, *terms)
     return _call_forward(*terms, *options, impl)
+
+
+def wants_gradients(terms: Terms) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms)
 
 
 def _distinct(terms: Terms) -> Terms:
@@ -256,6 +270,7 @@ def _append(
         run,
         None if impl == "triton" else cache.append,
         given,
+        lambda: cache_probe.mismatch_of_append(given, run, cache.append),
     )
 
 

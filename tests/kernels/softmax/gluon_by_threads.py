@@ -238,6 +238,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
+    """By what there is of operands: 2^x, a product, and the first where the others ascend."""
+    if len(x) == 3:
+        return tensor(np.where(x[1] < x[2], x[0], -np.inf))
+    return tensor(x[0] * x[1] if len(x) == 2 else np.exp2(x[0]))
+
+
 def _language() -> SimpleNamespace:
     return SimpleNamespace(
         constexpr=lambda x: x,
@@ -262,7 +269,12 @@ def _language() -> SimpleNamespace:
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         NVMMADistributedLayout=_nothing, DotOperandLayout=_nothing, SliceLayout=_nothing,
         BlockedLayout=_nothing, SwizzledSharedLayout=_nothing,
-        inline_asm_elementwise=lambda asm, constraints, x, **options: tensor(np.exp2(x[0])),
+        inline_asm_elementwise=_asm,
+        thread_barrier=_nothing,
+        broadcast=lambda x, y: (x, y),
+        reshape=lambda x, shape: tensor(np.reshape(x, shape)),
+        permute=lambda x, order: tensor(np.transpose(x, order)),
+        split=lambda x: (x[..., 0], x[..., 1]),
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         expand_dims=lambda x, axis: tensor(np.expand_dims(x, axis)),
     )  # fmt: skip

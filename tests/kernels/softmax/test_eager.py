@@ -1,11 +1,16 @@
 """The plain torch path, its two ways through lengths, its gradients, the registered operators."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from slipstream.kernels.softmax import eager, op
 from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Terms
+from slipstream.ops.attention import attention
 from tests.kernels.softmax.calls import CALLS, Call, check, got, incoming, want
 
 every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
@@ -76,3 +81,47 @@ def test_padding_may_be_nan() -> None:
     k, v = spoiled(terms.k), spoiled(terms.v)
     terms = Terms(terms.q, k, v, g=terms.g, lengths=terms.lengths)
     check(got(eager, terms, call.options, do, dlse), right, 5e-6, "nan")
+
+
+def most_bytes(run: Callable[[], Any]) -> int:
+    """What is allocated at a time, at most, beyond what there was."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    profiler: Any = found.profiler
+    events = [x for x in profiler.kineto_results.events() if x.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda x: x.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal, by torch": {},
+    "lse": {"return_lse": True},
+    "window": {"window_size": 300},
+    "softcap, full": {"softcap": 3.0, "causal": False},
+    "gate": {"g": True},
+    "packed": {"cu_seqlens": True, "sinks": torch.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_memory_is_linear_in_length(name: str) -> None:
+    def peak(T: int) -> int:
+        options = dict(FEATURES[name])
+        if "g" in options:
+            options["g"] = -torch.rand(1, T, 2)
+        if "cu_seqlens" in options:
+            options["cu_seqlens"] = torch.tensor([0, T // 4, T])
+        q, k, v = (torch.randn(1, T, 2, 16).requires_grad_() for _ in range(3))
+
+        def both() -> None:
+            found = attention(q, k, v, **options)
+            o = found if isinstance(found, Tensor) else found[0]
+            torch.autograd.grad(o.sum(), (q, k, v))
+
+        return most_bytes(both)
+
+    short, long = peak(1024), peak(2048)
+    assert short > 0 and long < 2.2 * short, f"{short} bytes, then {long}"

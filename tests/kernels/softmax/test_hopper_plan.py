@@ -8,6 +8,7 @@ import torch
 
 from slipstream.core import guard, machine
 from slipstream.kernels import launching
+from slipstream.kernels.softmax import call
 from slipstream.kernels.softmax.hopper import plan
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton.plan import kind
@@ -62,6 +63,34 @@ def test_hopper_takes(call: Terms, options: Options) -> None:
 )
 def test_hopper_says_why_it_refuses(call: Terms, options: Options, words: str) -> None:
     assert words in (plan.refuses(call, options) or "")
+
+
+@pytest.mark.usefixtures("on_sm_90")
+def test_gradients_of_two_widths_are_planned_for_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways: list[tuple[Any, ...]] = []
+
+    def noted(terms: Terms, options: Options, *impls: Any) -> tuple[Any, Any]:
+        ways.append(impls)
+        return terms.v, terms.v
+
+    monkeypatch.setattr(call, "refuses", lambda qkv: None)
+    monkeypatch.setattr(call.guard, "objection", lambda kind, device: None)
+    monkeypatch.setattr(call.op, "softmax", noted)
+    for given in (terms(192, 128), terms(128)):
+        call.run(given, PLAIN, True, None)
+        given.q.requires_grad_()
+        call.run(given, PLAIN, True, None)
+    every = "hopper|triton|eager"
+    assert ways == [(every, None), (every, "triton|eager"), (every, None), (every, None)]
+    reason = "its gradients want heads of q and v of one width"
+    found = call.choose(call.OF_GRADIENTS, (terms(192, 128), PLAIN), None)
+    assert found.impl == "triton" and found.rejected == (("hopper", reason),)
+    wanted = terms(192, 128)
+    wanted.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=reason):
+        call.run(wanted, PLAIN, True, "hopper")
 
 
 @pytest.mark.usefixtures("on_sm_90")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
-from slipstream.kernels.softmax.latent import latent_attention, plain
+from slipstream.kernels.softmax.latent import _op, latent_attention, plain
 from slipstream.kernels.softmax.reference import softmax_reference
 from slipstream.kernels.softmax.terms import Options, Terms
 
@@ -53,6 +53,12 @@ def test_latent_attention_has_gradients_in_plain_torch() -> None:
         lambda q, latent: latent_attention(q, latent, lengths.clamp(max=6), width=5, scale=0.3),
         leaves,
     )
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_latent_attention_passes_opcheck(call: tuple) -> None:
+    q, latent, lengths, table = inputs(call, torch.float32)
+    torch.library.opcheck(_op, (q, latent, lengths, table, call[5], 0.2, "eager"))
 
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")

@@ -34,7 +34,6 @@ from slipstream.kernels.softmax.hopper.backward_kv import weights
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     RIGHT,
-    SOFTCAP,
     barriers,
     clean,
     corner,
@@ -118,9 +117,10 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn, fi
     if (turn >= first) & (turn % 2 == c):
         slot = turn % 2
         ready(full[3], turn, 2)
-        a = _share(0, buf_k, bufs_dx.index(slot), zero)
-        b = _share(1, buf_k, bufs_dx.index(slot), zero)
-        a, b = warpgroup_mma_wait(0, deps=(a, b))
+        dx = bufs_dx.index(slot).permute((1, 0))
+        dq = warpgroup_mma(dx, buf_k.index(0), zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        a, b = gl.split(gl.permute(gl.reshape(dq, [dq.shape[0], 2, 32]), (0, 2, 1)))
         free(empty[2], turn, 2)
         bufs_dq.index(2 * slot).store(a)
         bufs_dq.index(2 * slot + 1).store(b)
@@ -169,13 +169,10 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
     base = bufs_base.index(slot).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, t = weights(s, base, sight[0], sight[1], query, factor, cap, MASKED, FLAGS)
+    p, w = weights(s, base, sight[0], sight[1], query, factor, cap, MASKED, FLAGS)
     dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), a_layout), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    dx = p * dp
-    if FLAGS & SOFTCAP:
-        dx *= 1.0 - t * t
-    dx = dx.to(q.dtype)
+    dx = (w * dp).to(q.dtype)
     dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
     if D == 64:
         free(empty[4], turn, 2)
@@ -197,7 +194,7 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
     k, v = buffers[0].index(0).slice(c * 64, 64), buffers[1].index(0).slice(c * 64, 64)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    WIDTH: gl.constexpr = D // 2
+    WIDTH: gl.constexpr = D if D == 64 else D // 2
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)

@@ -52,8 +52,7 @@ def numbers(ptr, there, other, BM: gl.constexpr, layout: gl.constexpr, MASKED: g
 
 @gluon.jit
 def weights(s, base, low, high, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """p, keys by queries from `query` on, and the softcap's tanh."""
-    t = s
+    """p, keys by queries from `query` on, and what dp - delta is to be multiplied by for dx."""
     if FLAGS & SOFTCAP:
         t = 1.0 - 2.0 / (1.0 + gl.exp2(s * factor))
         s = cap * t
@@ -65,7 +64,11 @@ def weights(s, base, low, high, query, factor, cap, MASKED: gl.constexpr, FLAGS:
         if FLAGS & LEFT:
             seen = seen & (o_m[None, :] < high[:, None])
         s = gl.where(seen, s, float("-inf"))
-    return gl.exp2(s - base[None, :]), t
+    p = gl.exp2(s - base[None, :])
+    w = p
+    if FLAGS & SOFTCAP:
+        w = p * (1.0 - t * t)
+    return p, w
 
 
 @gluon.jit
@@ -156,13 +159,11 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, low, high, 
         ready(full[2], turn, ST)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, t = weights(s, base, low, high, query, factor, cap, MASKED, FLAGS)
+    _, w = weights(s, base, low, high, query, factor, cap, MASKED, FLAGS)
     delta = numbers(delta_ptr + query, there, 0.0, BM, layout, MASKED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(empty[2].index(slot))
-    dx = p * (dp - delta[None, :])
-    if FLAGS & SOFTCAP:
-        dx *= 1.0 - t * t
+    dx = w * (dp - delta[None, :])
     dx = gl.convert_layout(dx.to(k.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
     dk = warpgroup_mma(dx, q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=(dk,))

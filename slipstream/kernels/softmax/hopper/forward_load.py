@@ -32,6 +32,7 @@ def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, 
     empty_q, empty_k, empty_v = empty
     at_q, at_k, at_v = ats
     PANELS: gl.constexpr = panels(D)
+    ROOM: gl.constexpr = bufs_q.shape[0] // (NC * PANELS)
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
@@ -47,8 +48,9 @@ def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, 
         free(empty_k, turn, ST)
         _fetch(desc_k, row_k, col_k, full_k.index(turn % ST), bufs_k, turn % ST, PANELS)
         for c in gl.static_range(NC):
-            mbarrier.wait(empty_q.index(c), (mine & 1) ^ 1)
-            _fetch(desc_q, row_q + c * 64, col_q, full_q.index(c), bufs_q, c, PANELS)
+            slot_q = mine % ROOM * NC + c
+            mbarrier.wait(empty_q.index(slot_q), ((mine // ROOM) & 1) ^ 1)
+            _fetch(desc_q, row_q + c * 64, col_q, full_q.index(slot_q), bufs_q, slot_q, PANELS)
         for i in range(1, count):
             slot = (turn + i) % ST
             free(empty_k, turn + i, ST)

@@ -46,7 +46,7 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
-    tile = MIXED[D, DV] if D != DV else _forward_tile(D, options)
+    tile = MIXED[D, DV] if D != DV else TILES[D].forward
     width = D // panels(D)
     o = q.new_empty(B, T, H, DV)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
@@ -77,12 +77,8 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
             D=D,
             DV=DV,
             ST=tile.buffers[0],
-            **_flags(
-                terms,
-                options,
-                tile.rows // 64,
-                (counter is not None, tile.shared, tile.early),
-            ),
+            ROOM=tile.queries,
+            **_flags(terms, options, dynamic),
         )
     return o, lse
 
@@ -96,8 +92,7 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    if terms.q.shape[-1] != terms.v.shape[-1]:
-        return portable.backward(terms, options, o, lse, do, dlse)
+    assert terms.q.shape[-1] == terms.v.shape[-1]  # call.py's OF_GRADIENTS
     terms, options, _ = portable.ready(terms, options)
     q, k, v = terms[:3]
     do = torch.zeros_like(o) if do is None else do.contiguous()
@@ -139,11 +134,6 @@ def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[
 def _sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
     p = (LOG2E * sinks.float()[:, None] - base).exp2()
     return -(p * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def _forward_tile(D: int, options: Options) -> Tile:
-    masked = options.left >= 0 or options.right >= 0
-    return TILES[D].forward if masked else TILES[D].open or TILES[D].forward
 
 
 def _dq(
@@ -263,12 +253,7 @@ def _sizes(
     return grid, (*sizes, bound(options.left), bound(options.right))
 
 
-def _flags(
-    terms: Terms,
-    options: Options,
-    warpgroups: int = 2,
-    of_forward: tuple[bool, ...] = (),
-) -> dict[str, Any]:
+def _flags(terms: Terms, options: Options, dynamic: bool = False) -> dict[str, Any]:
     """common.py's flags, those of the forward, and registers."""
     given = (
         options.left >= 0,
@@ -278,9 +263,9 @@ def _flags(
         terms.cu_q is not None,
         terms.cu_k is not None,
         terms.sinks is not None,
-        *of_forward,
+        dynamic,
     )
     flags = sum(1 << i for i, x in enumerate(given) if x)
-    consumer, producer, at_most = REGISTERS[warpgroups]
+    consumer, producer, at_most = REGISTERS
     registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": at_most}
     return {"FLAGS": flags, "num_warps": 4, **registers}

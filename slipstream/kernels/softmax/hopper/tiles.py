@@ -1,7 +1,7 @@
 """Tiles of the sm_90 kernels by the width of a head.
 
-A program has two warpgroups of 64 rows, the forward of some tiles three; at 256, where registers
-end, dq has a kernel of its own, and one warpgroup makes dk and one dv.
+A program has two warpgroups of 64 rows; at 256, where registers end, dq has a kernel of its own,
+and one warpgroup makes dk and one dv.
 tests/kernels/softmax/test_hopper_compiles.py holds each row against shared memory, registers and
 the waits that a serialised wgmma would have.
 """
@@ -11,30 +11,27 @@ from typing import NamedTuple
 
 class Tile(NamedTuple):
     """B: keys (of dk and dv: queries) a step. buffers: of each ring. persistent: a program a
-    multiprocessor, which takes unit after unit, or a program a unit. rows: of a unit. Of the
-    forward, shared: weights go by way of shared memory, not in registers; early: the product with
-    values is waited for ahead of the exponentials, which takes fewer registers.
+    multiprocessor, which takes unit after unit, or a program a unit. rows: of a unit. queries: the
+    forward's buffers of these, two where those of the next unit are to be there early.
     """
 
     B: int
     buffers: tuple[int, int]
     persistent: bool = True
     rows: int = 128
-    shared: bool = False
-    early: bool = False
+    queries: int = 1
 
 
 class Tiles(NamedTuple):
     """dq, dkv: where these have kernels of their own; launch_fused.py has the others."""
 
     forward: Tile
-    open: Tile | None = None  # the forward without a mask, where another tile is faster
     dq: Tile | None = None
     dkv: Tile | None = None
 
 
 TILES = {
-    64: Tiles(Tile(128, (4, 4), shared=True), Tile(128, (5, 5), rows=192, early=True)),
+    64: Tiles(Tile(128, (4, 4), queries=2)),
     128: Tiles(Tile(128, (2, 2))),
     256: Tiles(Tile(64, (2, 2)), dq=Tile(64, (2, 1)), dkv=Tile(64, (2, 2), rows=64)),
 }
@@ -43,15 +40,10 @@ MIXED = {(192, 128): Tile(128, (2, 2))}
 # what may replace a row, for bench/attention_hopper.py; the first of each is the row
 TRIED = {
     64: {
-        "forward": [Tile(128, (4, 4), shared=True), Tile(128, (4, 4))],
-        "open": [
-            Tile(128, (5, 5), rows=192, early=True),
-            Tile(128, (4, 4), rows=192, early=True),
-            Tile(128, (4, 4), shared=True),
-        ],
+        "forward": [Tile(128, (4, 4), queries=2), Tile(128, (4, 4))],
     },
     128: {
-        "forward": [Tile(128, (2, 2)), Tile(128, (2, 2), False)],
+        "forward": [Tile(128, (2, 2)), Tile(128, (3, 3)), Tile(128, (2, 2), queries=2)],
     },
     256: {
         "forward": [Tile(64, (2, 2)), Tile(64, (2, 2), False)],
@@ -59,9 +51,9 @@ TRIED = {
         "dkv": [Tile(64, (2, 2), rows=64), Tile(64, (2, 2), False, 64)],
     },
 }
-# by warpgroups that compute: registers of a thread of theirs, of one that loads, and of each of the
-# 12 or 16 warps before they are handed out
-REGISTERS = {2: (240, 24, 168), 3: (160, 32, 128)}
+# of a thread of the warpgroups that compute, of one that loads, and of each of the 12 warps before
+# they are handed out
+REGISTERS = 240, 24, 168
 # bytes of keys and values at work at a time: they are to stay in the L2 cache
 SECTION = 32 << 20
 # of the queries and what comes to them in the fused backward, where few tiles of keys of a pair at

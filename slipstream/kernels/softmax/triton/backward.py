@@ -7,7 +7,8 @@
 
 with dx (1 - tanh^2) in place of dx beneath a softcap. The second makes p and dp transposed, keys by
 queries, so that neither ever transposes a product. Nothing is added by two programs. The sums over
-s and over t of dx are what the gates' gradient is made of (gates.py).
+s and over t of dx are what the gates' gradient is made of (gates.py). Heads whose width is no
+multiple of 8 are computed in float32 elsewhere; here their dx is two numbers of 16 bits.
 """
 
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from slipstream.kernels.softmax.triton.forward import _STRIDES
 from slipstream.kernels.softmax.triton.scores import (
     LOG2E,
+    add_product,
     block,
     rows_of_sequence,
     scores,
@@ -151,6 +153,7 @@ def softmax_dq_kernel(
     b_delta = tl.load(delta_ptr + i_r + o_m, mask=o_m < rows, other=0.0)
     position = row + shift + o_m
 
+    FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     under = 1.0 if SCALED else factor
     slope = 0.0
@@ -201,7 +204,7 @@ def softmax_dq_kernel(
                 b_sum += tl.sum(b_dx, 1)
             if HAS_SOFTCAP:
                 b_dx *= 1.0 - b_t * b_t
-            b_dq = tl.dot(b_dx.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)  # [BM, BD]
+            b_dq = add_product(b_dq, b_dx, b_k, FINE, PRECISION)  # [BM, BD]
 
     m_q = (o_m < rows)[:, None] & (o_d < D)[None, :]
     p_dq = dq_ptr + i_o * D + o_m[:, None] * (H * D) + o_d[None, :]
@@ -299,6 +302,7 @@ def softmax_dkv_kernel(
     if HAS_DK:
         b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
 
+    FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     under = 1.0 if SCALED else factor
     if HAS_DK:
@@ -372,7 +376,7 @@ def softmax_dkv_kernel(
                         b_sum += tl.sum(b_dx, 1)
                     if HAS_SOFTCAP:
                         b_dx *= 1.0 - b_t * b_t
-                    b_dk = tl.dot(b_dx.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+                    b_dk = add_product(b_dk, b_dx, b_q, FINE, PRECISION)  # [BN, BD]
         if HAS_GATE and HAS_DK:
             b_sum = tl.where(o_n < keys - row, b_sum, 0.0)
             tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < room - row)
