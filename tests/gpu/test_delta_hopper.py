@@ -55,7 +55,12 @@ def run(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
     delta_launch.walk(terms, *solved[:2], 0.1, o, s_in=terms.initial_state, s_out=final)
     delta_launch.walk_back(terms, do, *solved[:2], 0.1, dv, dstates, s_in=dfinal, s_out=dinitial)
-    return {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
+    made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
+    if V % (2 * plan.TILE_V) == 0:
+        made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
+        ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
+        delta_launch.walk_wide(terms, *solved[:2], 0.1, made["wide o"], **ends)
+    return made
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -77,8 +82,44 @@ def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
     want = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
     for name, x in got.items():
         assert torch.equal(x, again[name]), name
-        error = (x.cpu() - want[name]).norm() / want[name].norm()
+        expected = want[name.removeprefix("wide ")]
+        error = (x.cpu() - expected).norm() / expected.norm()
         assert error <= LIMIT, (name, error)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
+    """The walk of two tiles of V a program: every head as it is alone, the same bits twice."""
+    from slipstream.kernels.linear.hopper import launch
+
+    torch.manual_seed(0)
+    terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
+    assert launch._takes_two(terms)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+
+    def both(given: Terms, heads: slice) -> dict[str, Tensor]:
+        o, final, solved = launch.forward_kept(given, 0.1)
+        dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
+        return {
+            "o": o, "final": final, **launch.backward(given, dout, dend, 0.1, kept=solved)
+        }  # fmt: skip
+
+    got, again = both(terms, slice(None)), both(terms, slice(None))
+    few = slice(7, 9)
+    alone = terms._replace(
+        initial_state=terms.initial_state[:, few].contiguous(),
+        **{
+            name: x[:, :, few].contiguous()
+            for name in ("q", "k", "v", "g", "beta")
+            if (x := getattr(terms, name)) is not None
+        },
+    )
+    assert not launch._takes_two(alone)
+    for name, want in both(alone, few).items():
+        assert torch.equal(got[name], again[name]), name
+        heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
+        error = (heads.double() - want.double()).norm() / want.double().norm()
+        assert error <= 2 * LIMIT, (name, error)
 
 
 SPLITS = {  # how strong gates are, and what cuts T
@@ -126,3 +167,67 @@ def test_delta_segments_match_reference(
         assert torch.equal(x, again[name]), name
         error = (x.cpu() - want[name]).norm() / want[name].norm()
         assert error <= 2 * LIMIT, (name, error)
+
+
+BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
+
+
+def channels(kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None) -> Terms:
+    """A gate a channel, and free a and b for dplr; strong gates are in chunks of their own ways."""
+    B, T, H, HV, K = (1, 270, 1, 2, 128) if lengths else (2, 150, 2, 2, 128)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    k, a = (F.normalize(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
+    g = -0.3 * torch.rand(B, T, HV, K, device="cuda")
+    if gates == "strong":
+        g = torch.where(torch.rand_like(g) < 0.1, 100 * g, g)
+        g[:, 70] = -torch.inf
+    cu = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).bfloat16()
+    return Terms(
+        torch.randn(B, T, H, K, **make),
+        k,
+        torch.randn(B, T, HV, 128, **make),
+        g=g.to(dtype),
+        beta=2 * torch.rand(B, T, HV, device="cuda") if kind == "kda" else None,
+        a=None if kind == "kda" else a,
+        b=None if kind == "kda" else b,
+        initial_state=torch.randn(B if cu is None else len(cu) - 1, HV, K, 128, device="cuda"),
+        cu_seqlens=cu,
+    )
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 0, 200, 1, 64)], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gates", ["weak", "strong"])
+@pytest.mark.parametrize("kind", ["kda", "dplr"])
+def test_gates_a_channel_match_reference(
+    kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None
+) -> None:
+    from slipstream.kernels.linear.hopper import dplr_launch, launch
+
+    torch.manual_seed(0)
+    terms = channels(kind, gates, dtype, lengths)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    assert plan.refuses(terms) is None
+    assert dplr_launch.takes_grads(terms, do)
+
+    def both() -> dict[str, Tensor]:
+        o, final = launch.forward(terms, 0.1)
+        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, 0.1)}
+
+    got, again = both(), both()
+    wide = {
+        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
+        for name, x in terms._asdict().items()
+        if x is not None
+    }
+    o, final = linear_reference(Terms(**wide), 0.1)
+    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
+    names = [name for name in got if name not in ("o", "final")]
+    grads = torch.autograd.grad(loss, [wide[name] for name in names])
+    want = {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
+    assert got["g"].dtype == dtype
+    for name, x in got.items():
+        assert torch.equal(x, again[name]), name
+        error = (x.cpu() - want[name]).norm() / want[name].norm()
+        assert error <= BARS.get(name, 8e-3), (name, error)

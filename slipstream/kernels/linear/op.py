@@ -37,12 +37,12 @@ _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Te
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    o, final, *_ = spans_forward(*args, 1)
+    o, final, *_ = spans_forward(*args, 0)
     return o, final
 
 
 def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[Tensor, ...]:
-    """o, the final state, the states between spans.
+    """o, the final state, the states between spans, of which 0 says that no backward follows.
 
     Args:
         out: memory for o and the final state.
@@ -52,7 +52,7 @@ def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
-        return o, final, final.new_zeros(spans - 1, *final.shape)
+        return o, final, final.new_zeros(max(spans - 1, 0), *final.shape)
     impl, _, rest = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
 
@@ -110,7 +110,8 @@ def _in_slices(
         return o, final, marks, *(kept[0] if kept else ())
     if len(parts) == 1 and out is None:
         o, final, *kept = forward(terms, scale, **more)
-        return o, final, final.new_empty(spans - 1, *final.shape), *(kept[0] if kept else ())
+        marks = final.new_empty(max(spans - 1, 0), *final.shape)
+        return o, final, marks, *(kept[0] if kept else ())
     run = forward if able else partial(_copied, forward)
     dtype = torch.float32 if wide else None
     return slices.forward(run, terms, scale, parts, dtype, spans, out or (None, None))
@@ -324,7 +325,7 @@ class _Linear(torch.autograd.Function):
         spans, kept = slices.spans_of(terms, impl), []
         if impl.startswith("hopper") and terms.transition == "delta" and direct(terms.q):
             o, final, *kept = _call_kept(*given, scale, chunk, impl, wide, spans)
-        elif spans > 1:
+        elif spans > 1 or slices.trains_whole(terms, impl):
             o, final, *kept = _call_spans(*given, scale, chunk, impl, wide, spans)
         else:
             o, final = _call_trained(*given, scale, chunk, impl, wide)

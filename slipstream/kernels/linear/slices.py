@@ -9,17 +9,18 @@ Bytes a token and value head, at E bytes an element, W the power of two of K, C 
 
     gla, rwkv6          forward 2 W E + C E: q and k with their decays, scores
     delta, one gate     backward V E + 2 K V E / C: w, S and dS' of chunks; R, C E, is whole
-    kda, dplr           backward, with 1 or 2 for D, 2 D C E + V E + K V E / C: scores, x and S;
-                        and the largest of D W E + 4 V: b and k, u; of D W E + V E + K V E / C,
-                        with y and dS'; and of y, dS' and 4 K: dg where it is rounded. q and w are
-                        where their gradients go later
+    kda, dplr           with 1 or 2 for D: forward (2 + D) W E + D C E + 4 V: q, w, b and k, scores
+                        and u; backward 2 D C E + V E + K V E / C: scores, x and S; and the larger
+                        of D W E + 4 V: b and k, u; and of D W E + V E + K V E / C, with y and dS'.
+                        q and w are where their gradients go later
 
-The additive family with no or one gate a token needs next to nothing; nor does a forward pass with
-a transition take more than inputs, results and gradients and that quarter: it is not cut, and only
-walks in spans where backward follows.
+The additive family with no or one gate a token needs next to nothing. A forward pass with a
+transition whose backward pass follows takes no more than inputs, results and gradients and that
+quarter: it is not cut, and only walks in spans.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,10 @@ from torch import Tensor
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 
 # Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
-# promised; states at the borders of slices come on top.
+# promised; the rest is for spans that end where a chunk does.
 MOST = 24.0
+# Of backward: states at the borders of spans, and gradients of states.
+BORDERS = 4
 # Bytes that are not worth a slice; and how many there are at most.
 LITTLE, COUNT = 1 << 26, 8
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
@@ -54,8 +57,17 @@ def spans_of(terms: Terms, impl: str) -> int:
     return _count(terms, True)
 
 
-def of_forward(terms: Terms, spans: int = 1) -> list[Slice]:
-    """spans: at least so many, if any are wanted."""
+def trains_whole(terms: Terms, impl: str) -> bool:
+    """Whether a forward pass is cut where no backward pass follows, and only there."""
+    if impl.startswith(("eager", "reference")) or terms.transition == "none":
+        return False
+    return _room(terms, False) > 0
+
+
+def of_forward(terms: Terms, spans: int = 0) -> list[Slice]:
+    """spans: at least so many, if any are wanted; 0 where no backward pass follows."""
+    if spans == 1 and terms.transition != "none":
+        return [WHOLE]
     return _cut(terms, spans if spans > 1 else _count(terms, False))
 
 
@@ -72,7 +84,7 @@ def forward(
     scale: float,
     slices: Sequence[Slice],
     dtype: torch.dtype | None = None,
-    spans: int = 1,
+    spans: int = 0,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, ...]:
     """o, the final state, and the states between `spans` spans, [spans - 1, N, HV, K, V]; then what
@@ -82,12 +94,12 @@ def forward(
         run: called as run(terms, scale, out=(o, final)), of one slice; it may return a list of what
             it leaves after o and the final state.
         dtype: of o; q's if None.
-        spans: 1 where nobody wants the states.
+        spans: 0 or 1 where nobody wants the states.
         out: memory for o and the final state.
     """
     o = fitting(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
     final = fitting(out[1], terms.state_shape, torch.float32, terms.v.device)
-    marks = final.new_empty(spans - 1, *final.shape)
+    marks = final.new_empty(max(spans - 1, 0), *final.shape)
     state, kept = terms.initial_state, []
     goes_on = slices[0].tokens.stop is not None
     if goes_on and state is None:
@@ -242,6 +254,8 @@ def _count(terms: Terms, grads: bool) -> int:
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
     given += B * T * HV * V * terms.q.element_size()
     allowed = given * (2 if grads else 1) * int(10 * MOST) // 1000
+    if grads and B == 1:
+        allowed -= BORDERS * prod(terms.state_shape) * 4
     if grads and terms.transition == "delta" and terms.decay != "channel":
         allowed -= B * T * HV * CHUNK * terms.q.element_size()  # R, of all slices
     return int(min(COUNT, -(-room // max(allowed, 1))))
@@ -260,8 +274,6 @@ def _room(terms: Terms, grads: bool) -> int:
         return V * E + 2 * K * V * E // C if grads else 0
     more = 1 if terms.transition == "delta" else 2
     if not grads:
-        return 0
+        return (2 + more) * W * E + more * C * E + 4 * V
     kept = 2 * more * C * E + V * E + K * V * E // C
-    rounded = terms.decay == "channel" and terms.g is not None and terms.g.dtype != torch.float32
-    back = kept + V * E + K * V * E // C
-    return max(kept + more * W * E + 4 * V, back + more * W * E, back + 4 * K * rounded)
+    return kept + more * W * E + max(4 * V, V * E + K * V * E // C)

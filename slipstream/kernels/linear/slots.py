@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core import guard
+from slipstream.core import guard, probe
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.terms import Terms
@@ -145,38 +145,58 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 def _softmax(scores: Tensor, p: Tensor, impl: str) -> None:
     """p is written."""
+    _attempt(_kernel_softmax, _plain_softmax, (scores, p), p, impl)
 
-    def run() -> None:
-        from slipstream.kernels.linear.triton import slots
 
-        slots.softmax(scores, p)
+def _kernel_softmax(scores: Tensor, p: Tensor) -> None:
+    from slipstream.kernels.linear.triton import slots
 
-    def plain() -> None:
-        p.copy_(scores.softmax(-1))
+    slots.softmax(scores, p)
 
-    _attempt(run, plain, p, impl)
+
+def _plain_softmax(scores: Tensor, p: Tensor) -> None:
+    p.copy_(scores.softmax(-1))
 
 
 def _softmax_backward(p: Tensor, dp: Tensor, impl: str) -> None:
     """dp becomes the gradient of the scores."""
-
-    def run() -> None:
-        from slipstream.kernels.linear.triton import slots
-
-        slots.softmax_backward(p, dp)
-
-    def plain() -> None:
-        wide, d = p.float(), dp.float()
-        dp.copy_(wide * (d - (wide * d).sum(-1, keepdim=True) / wide.sum(-1, keepdim=True)))
-
-    _attempt(run, plain, p, impl)
+    _attempt(_kernel_backward, _plain_backward, (p, dp), p, impl)
 
 
-def _attempt(run: Callable[[], None], plain: Callable[[], None], p: Tensor, impl: str) -> None:
+def _kernel_backward(p: Tensor, dp: Tensor) -> None:
+    from slipstream.kernels.linear.triton import slots
+
+    slots.softmax_backward(p, dp)
+
+
+def _plain_backward(p: Tensor, dp: Tensor) -> None:
+    wide, d = p.float(), dp.float()
+    dp.copy_(wide * (d - (wide * d).sum(-1, keepdim=True) / wide.sum(-1, keepdim=True)))
+
+
+def _attempt(run: Callable, plain: Callable, args: tuple, p: Tensor, impl: str) -> None:
     if impl.startswith("eager") or p.numel() == 0:
-        plain()
+        plain(*args)
     else:
-        guard.attempt(lambda: ("linear.slots", p.dtype, p.shape[-1]), p.device, run, plain, ())
+        kind = ("linear.slots", p.dtype, p.shape[-1])
+        guard.attempt(lambda: kind, p.device, run, plain, args, lambda: _mismatch(p))
+
+
+def _mismatch(like: Tensor) -> str | None:
+    """The probe: there and back on a few rows as wide."""
+    scores = torch.randn(1, 19, 1, like.shape[-1], device=like.device)
+    fresh, found = probe.fresh(like, *scores.shape), []
+    ways = (_kernel_softmax, _kernel_backward), (_plain_softmax, _plain_backward)
+    for softmax, backward in ways:
+        p, dp = torch.empty_like(fresh), fresh.clone()
+        softmax(scores, p)
+        backward(p, dp)
+        found.append((p, dp))
+    bar = probe.BARS[like.dtype][1]
+    for name, x, y in zip(("p", "the gradient of the scores"), *found):
+        if not (error := probe.relative(x, y)) <= bar:
+            return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
+    return None
 
 
 _forward_op = define(

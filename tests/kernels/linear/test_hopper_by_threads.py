@@ -28,6 +28,7 @@ CASES: dict[
     "plain": (128, 1, 1, 16, 16, 1, False, False),
     "odd": (150, 1, 2, 16, 32, 2, True, True),
     "packed": (290, 2, 4, 16, 16, (5, 0, 200, 1, 64), True, True),
+    "wide": (290, 1, 2, 16, 32, (5, 0, 200, 1, 64), True, False),
 }
 
 
@@ -98,7 +99,7 @@ def emulated() -> Any:
 def kernels() -> SimpleNamespace:
     parts = {
         "solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads", "ends": "ends",
-        "ends_back": "ends_back",
+        "ends_back": "ends_back", "wide": "walk_wide",
     }  # fmt: skip
     with emulated():
         # not from the package, which may have those that are compiled
@@ -189,6 +190,22 @@ class Run:
         self.call(kernels().walk, tensors, s_in, s_out, KEEP=keep)
         return out, states
 
+    def wide(self, s_in: Any, s_out: Any, keep: bool) -> tuple[Tensor, Tensor]:
+        t = self.terms
+        out = self.empty(*t.v.shape)
+        states = self.empty(self.chunks, self.HV, self.V, self.K)
+        widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C, "s": self.K}
+        blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C), "s": (BV, self.K)}
+        given = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v"), (states, "s")]
+        args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
+        args += [Pointer(out), Pointer(self.rows)]
+        args += [None if x is None else Pointer(x) for x in (s_in, s_out)]
+        flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
+        flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
+        programs = self.V // (2 * BV) * self.HV * self.slots
+        threads.launch(kernels().wide, programs, (*args, *self.sizes[:6]), **flags, KEEP=keep)
+        return out, states
+
     def back(self, do: Tensor, s_in: Any, s_out: Any) -> tuple[Tensor, Tensor]:
         t = self.terms
         dv = self.empty(*t.v.shape)
@@ -276,6 +293,19 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     assert not w[:, :end].isnan().any()
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
     near(states[0].mT, start[0])  # the first sequence's first chunk
+
+
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "wide"])
+def test_wide_walk_equals_the_walk(case: tuple) -> None:
+    terms = inputs(case)
+    run, start = Run(terms), terms.initial_state
+    final = torch.empty(*terms.state_shape, dtype=torch.float64)
+    want = torch.empty_like(final)
+    o, _ = run.walk(start, want, keep=False)
+    torch.testing.assert_close(run.wide(start, final, keep=False)[0], o, equal_nan=True)
+    near(final, want)
+    for got, seen in zip(run.wide(start, None, True), run.walk(start, None, True), strict=True):
+        torch.testing.assert_close(got, seen, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])

@@ -115,10 +115,10 @@ def walk(
     given = [y, t.u, s_in, s_out, t.cu_seqlens]
     pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
     scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
-    sizes = (T, t.sequences, HV, t.q.shape[2], T)
+    sizes = (T, t.sequences, HV, t.q.shape[2])
     flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0}
     flags |= {"REVERSE": reverse, "HAS_U": t.u is not None, "HAS_S_IN": s_in is not None}
-    flags |= {"HAS_S_OUT": True, "SPLIT": False, "PACKED": t.cu_seqlens is not None}
+    flags |= {"HAS_S_OUT": True, "PACKED": t.cu_seqlens is not None}
     args = (*made, *pointers, SCALE, *scales, *sizes)
     threads.launch(kernel("walk"), HV * t.sequences, args, **flags)
     return y
@@ -151,21 +151,18 @@ def test_channel_walk_matches_reference(case: tuple) -> None:
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
 
 
-def edges(
-    t: Terms, do: Tensor, s_in: Tensor | None, s_out: Tensor | None, sums: dict, reverse: bool
-) -> Tensor:
+def edges(t: Terms, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) -> Tensor:
     _, T, HV, _ = do.shape
     y = torch.full((1, T, HV, K), torch.nan, dtype=torch.float64)
     tiles = [(t.q, K), (t.k, K), (t.v, V), (do, V), (t.g, K), (y, 64)]
     made = [delta.Descriptor(a, a.shape[2] * a.shape[3], C, n) for a, n in tiles]
-    given = [y, s_in, s_out, *sums.values(), t.cu_seqlens]
+    given = [y, s_in, *sums.values(), t.cu_seqlens]
     pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
-    sizes = (T, t.sequences, HV, t.q.shape[2], T)
+    sizes = (T, t.sequences, HV, t.q.shape[2])
     flags = {"K": K, "V": V, "C": C, "ST": 2, "SPAN": SPAN, "LOST": 0.0, "BOUND": 60.0}
     flags |= {"REVERSE": reverse, "BEFORE": t.u is not None}
-    flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
-    flags |= {"SPLIT": False, "PACKED": t.cu_seqlens is not None}
-    threads.launch(kernel("edges"), HV * t.sequences, (*made, *pointers, 1.0, 1.0, *sizes), **flags)
+    flags |= {"HAS_S_IN": s_in is not None, "PACKED": t.cu_seqlens is not None}
+    threads.launch(kernel("edges"), HV * t.sequences, (*made, *pointers, 1.0, *sizes), **flags)
     return y
 
 
@@ -191,9 +188,8 @@ def test_edges_match_the_states(case: tuple) -> None:
     sums = {n: full((count, HV, K), torch.nan, **wide) for n in ("sums", "z")}
     sums["anchors"] = full((count, HV, K, V), torch.nan, **wide)
     sums["decay"] = full((count, HV, K), torch.nan, **wide)
-    first = torch.empty_like(last)
-    dqs = edges(terms, do, terms.initial_state, None, sums, False)[0]
-    dke = edges(terms, do, last, first, sums, True)[0]
+    dqs = edges(terms, do, terms.initial_state, sums, False)[0]
+    dke = edges(terms, do, last, sums, True)[0]
     assert terms.g is not None
     for h in range(HV):
         q, k = (x[0, :, h // (HV // H)] for x in (terms.q, terms.k))
@@ -219,5 +215,3 @@ def test_edges_match_the_states(case: tuple) -> None:
             until = torch.stack([g[a : t + (terms.u is None)].sum(0) for t in range(a, b)])
             near(sums["z"][slot, h], (decay[:, None] * states[slot] * b_s[n]).sum(1))
             b_s[n] = decay[:, None] * b_s[n] + (q[a:b] * until.exp()).T @ d[a:b]
-        for n in range(terms.sequences):
-            near(first[n, h], b_s[n])

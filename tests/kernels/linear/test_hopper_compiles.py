@@ -29,7 +29,10 @@ CASES = {
 SPLIT = CASES["gated"]
 
 
-MAKES = ["solve", "o", "states", "back", "grads", "ends", "ends_back", "meet", "meet_back"]
+MAKES = [
+    "solve", "o", "states", "wide", "wide_states", "back", "grads", "ends", "ends_back", "meet",
+    "meet_back",
+]  # fmt: skip
 
 
 def terms(case: tuple, device: torch.device | str) -> Terms:
@@ -69,6 +72,9 @@ def jobs(case: tuple, make: str) -> list[Job]:
             delta_launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
         elif make == "states":
             delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
+        elif make.startswith("wide"):
+            kept = {"states": states} if make == "wide_states" else {"s_out": end}
+            delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make == "grads":
             wide = like.new_empty(B, T, HV, K)
             each = rows.new_empty(B, T, HV)
@@ -95,8 +101,8 @@ def check(job: Job) -> Compiled:
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it. The gradients' kernel, which has no
-    # loop over chunks, keeps addresses of its many tiles there
-    most = 352 if "grads" in job.name else 48
+    # loop over chunks, keeps addresses of its many tiles there, the wide walk those of S and w
+    most = 352 if "grads" in job.name else 64 if "wide" in job.name else 48
     assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
@@ -106,6 +112,8 @@ def check(job: Job) -> Compiled:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("make", MAKES)
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
+    if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
+        pytest.skip("V is one tile")
     (job,) = jobs(case, make)
     got = check(job)
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)

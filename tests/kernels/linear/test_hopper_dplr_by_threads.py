@@ -49,7 +49,7 @@ def kernels() -> SimpleNamespace:
         own = ("prepare", "solve", "strong", "walk", "walk_back")
         names = ["delta_solve", *(f"dplr_{name}" for name in own)]
         made = {name: importlib.import_module(PARTS + name) for name in names}
-        for name in ("delta_solve", "dplr_solve"):
+        for name in ("delta_solve", "dplr_solve", "dplr_strong"):
             vars(made[name])["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
             weak=made["dplr_prepare"].dplr_prepare_sm90_kernel,

@@ -58,7 +58,8 @@ def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
 @functools.cache
 def kernels() -> SimpleNamespace:
     with delta.emulated():
-        for name in ("dplr_grads", "dplr_grads_parts", "dplr_level_grads", "dplr_scores"):
+        parts = ("grads_parts", "levels", "grads", "level_grads", "scores")
+        for name in (f"dplr_{part}" for part in parts):
             sys.modules.pop(f"{PACKAGE}.{name}", None)
         gluon: Any = sys.modules["slipstream.kernels.gluon"]
         gluon.gl.inline_asm_elementwise = assembly

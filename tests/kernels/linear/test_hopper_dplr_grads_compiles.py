@@ -14,28 +14,32 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel", "dplr_scores_sm90_kernel")
-# transition, dtype, K, V, packed -> bytes that a thread may spill, of each kernel
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# transition, dtype, of gates, K, V, packed -> bytes that a thread may spill, of each kernel
 CASES = {
-    "kda": (("kda", torch.bfloat16, 128, 128, False), (512, 256, 0)),
-    "dplr packed": (("dplr", torch.bfloat16, 128, 128, True), (1024, 768, 0)),
-    "kda narrow": (("kda", torch.float16, 64, 128, True), (128, 256, 0)),
+    "kda": (("kda", BF16, FP32, 128, 128, False), (512, 256, 0)),
+    "dplr packed": (("dplr", BF16, FP32, 128, 128, True), (1024, 768, 0)),
+    "kda narrow": (("kda", FP16, FP32, 64, 128, True), (128, 256, 0)),
+    "kda bf16 gates": (("kda", BF16, BF16, 128, 128, False), (512, 256, 0)),
+    "dplr bf16 gates": (("dplr", BF16, BF16, 128, 128, False), (1024, 768, 0)),
+    "dplr fp16 gates": (("dplr", FP16, FP16, 64, 128, True), (320, 768, 0)),
 }
 
 
 def terms(case: tuple, device: torch.device) -> Terms:
-    kind, dtype, K, V, packed = case
+    kind, dtype, gates, K, V, packed = case
     B, T, H, HV = 1 if packed else 2, 192, 1, 2
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, device=device, dtype=dtype)
 
-    free, wide = kind == "dplr", torch.float32
+    free = kind == "dplr"
     return Terms(
         empty(B, T, H, K),
         empty(B, T, H, K),
         empty(B, T, HV, V),
-        g=empty(B, T, HV, K, dtype=wide),
-        beta=None if free else empty(B, T, HV, dtype=wide),
+        g=empty(B, T, HV, K, dtype=gates),
+        beta=None if free else empty(B, T, HV, dtype=FP32),
         a=empty(B, T, H, K) if free else None,
         b=empty(B, T, H, K) if free else None,
         cu_seqlens=empty(3, dtype=torch.int32) if packed else None,

@@ -36,7 +36,7 @@ from slipstream.kernels.linear.hopper.additive_walk import (
     place_gates,
     walk_part,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, opening, ring
 
 
 @gluon.jit
@@ -222,11 +222,7 @@ def additive_back_sm90_kernel(
     a_empty = ring(2, 2)
     s_full = ring(2, 1)
     s_empty = ring(1, 1)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    slot = pid // HV
-    row, length, _ = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
-    n = gl.cdiv(length, C)
+    i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     k_col = i_h // (HV // H) * K
     o_s = (slot.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None

@@ -21,7 +21,6 @@ memory:
 
 from slipstream.kernels.gluon import (
     copy_in,
-    copy_out,
     fence_async_shared,
     gl,
     gluon,
@@ -30,7 +29,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, opening, ring, write_turned
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
@@ -222,16 +221,7 @@ def walk_part(
         mbarrier.arrive(a_empty.index(a), count=1)
         b_y *= scale
         t = c * C
-        if t + C <= length:
-            store_wait(0)
-            ys.index(I).permute((1, 0)).store(b_y.to(rs.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            copy_out(y_desc, [row + t, y_col], ys.index(I))
-        else:
-            p_y = y_ptr + (row + t + o_c).to(gl.int64)[None, :] * (HV * X)
-            p_y += (y_col + gl.arange(0, HALF, gl.SliceLayout(1, yl)))[:, None]
-            gl.store(p_y, b_y.to(rs.dtype), mask=(o_c < length - t)[None, :])
+        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
         if HAS_DG and not SHARED:
             b = i % 2
             mbarrier.wait(q_full.index(b), (i // 2) & 1)
@@ -317,11 +307,7 @@ def additive_walk_sm90_kernel(
     a_empty = ring(2, 2)
     q_full = ring(1, 2)
     q_empty = ring(2, 2)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    slot = pid // HV
-    row, length, _ = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
-    n = gl.cdiv(length, C)
+    i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     r_col = i_h // (HV // HR) * D
     x_col = i_h // (HV // HX) * X
     o_s = (slot.to(gl.int64) * HV + i_h) * (D * X)

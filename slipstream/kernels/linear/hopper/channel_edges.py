@@ -19,7 +19,6 @@ carry 64 rows of the state each. Parts of a program:
 
 from slipstream.kernels.gluon import (
     copy_in,
-    copy_out,
     fence_async_shared,
     gl,
     gluon,
@@ -37,7 +36,7 @@ from slipstream.kernels.linear.hopper.channel_prepare import (
     sums_part,
     take_gates,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, opening, ring, write_turned
 
 
 @gluon.jit
@@ -107,11 +106,10 @@ def edges_part(
 
 @gluon.jit
 def walk_part(
-    y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, s_in_ptr, s_out_ptr, p_sums, p_z,
-    p_anchor, p_decay, o_s, row, HV, y_col, length, n, scale_in, scale_out,
+    y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
+    p_decay, o_s, row, HV, y_col, length, n, scale_in,
     I: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     SPAN: gl.constexpr, LOST: gl.constexpr, REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 I and on of the state, and of y^T."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -120,14 +118,12 @@ def walk_part(
     o_x = 64 * I + gl.arange(0, 64, gl.SliceLayout(1, sl))
     o_r = 64 * I + gl.arange(0, 64, gl.SliceLayout(1, yl))
     o_a = o_x[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, sl))[None, :]
-    o_s += o_a
     if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_s).to(gl.float32) * scale_in
+        b_s = gl.load(s_in_ptr + (o_s + o_a)).to(gl.float32) * scale_in
     else:
         b_s = gl.zeros([64, V], gl.float32, sl)
     zero = gl.zeros([64, C], gl.float32, yl)
     b_z = gl.zeros([64], gl.float32, gl.SliceLayout(1, yl))
-    o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
     y_col += 64 * I
     for i in range(n):
         s = i % ST
@@ -158,25 +154,11 @@ def walk_part(
             if (c % SPAN == SPAN - 1) | (c == n - 1):
                 p = p_anchor + HV.to(gl.int64) * (c // SPAN) * (K * V)
                 gl.store(p + o_a, b_s)
-        if t + C <= length:
-            store_wait(0)
-            ys.index(I).permute((1, 0)).store(b_y.to(xs.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            copy_out(y_desc, [row + t, y_col], ys.index(I))
-        else:
-            p_y = y_ptr + (row + t + o_c).to(gl.int64)[None, :] * (HV * K)
-            p_y += (y_col + gl.arange(0, 64, gl.SliceLayout(1, yl)))[:, None]
-            gl.store(p_y, b_y.to(xs.dtype), mask=(o_c < length - t)[None, :])
+        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * K, length - t, C)
     store_wait(0)
-    if HAS_S_OUT:
-        gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
 
 
-_SIZES = ["T", "N", "HV", "H", "segment"]
-
-
-@gluon.jit(do_not_specialize=["scale_in", "scale_out", *_SIZES])
+@gluon.jit(do_not_specialize=["scale_in", "T", "N", "HV", "H"])
 def channel_edges_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -185,20 +167,17 @@ def channel_edges_sm90_kernel(
     g_desc,  # [tokens, HV * K] by [C, K]
     y_desc,  # [tokens, HV * K] by [C, 64]: dqs, or dke if REVERSE
     y_ptr,
-    s_in_ptr,  # [slots, HV, K, V]; times scale_in
-    s_out_ptr,  # the same; times scale_out
+    s_in_ptr,  # [N, HV, K, V]; times scale_in
     sums_ptr,  # [chunks, HV, K]: of qs * dqs
     z_ptr,  # [chunks, HV, K]
     anchor_ptr,  # [spans, HV, K, V]
     decay_ptr,  # [chunks, HV, K]
     cu_ptr,  # [N + 1]
     scale_in,
-    scale_out,
     T,
     N,
     HV,
     H,
-    segment,
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
@@ -209,14 +188,9 @@ def channel_edges_sm90_kernel(
     REVERSE: gl.constexpr,
     BEFORE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * slots,), 4 warps: one program walks one head of one segment; K is 128.
-
-    Without SPLIT a slot is a sequence.
-    """
+    """grid (HV * N,), 4 warps: one program walks one head of one sequence; K is 128."""
     dtype: gl.constexpr = q_desc.dtype
     ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -234,21 +208,16 @@ def channel_edges_sm90_kernel(
     told = ring(1, ST)
     ready = ring(1, ST)
     empty = ring(2, ST)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    slot = pid // HV
-    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
-    n = gl.cdiv(length, C)
+    i_h, i_n, row, length, first, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
     k_col = i_h // (HV // H) * K
-    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V)
+    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None
     p_in = s_in_ptr if HAS_S_IN else y_ptr
-    p_out = s_out_ptr if HAS_S_OUT else y_ptr
     o_chunk = (first.to(gl.int64) * HV + i_h) * K
     p_sums = sums_ptr + o_chunk
     p_z = z_ptr + o_chunk
     p_decay = decay_ptr + o_chunk
-    span = first_span(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+    span = first_span(i_n, row, T, T, SPAN * C, False, PACKED).to(gl.int64) * HV + i_h
     p_anchor = anchor_ptr + span * (K * V)
     # the state's new rows, what reads it, and what is summed with y
     xs = qs if REVERSE else ks
@@ -258,13 +227,13 @@ def channel_edges_sm90_kernel(
     gl.warp_specialize(
         [
             (walk_part, (
-                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_out, p_sums,
-                p_z, p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in, scale_out,
-                0, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN, HAS_S_OUT)),
+                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
+                p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
+                0, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
             (walk_part, (
-                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_out, p_sums,
-                p_z, p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in, scale_out,
-                1, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN, HAS_S_OUT)),
+                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
+                p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
+                1, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
             (edges_part, (
                 qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
                 K, V, C, ST, REVERSE, BEFORE)),

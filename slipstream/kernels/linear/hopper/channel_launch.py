@@ -127,7 +127,8 @@ def walk(
         ST=STAGES,
         LEVELS=CHUNK.bit_length() - 1,
         HAS_U=terms.u is not None,
-        **_flags(terms, s_in, s_out, reverse),
+        HAS_S_OUT=s_out is not None,
+        **_flags(terms, s_in, reverse),
     )
 
 
@@ -155,14 +156,12 @@ def edges(
         _tiles(y, HALF),
         y,
         s_in,
-        None,
         sums.sums,
         sums.z,
         sums.anchors,
         decay,
         terms.cu_seqlens,
         scale_in,
-        1.0,
         *_sizes(terms),
         K=K,
         V=V,
@@ -171,25 +170,20 @@ def edges(
         SPAN=SPAN,
         LOST=LOST,
         BEFORE=terms.u is not None,
-        **_flags(terms, s_in, None, reverse),
+        **_flags(terms, s_in, reverse),
     )
 
 
 def _sizes(terms: Terms) -> tuple[int, ...]:
-    """T to segment."""
-    T = terms.q.shape[1]
-    return T, terms.sequences, terms.v.shape[2], terms.q.shape[2], T
+    """T to H."""
+    return terms.q.shape[1], terms.sequences, terms.v.shape[2], terms.q.shape[2]
 
 
-def _flags(
-    terms: Terms, s_in: Tensor | None, s_out: Tensor | None, reverse: bool
-) -> dict[str, Any]:
+def _flags(terms: Terms, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:
     return {
         "BOUND": portable.BOUND[terms.q.dtype],
         "REVERSE": reverse,
         "HAS_S_IN": s_in is not None,
-        "HAS_S_OUT": s_out is not None,
-        "SPLIT": False,
         "PACKED": terms.cu_seqlens is not None,
         **_PROGRAM,
     }

@@ -25,8 +25,6 @@ a program:
 
 from slipstream.kernels.gluon import (
     copy_in,
-    copy_out,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -35,7 +33,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.channel_prepare import flag_of, scores_part, square, sums_part
-from slipstream.kernels.linear.hopper.parts import place, ring
+from slipstream.kernels.linear.hopper.parts import opening, ring, write_turned
 
 HALF = gl.constexpr(64)  # rows of the state in a warpgroup
 
@@ -83,7 +81,6 @@ def walk_part(
     else:
         b_s = gl.zeros([HALF, K], gl.float32, sl)
     zero = gl.zeros([HALF, C], gl.float32, yl)
-    o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
     y_col += HALF * I
     for i in range(n):
         s = i % ST
@@ -115,25 +112,13 @@ def walk_part(
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
         b_y *= scale
-        if t + C <= length:
-            store_wait(0)
-            ys.index(I).permute((1, 0)).store(b_y.to(rs.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            copy_out(y_desc, [row + t, y_col], ys.index(I))
-        else:
-            p_y = y_ptr + (row + t + o_c).to(gl.int64)[None, :] * (HV * X)
-            p_y += (y_col + gl.arange(0, HALF, gl.SliceLayout(1, yl)))[:, None]
-            gl.store(p_y, b_y.to(rs.dtype), mask=(o_c < length - t)[None, :])
+        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
     store_wait(0)
     if HAS_S_OUT:
         gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
 
 
-_SIZES = ["T", "N", "HV", "H", "segment"]
-
-
-@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
+@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H"])
 def channel_walk_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -142,7 +127,7 @@ def channel_walk_sm90_kernel(
     y_desc,  # [tokens, HV * X] by [C, HALF]: o, or dv
     y_ptr,
     u_ptr,  # [HV, K]
-    s_in_ptr,  # [slots, HV, K, X]; times scale_in
+    s_in_ptr,  # [N, HV, K, X]; times scale_in
     s_out_ptr,  # the same; times scale_out
     cu_ptr,  # [N + 1]
     scale,
@@ -152,7 +137,6 @@ def channel_walk_sm90_kernel(
     N,
     HV,
     H,
-    segment,
     K: gl.constexpr,
     X: gl.constexpr,
     C: gl.constexpr,
@@ -163,13 +147,9 @@ def channel_walk_sm90_kernel(
     HAS_U: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
-    SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * slots,), 4 warps: one program walks one head of one segment; X is 128.
-
-    Without SPLIT a slot is a sequence.
-    """
+    """grid (HV * N,), 4 warps: one program walks one head of one sequence; X is 128."""
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
@@ -188,13 +168,9 @@ def channel_walk_sm90_kernel(
     told = ring(1, ST)
     ready = ring(1, ST)
     empty = ring(2, ST)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    slot = pid // HV
-    row, length, _ = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
-    n = gl.cdiv(length, C)
+    i_h, i_n, row, length, _, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
     k_col = i_h // (HV // H) * K
-    o_s = (slot.to(gl.int64) * HV + i_h) * (K * X)
+    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * X)
     # what is not given: something else, for only the first part takes None
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr

@@ -20,6 +20,7 @@ from slipstream.kernels.linear.hopper.delta_meet import delta_meet_kernel
 from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
+from slipstream.kernels.linear.hopper.delta_walk_wide import delta_walk_wide_sm90_kernel
 from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_launch import Solved
@@ -93,6 +94,42 @@ def walk(
         *_sizes(terms, segment),
         KEEP=states is not None,
         **_flags(terms, s_in, s_out, segment),
+    )
+
+
+def walk_wide(
+    terms: Terms,
+    r: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    states: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+) -> None:
+    """As walk, of whole sequences, two tiles of V a program."""
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    flags = _flags(terms, s_in, s_out, None)
+    del flags["SPLIT"]
+    launch: Any = kept(delta_walk_wide_sm90_kernel)[(V // (2 * TILE_V) * HV * terms.sequences,)]
+    launch(
+        _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
+        _tiles(terms.k, H * K, CHUNK, K),
+        _tiles(terms.v, HV * V, CHUNK, TILE_V),
+        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
+        _tiles(out, HV * V, CHUNK, TILE_V),
+        None if states is None else _tiles(states, K, TILE_V, K),
+        out,
+        rows,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        scale,
+        *_sizes(terms, None)[:4],
+        KEEP=states is not None,
+        **flags,
     )
 
 

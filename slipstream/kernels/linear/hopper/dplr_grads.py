@@ -188,7 +188,7 @@ def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
 
 @gluon.jit
 def grads_part(
-    ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty,
+    ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
     beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr, wide: gl.constexpr,
@@ -200,7 +200,6 @@ def grads_part(
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, cl))
     zero = gl.zeros([C, K], gl.float32, cl)
-    parts = gs._reinterpret(gl.bfloat16, [2, C, K], ops.layout)
     sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, K], ops.layout)
     b_dg = zero
     was_first = total.to(gl.int64) * 0
@@ -313,7 +312,7 @@ def dplr_grads_sm90_kernel(
     dk_ptr,
     da_ptr,  # dplr
     db_ptr,
-    dg_ptr,
+    dg_ptr,  # in the gates' dtype
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
     cu_ptr,  # [N + 1]
     scale,
@@ -340,14 +339,18 @@ def dplr_grads_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [V, C], y_desc.layout)
     xs = gl.allocate_shared_memory(dtype, [V, C], x_desc.layout)
     ops = gl.allocate_shared_memory(dtype, [3 if DELTA else 4, C, K], q_desc.layout)
-    gs = gl.allocate_shared_memory(g_desc.dtype, [C, K], g_desc.layout)
+    parts = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], q_desc.layout)
+    if g_desc.dtype == gl.float32:
+        gs = parts._reinterpret(gl.float32, [C, K], g_desc.layout)
+    else:
+        gs = parts.index(0)._reinterpret(g_desc.dtype, [C, K], g_desc.layout)
     NS: gl.constexpr = 2 if DELTA else 4
     if DELTA:
         vs = xs
     else:
         vs = gl.allocate_shared_memory(dtype, [C, V], v_desc.layout)
     if SHARED:
-        scores = gs._reinterpret(dtype, [NS, C, C], dqb_desc.layout)
+        scores = parts._reinterpret(dtype, [NS, C, C], dqb_desc.layout)
     else:
         scores = gl.allocate_shared_memory(dtype, [NS, C, C], dqb_desc.layout)
     full = ring(1, 5)
@@ -355,7 +358,7 @@ def dplr_grads_sm90_kernel(
     gl.warp_specialize(
         [
             (grads_part, (
-                ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty,
+                ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
                 beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
                 scale, total, tokens, T, N, HV, K, V, C, NK, WIDE, DELTA, PACKED)),
             (load_part, (

@@ -22,7 +22,7 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 def takes_grads(terms: Terms, do: Tensor) -> bool:
     """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
     q, v, g = terms.q, terms.v, terms.g
-    if g is None or terms.decay != "channel" or g.dtype != torch.float32:
+    if g is None or terms.decay != "channel" or g.dtype not in _TYPES:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or v.numel() * 2 // v.shape[-1] >= 2**31:
         return False

@@ -140,4 +140,5 @@ def products_of_states(ss, ds, V: gl.constexpr, K: gl.constexpr, wide: gl.conste
 @gluon.jit
 def store_gates(dg_ptr, b_dg, first, left, o_c, o_k, HV, K: gl.constexpr):
     p = dg_ptr + first * K
+    b_dg = b_dg.to(dg_ptr.dtype.element_ty)
     gl.store(p + (o_c[:, None] * (HV * K) + o_k[None, :]), b_dg, mask=(o_c < left)[:, None])

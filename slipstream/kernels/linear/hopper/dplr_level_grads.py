@@ -1,14 +1,8 @@
 """Per-channel decay on sm_90: the gradients of dplr_grads.py in strong chunks, by levels.
 
-At level l the tokens lie in halves of 2^l, later and earlier ones by turns, and what reads in a
-later half sees what the earlier half beside it wrote. With the seam of two halves between them,
-
-    e_t = sum of g from the seam to t       in a later half (dplr: for a without t's own gate)
-          sum of g from t + 1 to the seam   in an earlier one
-
-the decay of such a pair is exp(e_i + e_j), both at most 1. Levels 0 to 5 have every pair of a chunk
-once. Since a token is a reader or a writer at a level, each score takes one product: with D its
-gradient, D + D^T where halves are siblings, times
+Since a token is a reader or a writer at a level (dplr_levels.py, whose e are these, for a without
+t's own gate), each score takes one product: with D its gradient, D + D^T where halves are siblings,
+times
 
     x_t = q_t exp(e_t) or s_t exp(e_t) in a later half, w_t exp(e_t) or u_t exp(e_t) in an earlier
 
@@ -32,45 +26,15 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.linear.hopper.delta_solve import halves
 from slipstream.kernels.linear.hopper.dplr_grads_parts import LOG2E, products_of_states
+from slipstream.kernels.linear.hopper.dplr_levels import (
+    END,
+    LEVELS,
+    LOWEST,
+    START,
+    gates_seen,
+    sum_gates,
+)
 from slipstream.kernels.linear.hopper.parts import place, ring
-
-LOWEST = gl.constexpr(-256.0)  # of gates, as the portable kernels take them
-START = gl.constexpr(-1)
-END = gl.constexpr(-2)
-
-
-@gluon.jit
-def gates_seen(
-    C: gl.constexpr, layout: gl.constexpr, level, none, BACK: gl.constexpr, OWN: gl.constexpr
-):
-    """[C, C]: whether row i's exponent has gate t in it; BACK: row t, whether it is in i's.
-
-    level: or START, from the chunk's first gate on, or END, up to its last. OWN: a read has its.
-    none: 0, and no compiler knows it (dplr_grads_parts.seen).
-    """
-    i = gl.arange(0, C, gl.SliceLayout(0 if BACK else 1, layout)) + none
-    t = gl.arange(0, C, gl.SliceLayout(1 if BACK else 0, layout))
-    if BACK:
-        i, t = i[None, :], t[:, None]
-    else:
-        i, t = i[:, None], t[None, :]
-    past = t <= i if OWN else t < i
-    if level is START:
-        seen = past
-    elif level is END:
-        seen = t > i
-    else:
-        later = ((i >> level) & 1) == 1
-        seen = ((i >> level) == (t >> level)) & gl.where(later, past, t > i)
-    return gl.where(seen, 1.0, 0.0).to(gl.bfloat16)
-
-
-@gluon.jit
-def sum_gates(seen, gates, zero):
-    """Of both halves of the gates."""
-    b = warpgroup_mma(seen, gates.index(1), zero, use_acc=False, is_async=True)
-    b = warpgroup_mma(seen, gates.index(0), b, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit
@@ -147,7 +111,9 @@ def through_states(
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     zero = gl.zeros([C, BK], gl.float32, cl)
-    b_e = sum_gates(gates_seen(C, ca, START, none, False, True), gates, zero)
+    b_e = sum_gates(
+        gates_seen(C, ca, START, none, False, True), gates.index(0), gates.index(1), zero
+    )
     b_f = gl.exp2(b_e)
     if DELTA:
         b_fa = b_f
@@ -166,7 +132,9 @@ def through_states(
     if not DELTA:
         seen = gates_seen(C, ca, START, none, True, False)
         b_dg = to_gates(seen, b_a * b_da, sums.index(0), b_dg)
-    b_f = gl.exp2(sum_gates(gates_seen(C, ca, END, none, False, True), gates, zero))
+    b_f = gl.exp2(
+        sum_gates(gates_seen(C, ca, END, none, False, True), gates.index(0), gates.index(1), zero)
+    )
     mbarrier.wait(full.index(1), 0)
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
     b_dw = gl.where(m, warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
@@ -190,14 +158,15 @@ def through_scores(
     C: gl.constexpr = ops.shape[1]
     BK: gl.constexpr = ops.shape[2]
     act: gl.constexpr = ops.dtype
-    LEVELS: gl.constexpr = 6
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
     zero = gl.zeros([C, BK], gl.float32, cl)
     for level in range(LEVELS):
         later = (((o_c >> level) & 1) == 1)[:, None]
-        b_e = sum_gates(gates_seen(C, ca, level, none, False, True), gates, zero)
+        b_e = sum_gates(
+            gates_seen(C, ca, level, none, False, True), gates.index(0), gates.index(1), zero
+        )
         b_f = gl.exp2(b_e)
         b_fa = b_f
         if not DELTA:
@@ -340,7 +309,7 @@ def one_chunk(
         gl.store(db_ptr + o_o, b_dw.to(act), mask=m)
         gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
     gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
-    gl.store(dg_ptr + o_o, b_dg, mask=m)
+    gl.store(dg_ptr + o_o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -367,7 +336,7 @@ def dplr_level_grads_sm90_kernel(
     dk_ptr,
     da_ptr,  # dplr
     db_ptr,
-    dg_ptr,
+    dg_ptr,  # in the gates' dtype
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
     cu_ptr,  # [N + 1]
     scale,

@@ -47,6 +47,46 @@ def gates_of(b_g, three: gl.constexpr):
     return b_e, b_early, gl.convert_layout(b_late[:, None, :], three)
 
 
+@gluon.jit
+def decay(
+    b_g, q, a, b, k, early, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
+    flat: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """64 channels: operands of products in place, q~, b^, k^ and the chunk's decay; how strong."""
+    three: gl.constexpr = b_g.type.layout
+    line: gl.constexpr = gl.SliceLayout(0, flat)
+    b_e, b_early, b_late = gates_of(b_g, three)
+    strong = gl.max(-gl.minimum(b_early, b_late))
+    b_early = gl.exp2(gl.convert_layout(gl.reshape(b_early, [64]), line))
+    b_late = gl.exp2(gl.convert_layout(gl.reshape(b_late, [64]), line))
+    gl.store(p_total, b_early * b_late)
+    early.store(b_early)
+    b_a = a.load(flat)
+    b_q = q.load(flat)
+    b_before = gl.convert_layout(gl.reshape(b_e - b_g, [64, 64]), flat)
+    b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
+    b_write = gl.exp2(-b_e)
+    b_read = gl.exp2(b_e)
+    if DELTA:
+        b_b = b_a * b_write
+        b_a = b_a * b_read
+    else:
+        b_a = b_a * gl.exp2(b_before)
+    a.store(b_a.to(a.dtype))
+    b_q = b_q * b_read
+    q.store(b_q.to(q.dtype))
+    gl.store(q_out_ptr + o_w, (b_q * (b_early * scale)[None, :]).to(q.dtype))
+    if not DELTA:
+        b_b = b.load(flat) * b_write
+    b.store(b_b.to(b.dtype))
+    gl.store(b_out_ptr + o_w, (b_b * b_late[None, :]).to(b.dtype))
+    if not DELTA:
+        b_k = k.load(flat) * b_write
+        k.store(b_k.to(k.dtype))
+        gl.store(k_out_ptr + o_w, (b_k * b_late[None, :]).to(k.dtype))
+    return strong
+
+
 @gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
 def dplr_prepare_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, 64]
@@ -98,6 +138,7 @@ def dplr_prepare_sm90_kernel(
     qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    keys = reads
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     early = gl.allocate_shared_memory(gl.float32, [NK, 64], few)
@@ -138,35 +179,12 @@ def dplr_prepare_sm90_kernel(
             gl.thread_barrier()
         if HAS_GATE:
             b_g = gl.maximum(b_g * LOG2E, LOWEST)
-            b_e, b_early, b_late = gates_of(b_g, three)
-            strongest = gl.maximum(strongest, gl.max(-gl.minimum(b_early, b_late)))
-            b_early = gl.exp2(gl.convert_layout(gl.reshape(b_early, [64]), line))
-            b_late = gl.exp2(gl.convert_layout(gl.reshape(b_late, [64]), line))
-            gl.store(total_ptr + slot * K + n * 64 + o_line, b_early * b_late)
-            early.index(n).store(b_early)
-            b_a = reads.index(n).load(flat)
-            b_q = qs.index(n).load(flat)
-            b_before = gl.convert_layout(gl.reshape(b_e - b_g, [64, 64]), flat)
-            b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
-            b_write = gl.exp2(-b_e)
-            b_read = gl.exp2(b_e)
-            if DELTA:
-                b_b = b_a * b_write
-                b_a = b_a * b_read
-            else:
-                b_a = b_a * gl.exp2(b_before)
-            reads.index(n).store(b_a.to(act))
-            b_q = b_q * b_read
-            qs.index(n).store(b_q.to(act))
-            gl.store(q_out_ptr + o_w, (b_q * (b_early * scale)[None, :]).to(act))
-            if not DELTA:
-                b_b = bs.index(n).load(flat) * b_write
-            bs.index(n).store(b_b.to(act))
-            gl.store(b_out_ptr + o_w, (b_b * b_late[None, :]).to(act))
-            if not DELTA:
-                b_k = keys.index(n).load(flat) * b_write
-                keys.index(n).store(b_k.to(act))
-                gl.store(k_out_ptr + o_w, (b_k * b_late[None, :]).to(act))
+            p_total = total_ptr + slot * K + n * 64 + o_line
+            strong = decay(
+                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), early.index(n),
+                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, DELTA,
+            )  # fmt: skip
+            strongest = gl.maximum(strongest, strong)
         else:
             gl.store(q_out_ptr + o_w, (qs.index(n).load(flat) * scale).to(act))
             if DELTA:

@@ -1,14 +1,14 @@
 """Decays per channel on sm_90: what needs no state, of strong chunks.
 
-As dplr_prepare.py, which marks the chunks, does it for the others, but pairs (i, j) by levels: at
-level s those in the two halves of a block of 2^s tokens, decayed to and from the block's middle. A
-row is then either a read, in the later half, or a write, so that two tiles a level have them all:
+As dplr_prepare.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with
+the decays of dplr_levels.py. A row is at a level either a read, in the later half, or a write, so
+that two tiles a level have them all:
 
     x = later: q, earlier: b        y = later: a, earlier: k
     qb = x x^T      ab = y x^T      qk = x y^T      ak = y y^T
 
-for delta x = q and y = k, in both halves. At levels up to 4 sums of gates are differences of sums
-of no more than 16, beyond them of one sign.
+for delta x = q and y = k, in both halves. Gates are bf16 numbers and what those leave, in shared
+memory for delta, whose programs have room for it; else in the tiles of x and y, before those.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -17,7 +17,16 @@ of no more than 16, beyond them of one sign.
 # pyright: reportUnboundVariable=false
 
 from slipstream.kernels.gluon import gl, gluon
-from slipstream.kernels.linear.hopper.dplr_prepare import LOG2E, LOWEST, add
+from slipstream.kernels.linear.hopper.delta_solve import halves
+from slipstream.kernels.linear.hopper.dplr_levels import (
+    END,
+    LEVELS,
+    LOWEST,
+    START,
+    gates_seen,
+    sum_gates,
+)
+from slipstream.kernels.linear.hopper.dplr_prepare import LOG2E
 from slipstream.kernels.linear.hopper.dplr_solve import put, ready, scores, solve
 from slipstream.kernels.linear.hopper.parts import place
 
@@ -25,91 +34,56 @@ TURN = gl.constexpr(16)  # marks that are looked at together
 
 
 @gluon.jit
-def load_gates(p, m):
-    return gl.maximum(gl.load(p, mask=m, other=0.0).to(gl.float32) * LOG2E, LOWEST)
+def put_gates(p, m, high, low):
+    """64 channels' gates, which are returned as their sums have them."""
+    b_g = gl.load(p, mask=m, other=0.0).to(gl.float32) * LOG2E
+    g_high, g_low = halves(gl.maximum(b_g, LOWEST))
+    high.store(g_high)
+    low.store(g_low)
+    ready()
+    return g_high.to(gl.float32) + g_low.to(gl.float32)
 
 
 @gluon.jit
-def blocks(b_g):
-    """Of gates [4, 16, 64], each block's sum [1, 4, 64], and the blocks' numbers."""
-    four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
-    own = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
-    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
-    return b_all, own, other
-
-
-@gluon.jit
-def summed(b_all, seen, three: gl.constexpr):
-    """Sum over the other blocks that are seen, [4, 1, 64]."""
-    return gl.convert_layout(gl.sum(gl.where(seen, b_all, 0.0), 1)[:, None, :], three)
-
-
-@gluon.jit
-def to_middle(b_g, LEVEL: gl.constexpr, three: gl.constexpr):
-    """Sum of the gates [4, 16, 64] from the middle of the block of 2^LEVEL tokens; before it, -."""
-    b_sum = gl.associative_scan(b_g, 1, add)
-    if LEVEL <= 4:
-        SIDE: gl.constexpr = 1 << LEVEL
-        wide: gl.constexpr = gl.BlockedLayout(
-            [1, 16 // SIDE, SIDE, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0]
-        )
-        o_i = gl.arange(0, SIDE, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, wide))))
-        b_sum = gl.convert_layout(gl.reshape(b_sum, [4, 16 // SIDE, SIDE, 64]), wide)
-        last = o_i[None, None, :, None] == SIDE // 2 - 1
-        b_sum -= gl.sum(gl.where(last, b_sum, 0.0), 2)[:, :, None, :]
-        b_sum = gl.convert_layout(gl.reshape(b_sum, [4, 16, 64]), three)
-    else:
-        b_all, own, other = blocks(b_g)
-        if LEVEL == 5:
-            b_sum -= summed(b_all, (other == own) & (own % 2 == 0), three)
-        else:
-            b_sum += summed(b_all, (other >= 2) & (other < own), three)
-            b_sum -= summed(b_all, (other < 2) & (other >= own), three)
-    return b_sum
-
-
-@gluon.jit
-def flattened(b, flat: gl.constexpr):
-    return gl.convert_layout(gl.reshape(b, [64, 64]), flat)
-
-
-@gluon.jit
-def at_level(b_g, q, a, b, k, x, y, LEVEL: gl.constexpr, flat: gl.constexpr, DELTA: gl.constexpr):
-    """The tiles x and y of 64 channels."""
-    o_row = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None]
-    later = (o_row >> (LEVEL - 1)) % 2 == 1
-    three: gl.constexpr = b_g.type.layout
-    b_e = to_middle(b_g, LEVEL, three)
-    b_w = gl.exp2(-gl.abs(flattened(b_e, flat)))
-    b_x = q.load(flat).to(gl.float32)
-    b_y = a.load(flat).to(gl.float32)
+def at_level(b_e, b_g, q, a, b, k, x, y, later, DELTA: gl.constexpr):
+    """The tiles x and y of 64 channels; b_e: sums of gates."""
+    layout: gl.constexpr = b_e.type.layout
+    b_w = gl.exp2(b_e)
+    b_x = q.load(layout).to(gl.float32)
+    b_y = a.load(layout).to(gl.float32)
     if DELTA:
         b_y *= b_w
     else:
-        b_x = gl.where(later, b_x, b.load(flat).to(gl.float32))
-        b_y *= gl.exp2(-gl.abs(flattened(b_e - b_g, flat)))
-        b_y = gl.where(later, b_y, k.load(flat).to(gl.float32) * b_w)
+        b_x = gl.where(later, b_x, b.load(layout).to(gl.float32))
+        b_y *= gl.exp2(gl.where(later, b_e - b_g, b_e))
+        b_y = gl.where(later, b_y, k.load(layout).to(gl.float32) * b_w)
     x.store((b_x * b_w).to(x.dtype))
     y.store(b_y.to(y.dtype))
 
 
 @gluon.jit
-def to_edges(b_g, p_total, flat: gl.constexpr, DELTA: gl.constexpr):
-    """Decays [64, 64] from the chunk's start to the token, or before it, and on to its end.
-
-    That of the whole chunk is written.
-    """
-    three: gl.constexpr = b_g.type.layout
-    b_all, own, other = blocks(b_g)
-    b_sum = gl.associative_scan(b_g, 1, add)
-    b_last = gl.reshape(summed(b_all, other >= 0 * own, three), [4, 64])
-    b_last = gl.convert_layout(gl.max(b_last, 0), gl.SliceLayout(0, flat))
-    gl.store(p_total, gl.exp2(b_last))
-    b_start = b_sum + summed(b_all, other < own, three)
-    b_end = gl.exp2(flattened(summed(b_all, other >= own, three) - b_sum, flat))
-    b_before = b_start if DELTA else b_start - b_g
-    return gl.exp2(flattened(b_start, flat)), gl.exp2(flattened(b_before, flat)), b_end
+def to_edges(
+    high, low, b_g, q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, p_total, scale, none, zero,
+    rows: gl.constexpr, K: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """Of 64 channels q~, b^, k^ and the chunk's decay; in the place of a, what W reads."""
+    layout: gl.constexpr = zero.type.layout
+    aa: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    b_start = sum_gates(gates_seen(64, aa, START, none, False, True), high, low, zero)
+    b_end = sum_gates(gates_seen(64, aa, END, none, False, True), high, low, zero)
+    b_end = gl.exp2(b_end)
+    gl.store(p_total, gl.exp2(gl.min(b_start, 0)))
+    b_f = gl.exp2(b_start)
+    put(q_out_ptr + o_w, (q.load(layout) * (b_f * scale)).to(q.dtype), K, rows)
+    if not DELTA:
+        b_f = gl.exp2(b_start - b_g)
+    b_a = a.load(layout)
+    a.store((b_a * b_f).to(a.dtype))
+    if DELTA:
+        put(b_out_ptr + o_w, (b_a * b_end).to(a.dtype), K, rows)
+    else:
+        put(b_out_ptr + o_w, (b.load(layout) * b_end).to(a.dtype), K, rows)
+        put(k_out_ptr + o_w, (k.load(layout) * b_end).to(a.dtype), K, rows)
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
@@ -172,15 +146,11 @@ def one_chunk(
     C: gl.constexpr = 64
     NK: gl.constexpr = K // 64
     GK: gl.constexpr = K**CHANNEL
-    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
-    three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     act: gl.constexpr = q_ptr.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-    if DELTA:  # of the others two programs have no room for it
-        gs = gl.allocate_shared_memory(gl.float32, [NK, 4, 16, 64], plain)
     qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     bs = qs
@@ -188,53 +158,61 @@ def one_chunk(
     if not DELTA:
         bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    xs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    ys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    if DELTA:
+        highs = gl.allocate_shared_memory(gl.bfloat16, [NK, 64, 64], tile)
+        lows = gl.allocate_shared_memory(gl.bfloat16, [NK, 64, 64], tile)
+    else:
+        highs = xs._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
+        lows = ys._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
     i_h = pid % HV
     row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     slot = gl.cast(pid, gl.int64)
     token = row.to(gl.int64) * HV + i_h
-    o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
-    o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
-    o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
-    o_row = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None]
-    o_line = gl.arange(0, 64, gl.SliceLayout(0, flat))
+    none = T >> 31 << 10
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
     o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None]
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
-    p_g = g_ptr + token * GK + o_t * (HV * GK) + o_n * CHANNEL
+    p_g = g_ptr + token * GK + o_i * (HV * GK) + o_j * CHANNEL
+    m_g = o_i < left + 0 * o_j
     o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_r * (H * K) + o_c
-    for n in gl.static_range(NK):
-        if DELTA:
-            gs.index(n).store(load_gates(p_g + n * (64 * CHANNEL), o_t < left))
-        qs.index(n).store(gl.load(q_ptr + o_q + n * 64, mask=o_r < left, other=0.0))
-        p_a = (k_ptr if DELTA else a_ptr) + o_q + n * 64
-        reads.index(n).store(gl.load(p_a, mask=o_r < left, other=0.0))
-        if not DELTA:
-            bs.index(n).store(gl.load(b_ptr + o_q + n * 64, mask=o_r < left, other=0.0))
-            keys.index(n).store(gl.load(k_ptr + o_q + n * 64, mask=o_r < left, other=0.0))
-    xs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
-    ys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     zero = gl.zeros([64, 64], gl.float32, al)
+    b_g = zero
+    for j in gl.static_range(NK):
+        qs.index(j).store(gl.load(q_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
+        p_a = (k_ptr if DELTA else a_ptr) + o_q + j * 64
+        reads.index(j).store(gl.load(p_a, mask=o_r < left, other=0.0))
+        if not DELTA:
+            bs.index(j).store(gl.load(b_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
+            keys.index(j).store(gl.load(k_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
     ready()
+    if DELTA:
+        for n in range(NK):
+            put_gates(p_g + n * (64 * CHANNEL), m_g, highs.index(n), lows.index(n))
     b_qb = gl.where(o_i == o_j, scores(qs, reads if DELTA else bs, NK, zero), 0.0).to(act)
     b_ab = zero
     if not DELTA:
         b_qk = gl.where(o_i == o_j, scores(qs, keys, NK, zero), 0.0).to(act)
         b_ak = zero.to(act)
-    for LEVEL in gl.static_range(1, 7):
+    for level in range(LEVELS):
         gl.thread_barrier()
+        later = ((o_i >> level) & 1) == 1
+        seen = gates_seen(C, aa, level, none, False, True)
         for n in range(NK):
-            if DELTA:
-                b_g = gs.index(n).load(three)
-            else:
-                b_g = load_gates(p_g + n * (64 * CHANNEL), o_t < left)
+            if not DELTA:
+                b_g = put_gates(p_g + n * (64 * CHANNEL), m_g, highs.index(n), lows.index(n))
+            b_e = sum_gates(seen, highs.index(n), lows.index(n), zero)
+            if not DELTA:  # x and y come where the gates are
+                gl.thread_barrier()
             at_level(
-                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), xs.index(n),
-                ys.index(n), LEVEL, flat, DELTA,
+                b_e, b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), xs.index(n),
+                ys.index(n), later, DELTA,
             )  # fmt: skip
         ready()
-        pairs = (o_i >> LEVEL) == (o_j >> LEVEL)
-        pairs = pairs & ((o_i >> (LEVEL - 1)) > (o_j >> (LEVEL - 1)))
+        pairs = ((o_i >> level) ^ (o_j >> level)) == 1
+        pairs = pairs & (o_i > o_j)
         if DELTA:
             b_qb = gl.where(pairs, scores(xs, ys, NK, zero).to(act), b_qb)
             b_ab = gl.where(pairs, scores(ys, ys, NK, zero), b_ab)
@@ -252,26 +230,22 @@ def one_chunk(
     else:
         b_ab = -b_ab
         put(qk_ptr + i_a, (b_qk.to(gl.float32) * scale).to(act), C, rows)
-        aks = gl.allocate_shared_memory(act, [64, 64], tile)
-        aks.store(b_ak)
         if keep != 0:
             put(ak_ptr + i_a, b_ak, C, rows)
+    gl.thread_barrier()
     for n in range(NK):
-        if DELTA:
-            b_g = gs.index(n).load(three)
-        else:
-            b_g = load_gates(p_g + n * (64 * CHANNEL), o_t < left)
-        p_total = total_ptr + slot * K + n * 64 + o_line
-        b_start, b_before, b_end = to_edges(b_g, p_total, flat, DELTA)
-        o_w = slot * (C * K) + n * 64 + o_row * K + o_line[None, :]
-        gl.store(q_out_ptr + o_w, (qs.index(n).load(flat) * (b_start * scale)).to(act))
-        b_a = reads.index(n).load(flat)
-        reads.index(n).store((b_a * b_before).to(act))
-        if DELTA:
-            gl.store(b_out_ptr + o_w, (b_a * b_end).to(act))
-        else:
-            gl.store(b_out_ptr + o_w, (bs.index(n).load(flat) * b_end).to(act))
-            gl.store(k_out_ptr + o_w, (keys.index(n).load(flat) * b_end).to(act))
+        if not DELTA:
+            b_g = put_gates(p_g + n * (64 * CHANNEL), m_g, highs.index(n), lows.index(n))
+        o_total = slot * K + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, al))
+        to_edges(
+            highs.index(n), lows.index(n), b_g, qs.index(n), reads.index(n), bs.index(n),
+            keys.index(n), q_out_ptr, b_out_ptr, k_out_ptr, slot * (C * K) + n * 64,
+            total_ptr + o_total, scale, none, zero, rows, K, DELTA,
+        )  # fmt: skip
+    aks = qs.index(0)
+    if not DELTA:
+        gl.thread_barrier()
+        aks.store(b_ak)
     ready()
     solve(
         b_ab, None if DELTA else aks, reads, None, beta_ptr + token if DELTA else None,

@@ -23,7 +23,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.dplr_walk import put_out
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, opening, ring
 
 
 @gluon.jit
@@ -159,13 +159,10 @@ def dplr_walk_back_sm90_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], few)
     full = ring(1 + HAS_GATE, ST)
     empty = ring(NV, ST)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    row, length, first = place(cu_ptr, pid // HV, T, N, T, C, PACKED, False)
-    n = gl.cdiv(length, C)
+    i_h, i_n, row, length, first, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
-    o_s = gl.cast(pid, gl.int64) * (K * V)
+    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
     if NV == 1:
         gl.warp_specialize(
             [

@@ -95,8 +95,17 @@ def _walk(
     ends = {"states": states, "s_in": s_in, "s_out": s_out}
     if states is not None and terms.g is None and crowded(terms, slots_of(terms, split)):
         portable._walk(terms, solved, scale, o, **ends, split=split)
+    elif split is None and _takes_two(terms):
+        sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends)
     else:
         sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, segment=_segment(split))
+
+
+def _takes_two(terms: Terms) -> bool:
+    """Whether a program takes two tiles of V: with one each they would not run all at once."""
+    HV, V = terms.v.shape[2:]
+    programs = V // TILE_V * HV * terms.sequences
+    return V % (2 * TILE_V) == 0 and programs > PROGRAMS
 
 
 def _walk_back(

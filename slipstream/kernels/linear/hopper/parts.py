@@ -1,10 +1,17 @@
-"""What the delta rule's walks on sm_90 share."""
+"""What kernels of the linear family on sm_90 share."""
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.gluon import copy_out, gl, gluon, mbarrier
+from slipstream.kernels.gluon import (
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+)
 
 
 @gluon.jit
@@ -55,6 +62,16 @@ def place_in(
 
 
 @gluon.jit
+def opening(cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr):
+    """Of a program that walks one head of a slot: the head, the slot, place's, and its chunks."""
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    slot = pid // HV
+    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    return i_h, slot, row, length, first, gl.cdiv(length, C)
+
+
+@gluon.jit
 def ring(COUNT: gl.constexpr, N: gl.constexpr):
     """N barriers of COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
@@ -83,6 +100,23 @@ def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.const
         o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
         p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
         gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+
+
+@gluon.jit
+def write_turned(desc, p, tile, b, i_t, i_col, stride, left, C: gl.constexpr):
+    """b [64, C] as columns i_col and on of rows i_t and on, of which the first `left`."""
+    layout: gl.constexpr = b.type.layout
+    if left >= C:
+        store_wait(0)
+        tile.permute((1, 0)).store(b.to(tile.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        copy_out(desc, [i_t, i_col], tile)
+    else:
+        o_t = gl.arange(0, C, gl.SliceLayout(0, layout))
+        o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        p_x = p + (i_t + o_t).to(gl.int64)[None, :] * stride + (i_col + o_n)[:, None]
+        gl.store(p_x, b.to(tile.dtype), mask=(o_t < left)[None, :])
 
 
 @gluon.jit

@@ -416,7 +416,8 @@ def _grads(
     own: Any = None,
     out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Gradients of q, k, and a, b, beta, g if given; those of beta and g in float32."""
+    """Gradients of q, k, and a, b, beta, g if given; that of beta in float32, and that of g
+    in its dtype where it is of channels."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = _tile_of(terms)
@@ -424,7 +425,10 @@ def _grads(
     names = [n for n in "qkab" if getattr(terms, n) is not None]
     wide = {n: fitting(out.get(n), shape, do.dtype, do.device) for n in names}
     gated = terms.g is not None
-    dg = fitting(out.get("g"), shape, torch.float32, do.device) if gated else None
+    dg = None
+    if terms.g is not None:
+        dtype = terms.g.dtype if terms.decay == "channel" else torch.float32
+        dg = fitting(out.get("g"), shape, dtype, do.device)
     ins = (terms.q, terms.k, terms.a, terms.b, terms.g, terms.beta)
     ins += (None if terms.a is None else terms.v, do, *walked, *scores)
     outs = (*(wide.get(name) for name in "qkab"), dg, dbeta, strong)

@@ -1,0 +1,343 @@
+"""Delta rule, no decay or one a token, on sm_90: the walk forward, two tiles of V a program.
+
+As delta_walk.py, for calls of more programs than multiprocessors: what both tiles need of q, k and
+R is read once, and while one tile's chain waits the other's products run. With no warps left to
+make W, the chain has the product with k instead:
+
+    w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
+    o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
+
+Four parts: two walkers, a tile of V each; read, which makes o of both, or keep, which writes S and
+w for backward; load, which makes of G what they multiply by. Rings: ST stages of k, v, R, beta and
+G; two of q; one of S and of w.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.linear.hopper.parts import clear, place, ring, write
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full, q_empty, p_rows,
+    stride, row, n, k_col, v_col, r_col,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    HAS_Q: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + r_desc.block_type.nbytes
+    )
+    row_layout: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+    o_c = gl.arange(0, C, row_layout)
+    b_beta = gl.load(p_rows + o_c)
+    if HAS_GATE:
+        b_G = gl.load(p_rows + C + o_c)
+        b_end = gl.load(p_rows + (2 * C - 1))
+    for i in range(n):
+        s = i % ST
+        t = row + i * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
+        copy_in(v_desc, [t, v_col + BV], full.index(s), vs.index(2 * s + 1))
+        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
+        rows = gs.index(s)
+        rows.slice(0, C).store(b_beta)
+        if HAS_GATE:
+            rows.slice(C, C).store(b_G)
+            rows.slice(2 * C, C).store(-gl.exp2(b_G))
+            rows.slice(3 * C, C).store(b_beta * gl.exp2(b_end - b_G))
+        mbarrier.arrive(full.index(s), count=1)
+        p_next = p_rows + gl.minimum(i + 1, n - 1) * stride
+        b_beta = gl.load(p_next + o_c)
+        if HAS_GATE:
+            b_G = gl.load(p_next + C + o_c)
+            b_end = gl.load(p_next + (2 * C - 1))
+        if HAS_Q:
+            b = i % 2
+            mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes)
+            copy_in(q_desc, [t, k_col], q_full.index(b), qs.index(b))
+
+
+@gluon.jit
+def walk_part(
+    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
+    s_in_ptr, s_out_ptr, o_in, o_out, length, n, tile: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    own: gl.constexpr = tile if KEEP else 0  # its barriers: read takes both tiles at once
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    if HAS_S_IN:
+        o_in = o_in + o_k[None, :] * V + (tile * BV + o_v)[:, None]
+        b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
+    else:
+        b_s = gl.zeros([BV, K], gl.float32, sl)
+    zero = gl.zeros([BV, C], gl.float32, xl)
+    for i in range(n):
+        s = i % ST
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - i * C < C:
+            # both walkers do, so that neither waits for the other
+            clear(ks.index(s), length - i * C, C, K)
+            clear(rs.index(s), length - i * C, C, C)
+            clear(vs.index(2 * s + tile), length - i * C, C, BV)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_sb = b_s.to(ks.dtype)
+        b_u = warpgroup_mma(
+            gl.convert_layout(b_sb, sa), ks.index(s).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        if HAS_GATE:
+            b_s *= -gs.index(s).slice(3 * C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
+            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(0, xl))
+        mbarrier.wait(s_empty.index(own), (i & 1) ^ 1)
+        ss.index(tile).store(b_sb)
+        fence_async_shared()
+        mbarrier.arrive(s_full.index(own), count=1)
+        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        if HAS_GATE:
+            b_u = b_u * b_start[None, :]
+        else:
+            b_u = -b_u
+        b_u = gl.convert_layout(b_u.to(ks.dtype), sa)
+        b_w = warpgroup_mma(
+            vs.index(2 * s + tile).permute((1, 0)), rs.index(s).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        b_w = warpgroup_mma(b_u, rs.index(s).permute((1, 0)), b_w, is_async=True)
+        b_share = gs.index(s).slice(3 * C if HAS_GATE else 0, C).load(gl.SliceLayout(0, xl))
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_left = (b_w * b_share[None, :]).to(ks.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
+        mbarrier.wait(x_empty.index(own), (i & 1) ^ 1)
+        if KEEP:
+            xs.index(tile).permute((1, 0)).store(b_w.to(ks.dtype))
+        else:
+            xs.index(tile).store(b_w.to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(x_full.index(own), count=1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    if HAS_S_OUT:
+        o_out = o_out + o_k[None, :] * V + (tile * BV + o_v)[:, None]
+        gl.store(s_out_ptr + o_out, b_s)
+
+
+@gluon.jit
+def read_part(
+    o_desc, o_ptr, qs, ks, ss, xs, os, gs, full, empty, q_full, q_empty, s_full, s_empty, x_full,
+    x_empty, row, o_row, v_col, length, n, scale,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    qa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    zero_o = gl.zeros([C, BV], gl.float32, ol)
+    seen = o_i[:, None] >= o_j[None, :]
+    for i in range(n):
+        s = i % ST
+        b = i % 2
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(q_full.index(b), (i // 2) & 1)
+        b_q = qs.index(b).load(qa)
+        b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True)
+        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+        if HAS_GATE:
+            sums = gs.index(s).slice(C, C)
+            G_i = sums.load(gl.SliceLayout(1, al))
+            G_j = sums.load(gl.SliceLayout(0, al))
+            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(1, ol))
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        mbarrier.arrive(q_empty.index(b), count=1)
+        mbarrier.arrive(empty.index(s), count=1)
+        if HAS_GATE:
+            between = G_i[:, None] - G_j[None, :]
+            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+        b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+        b_a = gl.convert_layout(b_a.to(ks.dtype), aa)
+        b_q = gl.convert_layout(b_q, aa)
+        mbarrier.wait(s_full.index(0), i & 1)
+        b_o = warpgroup_mma(b_q, ss.index(0).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_p = warpgroup_mma(b_q, ss.index(1).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+        mbarrier.arrive(s_empty.index(0), count=1)
+        if HAS_GATE:
+            b_o = -b_o * b_start[:, None]
+            b_p = -b_p * b_start[:, None]
+        mbarrier.wait(x_full.index(0), i & 1)
+        b_o = warpgroup_mma(b_a, xs.index(0).permute((1, 0)), b_o, is_async=True)
+        b_p = warpgroup_mma(b_a, xs.index(1).permute((1, 0)), b_p, is_async=True)
+        b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+        store_wait(0)
+        mbarrier.arrive(x_empty.index(0), count=1)
+        b_o = (b_o * scale).to(ks.dtype)
+        b_p = (b_p * scale).to(ks.dtype)
+        os.index(0).store(b_o)
+        os.index(1).store(b_p)
+        fence_async_shared()
+        gl.thread_barrier()
+        t = row + i * C
+        left = length - i * C
+        write(o_desc, o_ptr, os.index(0), t, v_col, o_row, left, C, BV)
+        write(o_desc, o_ptr, os.index(1), t, v_col + BV, o_row, left, C, BV)
+    store_wait(0)
+
+
+@gluon.jit
+def keep_part(
+    states_desc, w_desc, w_ptr, ss, xs, s_full, s_empty, x_full, x_empty, row, chunk, HV, o_row,
+    v_col, i_v, length, n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """S before each chunk, and w, which is waited for once the next S is on its way."""
+    for i in range(n):
+        for tile in gl.static_range(2):
+            mbarrier.wait(s_full.index(tile), i & 1)
+            copy_out(states_desc, [(chunk + i * HV) * V + i_v + tile * BV, 0], ss.index(tile))
+            if tile == 0 and i > 0:
+                store_wait(1)
+                mbarrier.arrive(x_empty.index(0), count=1)
+                mbarrier.arrive(x_empty.index(1), count=1)
+            store_wait(0)
+            mbarrier.arrive(s_empty.index(tile), count=1)
+        for tile in gl.static_range(2):
+            mbarrier.wait(x_full.index(tile), i & 1)
+            t = row + i * C
+            at = v_col + tile * BV
+            write(w_desc, w_ptr, xs.index(tile), t, at, o_row, length - i * C, C, BV)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
+def delta_walk_wide_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
+    o_ptr,
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    s_in_ptr,  # [N, HV, K, V]
+    s_out_ptr,
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    KEEP: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head."""
+    dtype: gl.constexpr = k_desc.dtype
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [2 * ST, C, BV], v_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, (4 if HAS_GATE else 1) * C], plain)
+    full = ring(2, ST)
+    empty = ring(2 if KEEP else 3, ST)
+    s_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
+    s_empty = ring(1, 2 if KEEP else 1)
+    x_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
+    x_empty = ring(1, 2 if KEEP else 1)
+    NV: gl.constexpr = V // (2 * BV)
+    pid = gl.program_id(0)
+    i_v = (pid % NV) * (2 * BV)
+    i_h = (pid // NV) % HV
+    i_n = pid // NV // HV
+    row, length, first = place(cu_ptr, i_n, T, N, T, C, PACKED, False)
+    n = gl.cdiv(length, C)
+    k_col = i_h // (HV // H) * K
+    v_col = i_h * V + i_v
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
+    o_state = (i_n.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    if KEEP:
+        xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
+                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (walk_part, (
+                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
+                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (keep_part, (
+                    states_desc, o_desc, o_ptr, ss, xs, s_full, s_empty, x_full, x_empty, row,
+                    chunk, HV, HV * V, v_col, i_v, length, n, V, BV, C)),
+                (load_part, (
+                    k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
+                    p_rows, HV * (ROWS * C), row, n, k_col, v_col, i_h * C,
+                    BV, C, ST, HAS_GATE, False)),
+            ],
+            [4, 4, 1],
+            [200, 80, 24],
+        )  # fmt: skip
+    else:
+        qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
+        xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
+        os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
+        q_full = ring(1, 2)
+        q_empty = ring(1, 2)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
+                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (walk_part, (
+                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
+                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (read_part, (
+                    o_desc, o_ptr, qs, ks, ss, xs, os, gs, full, empty, q_full, q_empty, s_full,
+                    s_empty, x_full, x_empty, row, HV * V, v_col, length, n, scale,
+                    BV, C, ST, HAS_GATE)),
+                (load_part, (
+                    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
+                    q_empty, p_rows, HV * (ROWS * C), row, n, k_col, v_col, i_h * C,
+                    BV, C, ST, HAS_GATE, True)),
+            ],
+            [4, 4, 1],
+            [160, 168, 24],
+        )  # fmt: skip
