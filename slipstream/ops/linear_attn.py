@@ -1,7 +1,10 @@
 """Linear attention, with or without its normaliser."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.core import checks
 from slipstream.kernels.linear.call import Options, check, run
@@ -10,6 +13,8 @@ from slipstream.ops._wide import result_dtype, run_wide, widen
 
 # Of ones, of which one is read: as few as are fast.
 COLUMNS = 16
+# Added to the sum of the weights, by which o is divided.
+LEAST = 1e-10
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -124,9 +129,17 @@ def _normalized(
     if initial_state is not None:
         kv, z = _parts(initial_state, terms.state_shape, v_first)
     options = options._replace(state_v_first=False)
-    run_it = _in_two if _two_are_faster(terms.q) else _in_one
-    o, weights, kv, z = run_it(terms, kv, z, options, recurrent)
-    o = (o / (weights + 1e-10)).to(dtype)
+    if _two_are_faster(terms.q):
+        q, first = terms.q, (kv, z)
+        o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
+        o = (o / (weights + LEAST)).to(dtype)
+        if torch.is_grad_enabled() and q.requires_grad:
+            scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+            given = (o, weights, q, terms.k, terms.v, terms.cu_seqlens, *first)
+            o = _WithQuery.apply(scale, options.reverse, *given)
+    else:
+        o, weights, kv, z = _in_one(terms, kv, z, options, recurrent)
+        o = (o / (weights + LEAST)).to(dtype)
     if kv is None or z is None:
         return o, None
     return o, (kv.mT if v_first else kv, z[..., 0].unsqueeze(1))
@@ -156,6 +169,43 @@ def _in_two(
     o, kv = run(terms._replace(initial_state=kv), options, recurrent=recurrent)
     weights, z = run(terms._replace(v=ones, initial_state=z), options, recurrent=recurrent)
     return o, widen(weights[..., :1]), kv, z
+
+
+class _WithQuery(torch.autograd.Function):
+    """o, with the gradient of q, which o was computed without.
+
+    With keys of one sign it is what is left of two sums that nearly cancel: in float32, where
+    d = do / w, z_i the sum of the keys up to i, and (d . v_j) the scores of one more walk,
+
+        dq_i = x_i - z_i (x_i . q_i) / w_i        x_i = scale sum_j (d_i . v_j) k_j
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, reverse: bool, o: Tensor, *given: Any) -> Tensor:
+        ctx.options = Options(scale=scale, reverse=reverse)
+        ctx.save_for_backward(*given)
+        return o.view_as(o)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> Any:
+        weights, q, k, v, cu_seqlens, kv, z = ctx.saved_tensors
+        d = widen(do) / (weights + LEAST)
+        k = widen(k).repeat_interleave(v.shape[2] // k.shape[2], dim=2)
+        ones = d.new_full((*d.shape[:3], COLUMNS), COLUMNS**-0.5)
+        each = None if z is None else (widen(z) * COLUMNS**-0.5).mT.expand(-1, -1, COLUMNS, -1)
+        kv = None if kv is None else widen(kv).mT
+        x = _walk(Terms(d, widen(v), k, initial_state=kv, cu_seqlens=cu_seqlens), ctx.options)
+        z = _walk(Terms(ones, ones, k, initial_state=each, cu_seqlens=cu_seqlens), ctx.options)
+        x, z = (y.unflatten(2, (q.shape[2], -1)) for y in (x, z))
+        wide = widen(q).unsqueeze(3)
+        share = (x * wide).sum(-1, keepdim=True) / ((z * wide).sum(-1, keepdim=True) + LEAST)
+        return None, None, do, None, (x - z * share).sum(3).to(q.dtype), *(None,) * 5
+
+
+def _walk(terms: Terms, options: Options) -> Tensor:
+    with torch.autocast(terms.q.device.type, enabled=False):
+        return run(terms, options, recurrent=False)[0]
 
 
 def _two_are_faster(q: Tensor) -> bool:

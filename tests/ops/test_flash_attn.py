@@ -1,5 +1,7 @@
 """flash_attn's names: what they return, packed and paged, caches that grow."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +32,45 @@ def paged(x: Tensor) -> tuple[Tensor, Tensor]:
     order = torch.randperm(B * S // PAGE)
     pages = x.reshape(B * S // PAGE, PAGE, *x.shape[2:])[order]
     return pages, order.argsort().view(B, S // PAGE).int()
+
+
+# names and defaults of flash_attn 2.8
+OPTIONS = {"softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
+REST = {"alibi_slopes": None, "deterministic": False, "return_attn_probs": False}
+SIGNATURES: list[tuple[Callable, str, dict[str, Any]]] = [
+    (flash_attn_func, "q k v", {"dropout_p": 0.0, **OPTIONS, **REST}),
+    (
+        flash_attn_varlen_func,
+        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+        {"dropout_p": 0.0, **OPTIONS, **REST, "block_table": None},
+    ),
+    (
+        flash_attn_with_kvcache,
+        "q k_cache v_cache",
+        {
+            **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")),
+            **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table")),
+            **OPTIONS,
+            "rotary_interleaved": True,
+            "alibi_slopes": None,
+            "num_splits": 0,
+            "return_softmax_lse": False,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "wanted", "options"), SIGNATURES)
+def test_signature_is_that_of_flash_attn(
+    function: Callable, wanted: str, options: dict[str, Any]
+) -> None:
+    found = {
+        x.name: x.default
+        for x in inspect.signature(function).parameters.values()
+        if x.kind is x.POSITIONAL_OR_KEYWORD
+    }
+    assert list(found) == [*wanted.split(), *options]
+    assert {name: found[name] for name in options} == options
 
 
 def test_flash_attn_func_is_attention_that_sees_all() -> None:

@@ -248,7 +248,7 @@ def test_operator_state_v_first_is_the_transpose(op: Operator) -> None:
     assert_near(op, [turned[0], *flat((o, flip(turned[1])))[1:]], flat((o, state)), 1e-6, "v first")
 
 
-# Householder steps have an order within a token, which reverse keeps (test_operator_mappings.py)
+# Householder steps have an order within a token, which reverse keeps (test_delta_mappings.py)
 @operators_with(lambda op: "gated_delta_product" not in op.name)
 @pytest.mark.parametrize("lengths", [None, (5, 0, 15)], ids=str)
 def test_operator_reverse_is_time_turned(op: Operator, lengths: tuple[int, ...] | None) -> None:

@@ -1,0 +1,185 @@
+"""The delta family's own options, against what they stand for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream import ops
+from tests.mappings import both, near, same
+from tests.recurrences import (
+    CHANNEL,
+    HV,
+    MAPPINGS,
+    SCALAR,
+    B,
+    K,
+    T,
+    V,
+    beta,
+    gated_delta_product,
+    householder,
+    log_decay,
+    qkv,
+    randn,
+    trace,
+    unit,
+)
+
+
+@pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "comba"])
+def test_operator_l2_norm_in_kernel_is_the_norm_outside(name: str) -> None:
+    make, _, extra = MAPPINGS[name]
+    args = make()
+    for key in ("q", "k", "p"):
+        if key in args:
+            args[key] = randn(*args[key].shape)
+    outside = {**args}
+    for key in ("q", "k", "p"):
+        if key in args:
+            x = args[key]
+            outside[key] = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    for fn in both(name):
+        near(fn(**args, use_qk_l2norm_in_kernel=True)[0], fn(**outside, **extra)[0])
+
+
+def test_delta_rule_beta_is_optional_and_by_column_token_by_token() -> None:
+    args = qkv(unit)
+    one = ops.fused_recurrent_delta_rule(**args)[0]
+    near(one, ops.chunk_delta_rule(**args, beta=torch.ones(*SCALAR).double())[0])
+    columns = beta(B, T, HV, V)
+    o, _ = ops.fused_recurrent_delta_rule(**args, beta=columns)
+    for j in range(V):
+        alone = {**args, "v": args["v"][..., j : j + 1]}
+        near(o[..., j : j + 1], ops.chunk_delta_rule(**alone, beta=columns[..., j])[0])
+    with pytest.raises(ValueError, match="beta: want 3 dimensions"):
+        ops.chunk_delta_rule(**args, beta=columns)
+
+
+@pytest.mark.parametrize("fn", both("kda"))
+@pytest.mark.parametrize("flat_bias", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_kda_gate_in_kernel_is_the_gate_outside(
+    fn: Callable, flat_bias: bool, bounded: bool
+) -> None:
+    args = {**qkv(unit), "beta": beta(*SCALAR)}
+    raw, A_log, bias = randn(*CHANNEL), randn(HV), randn(HV, K)
+    rate = A_log.exp()[:, None]
+    g = -4 * (rate * (raw + bias)).sigmoid() if bounded else -rate * F.softplus(raw + bias)
+    bound = {"lower_bound": -4.0} if bounded else {}
+    got, _ = fn(
+        **args,
+        g=raw,
+        use_gate_in_kernel=True,
+        A_log=A_log,
+        dt_bias=bias.flatten() if flat_bias else bias,
+        **bound,
+    )
+    near(got, fn(**args, g=g)[0])
+
+
+def test_kda_gate_in_kernel_does_without_rate_or_bias() -> None:
+    args, raw = {**qkv(unit), "beta": beta(*SCALAR)}, randn(*CHANNEL)
+    got, _ = ops.chunk_kda(**args, g=raw, use_gate_in_kernel=True, lower_bound=-5.0)
+    near(got, ops.chunk_kda(**args, g=-5 * raw.sigmoid())[0])
+    A_log = randn(HV)
+    got, _ = ops.chunk_kda(**args, g=raw, use_gate_in_kernel=True, A_log=A_log)
+    near(got, ops.chunk_kda(**args, g=-A_log.exp()[:, None] * F.softplus(raw))[0])
+
+
+def test_kda_safe_gate_is_a_promise_and_is_checked() -> None:
+    args = {**qkv(unit), "beta": beta(*SCALAR), "g": log_decay(*CHANNEL)}
+    plain, _ = ops.chunk_kda(**args)
+    near(ops.chunk_kda(**args, safe_gate=True)[0], plain)
+    near(ops.chunk_kda(**args, safe_gate=True, lower_bound=-5.0)[0], plain)
+    gate = {"use_gate_in_kernel": True}
+    with pytest.raises(ValueError, match=r"lower_bound: want a number in .* safe_gate"):
+        ops.chunk_kda(**args, **gate, A_log=randn(HV), safe_gate=True)
+    with pytest.raises(ValueError, match="A_log: want a tensor"):
+        ops.chunk_kda(**args, **gate)
+    for wrong in (0.0, -6.0):
+        with pytest.raises(ValueError, match=r"lower_bound: want a number in \[-5, 0\)"):
+            ops.chunk_kda(**args, **gate, lower_bound=wrong)
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
+def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
+    args = MAPPINGS[name][0]()
+    raw = randn(*SCALAR)
+    for fn in both(name):
+        flags = {"use_beta_sigmoid_in_kernel": True}
+        got, _ = fn(**{**args, "beta": raw}, **flags)
+        near(got, fn(**{**args, "beta": raw.sigmoid()})[0])
+        got, _ = fn(**{**args, "beta": raw}, **flags, allow_neg_eigval=True)
+        near(got, fn(**{**args, "beta": 2 * raw.sigmoid()})[0])
+        with pytest.raises(ValueError, match=r"allow_neg_eigval: .* use_beta_sigmoid_in_kernel"):
+            fn(**args, allow_neg_eigval=True)
+
+
+@pytest.mark.parametrize("fns", list(zip(both("comba"), both("gated_delta_rule"))))
+def test_comba_without_auxiliary_key_is_the_gated_delta_rule(fns: tuple) -> None:
+    args = MAPPINGS["gated_delta_rule"][0]()
+    near(fns[0](**args, p=None)[0], fns[1](**args)[0])
+    ones = {**args, "beta": torch.ones_like(args["beta"])}
+    args.pop("beta")
+    near(fns[0](**args, p=args["k"])[0], fns[1](**ones)[0])
+
+
+@pytest.mark.parametrize("name", ["dplr_delta_rule", "rwkv7"])
+def test_operator_bounded_gate_is_a_promise_and_is_checked(name: str) -> None:
+    args = MAPPINGS[name][0]()
+    fn = both(name)[0]
+    near(fn(**args, safe_gate=True, lower_bound=-9.0)[0], fn(**args)[0])
+    with pytest.raises(ValueError, match="lower_bound: want a number below 0, got 0"):
+        fn(**args, lower_bound=0.0)
+
+
+def test_rwkv7_token_by_token_returns_the_state_unasked() -> None:
+    args = MAPPINGS["rwkv7"][0]()
+    assert ops.fused_recurrent_rwkv7(**args)[1] is not None
+    assert ops.fused_recurrent_rwkv7(**args, output_final_state=False)[1] is None
+    assert ops.chunk_rwkv7(**args)[1] is None
+
+
+@pytest.mark.parametrize("fn", both("gated_delta_product"))
+def test_gated_delta_product_goes_without_decay(fn: Callable) -> None:
+    args = householder(False)
+    want, state = trace(gated_delta_product(**args, S=torch.zeros(B, HV, K, V).double()))
+    same(fn(**args, num_householder=3, output_final_state=True), (K**-0.5 * want, state), 1e-11)
+
+
+@pytest.mark.parametrize("fns", list(zip(both("gated_delta_product"), both("gated_delta_rule"))))
+def test_gated_delta_product_of_one_is_the_gated_delta_rule(fns: tuple) -> None:
+    args = MAPPINGS["gated_delta_rule"][0]()
+    near(fns[0](**args, num_householder=1)[0], fns[1](**args)[0])
+
+
+@pytest.mark.parametrize("fn", both("gated_delta_product"))
+def test_gated_delta_product_reverse_keeps_the_order_within_a_token(fn: Callable) -> None:
+    args = householder(True)
+
+    def turn(x: Tensor, n: int) -> Tensor:
+        return x.unflatten(1, (T, n)).flip(1).flatten(1, 2)
+
+    turned = {name: turn(x, x.shape[1] // T) for name, x in args.items()}
+    S = randn(B, HV, K, V)
+    want, state = trace(gated_delta_product(**turned, S=S))
+    got = fn(**args, num_householder=3, initial_state=S, output_final_state=True, reverse=True)
+    same(got, (K**-0.5 * want.flip(1), state), 1e-11)
+
+
+def test_gated_delta_product_takes_the_number_of_steps_in_place() -> None:
+    args = householder(True)
+    near(
+        ops.chunk_gated_delta_product(*args.values(), 3)[0],
+        ops.chunk_gated_delta_product(**args, num_householder=3)[0],
+    )
+    with pytest.raises(TypeError, match="num_householder"):
+        ops.chunk_gated_delta_product(**args)
+    for wrong in (0, 1.0):
+        with pytest.raises(ValueError, match="num_householder: want an integer of at least 1"):
+            ops.chunk_gated_delta_product(**args, num_householder=wrong)
+    with pytest.raises(ValueError, match=r"k: want shape \(2, 74, 2, 5\), got \(2, 111, 2, 5\)"):
+        ops.chunk_gated_delta_product(**args, num_householder=2)
