@@ -168,6 +168,7 @@ def flash_attn_with_kvcache(
             keys of a row that are no keys. Neither beside a block_table.
         block_table: int32 [B, pages].
         sinks: [H], a score beside those of the keys.
+        impl: None chooses; "triton" or "eager" is used or refused.
         The rest is as flash_attn_func has it.
 
     Returns:

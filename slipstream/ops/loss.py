@@ -70,7 +70,9 @@ def cross_entropy(
     )
     _check_reduction(reduction)
     impl = choose_impl(impl, logits, _refuses, logits.shape[-1])
-    rows, ids = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    rows, ids = logits, target
+    if logits.dim() != 2:
+        rows, ids = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard  # builds of torch without collectives exist
 

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,6 +22,7 @@ if HAVE_TRITON:
     import triton
     import triton.language as tl
     from triton import knobs
+    from triton.compiler import ASTSource
     from triton.runtime import driver
 
     from slipstream.core.aot import gpu_target
@@ -196,6 +199,35 @@ def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None
     with mock.patch.object(toy_kernel, "compile", None):
         call(torch.zeros(64), state)
     assert len(gpu) == 2 and state.all()
+
+
+def test_sources_are_read_one_at_a_time_in_order(gpu: list[tuple]) -> None:
+    def call(x: torch.Tensor) -> None:
+        for width in (16, 32, 64, 128):
+            remembering[1,](x, x, None, 0.5, 5, 1, W=width, FLAG=True)
+
+    def read(src: Any, *args: Any) -> Any:
+        width = next(x for x in src.constants.values() if x in (16, 32, 64, 128))
+        steps.append(("begins", width))
+        time.sleep(0.02)
+        try:
+            if width == 16:
+                raise ValueError("a kernel that does not compile")
+            return make_ir(src, *args)
+        finally:
+            steps.append(("ends", width))
+
+    remembering, steps, make_ir = Kept(toy_kernel), [], ASTSource.make_ir
+    with (
+        mock.patch.object(ASTSource, "make_ir", read),
+        mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher,
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+    ):
+        knobs.cache.dir = folder
+        ahead.compile_kernels(call, (torch.zeros(64),))
+    assert steps == [(step, w) for w in (16, 32, 64, 128) for step in ("begins", "ends")]
+    assert launcher.call_count == 3 and not ahead.compiling()
 
 
 def test_keeps_nothing_that_was_stopped(gpu: list[tuple]) -> None:

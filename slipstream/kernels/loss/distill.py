@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.core import probe
 from slipstream.core.guard import attempt
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.launching import is_triton
@@ -141,9 +142,7 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return kl_rows(student, teacher, *rest)
 
     def kernels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from slipstream.kernels.loss.triton import kl_launch
-
-        return kl_launch.linear_rows(student, teacher, *rest)
+        return _kernels(student, teacher, *rest)
 
     def plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss, dhidden, dweight, dbias = kl_rows(student, teacher, *rest)
@@ -155,7 +154,38 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kernels,
         None if impl == "triton" else plain,
         (),
+        lambda: _mismatch(x, w.shape[0], _kernels),
     )
+
+
+def _kernels(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.loss.triton import kl_launch
+
+    return kl_launch.linear_rows(*given)
+
+
+def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
+    """The probe: a few rows of as many classes, one of them left out."""
+
+    def fresh() -> Linear:
+        x, w, b = (probe.fresh(like, *shape) for shape in ((9, 16), (classes, 16), (classes,)))
+        return x, w / 4, b
+
+    def wide(given: Linear) -> Linear:
+        x, w, b = given
+        return x.float(), w.float(), None if b is None else b.float()
+
+    student, teacher = fresh(), fresh()
+    live, dloss = torch.arange(9, device=like.device) != 4, torch.rand(9, device=like.device)
+    rest = live, dloss, 1.5, True
+    got = kernels(student, teacher, *rest)
+    want = kl_rows(wide(student), wide(teacher), *rest)
+    names, bar = ("loss", "dhidden", "dweight", "dbias"), probe.BARS[like.dtype][1]
+    for name, x, y in zip(names, got, want):
+        if not (error := probe.relative(x, y)) <= bar:
+            return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
+    return None
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core import guard, probe
+from slipstream.core.ids import expect_ids
 from slipstream.core.machine import Kind
 from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss import eager
@@ -54,14 +55,23 @@ def cross_entropy(
         plain()
 
 
-def inverse_count(impl: str, target: Tensor, ignore_index: int) -> Tensor:
-    def fresh() -> tuple[Tensor, int]:
-        return torch.randint(0, 3, (5000,), device=target.device), 1
+def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) -> Tensor:
+    """1 / how many targets count, and as core.ids.expect_ids: on a device by the same kernel."""
+    args = target, ignore_index
+    if target.is_cuda:
+        args = target, ignore_index, classes
+    else:
+        expect_ids("target", target, classes, ignore_index)
 
-    return _simple(impl, "inverse_count", (target, ignore_index), _inverse_count, fresh)
+    def fresh() -> tuple[Any, ...]:
+        return torch.randint(0, 3, (5000,), device=target.device), 1, *[3 for _ in args[2:]]
+
+    return _simple(impl, "inverse_count", args, _inverse_count, fresh)
 
 
-def _inverse_count(target: Tensor, ignore_index: int) -> Tensor:
+def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None) -> Tensor:
+    if classes is not None:
+        expect_ids("target", target, classes, ignore_index)
     return 1 / (target != ignore_index).sum().clamp(min=1).float()
 
 

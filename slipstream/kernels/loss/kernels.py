@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.ids import expect_ids
-from slipstream.core.library import define, shortcut
+from slipstream.core.ids import expect_ids, launched
+from slipstream.core.library import define, replayed, shortcut
 from slipstream.kernels.loss import guarded
 from slipstream.kernels.loss.reference import Terms
 
@@ -27,9 +27,11 @@ def rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
 
 def reduced(logits: Tensor, target: Tensor, terms: Terms, mean: bool, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss []."""
-    expect_ids("target", target, logits.shape[1], terms.ignore_index)
     grads = torch.is_grad_enabled() and logits.requires_grad
-    return _Reduced.apply(_rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl)
+    args = _rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl
+    loss = _Reduced.apply(*args) if grads else _made(*args)[0]
+    launched()
+    return loss
 
 
 def _rows_adjacent(logits: Tensor) -> Tensor:
@@ -65,17 +67,10 @@ class _Reduced(torch.autograd.Function):
         grads: bool,
         impl: str,
     ) -> Tensor:
-        loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-        grad = logits.new_empty(logits.shape) if grads else None
-        factor = None
-        if mean:
-            factor = guarded.inverse_count(impl, target, terms.ignore_index)
-        made = {"loss": loss, "lse": lse, "grad": grad}
-        guarded.cross_entropy(impl, logits, target, terms, **made, weight=factor)
-        ctx.save_for_backward(logits, target, lse, factor)
+        total, lse, factor, grad = _made(logits, target, terms, mean, grads, impl)
+        ctx.save_for_backward(logits, target, lse, factor if mean else None)
         ctx.terms, ctx.impl, ctx.made = terms, impl, grad
-        total = loss.sum()
-        return total if factor is None else total * factor
+        return total
 
     @staticmethod
     @once_differentiable
@@ -86,6 +81,23 @@ class _Reduced(torch.autograd.Function):
         logits, target, lse, factor = ctx.saved_tensors
         dloss = dloss if factor is None else dloss * factor
         return _again(logits, target, lse, dloss, ctx.terms, ctx.impl), *[None] * 5
+
+
+def _make(
+    logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool, impl: str
+) -> tuple[Tensor, ...]:
+    """The loss, each row's lse, 1 / how many targets count, and with `grads` the gradient."""
+    loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+    grad = logits.new_empty(logits.shape if grads else 0)
+    factor = guarded.inverse_count(impl, target, terms.ignore_index, logits.shape[1])
+    made = {"loss": loss, "lse": lse, "grad": grad if grads else None}
+    guarded.cross_entropy(impl, logits, target, terms, **made, weight=factor if mean else None)
+    total = loss.sum()
+    return total * factor if mean else total, lse, factor, grad
+
+
+# a later call of its kind is played from its record
+_made = replayed(_make)
 
 
 def _again(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.ids import expect_ids
+from slipstream.core.ids import expect_ids, launched
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss import eager, guarded, kernels
@@ -56,9 +56,10 @@ def linear_cross_entropy(
     given = (hidden, weight) if bias is None else (hidden, weight, bias)
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     if is_triton(impl) and not torch.compiler.is_compiling():
-        expect_ids("target", target, weight.shape[0], terms.ignore_index)
         mean = reduction == "mean"
-        return _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads, impl)
+        loss = _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads, impl)
+        launched()
+        return loss
     loss = _LinearSum.apply(hidden, weight, bias, target, terms, grads, impl)
     return _reduced(loss, target, terms, reduction)
 
@@ -155,9 +156,8 @@ class _TritonLinear(torch.autograd.Function):
         grads: bool,
         impl: str,
     ) -> Tensor:
-        factor = None
-        if mean:
-            factor = guarded.inverse_count(impl, target, terms.ignore_index)
+        factor = guarded.inverse_count(impl, target, terms.ignore_index, weight.shape[0])
+        factor = factor if mean else None
         # a float16 gradient of one row's share of the mean would underflow
         late = hidden.dtype == torch.float16
         loss, *made = guarded.linear_rows(

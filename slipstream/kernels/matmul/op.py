@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core import arch as arches
+from slipstream.core import guard
 from slipstream.core.arch import Arch
-from slipstream.core.guard import attempt
+from slipstream.core.kinds import Kind
 from slipstream.core.library import define, shortcut
 from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.core.probe import Given, mismatch
@@ -102,8 +103,22 @@ def problem(t: Terms) -> Problem:
     return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, tma_swaps(t), residual)
 
 
+def _kind(name: str, t: Terms) -> Kind:
+    """What a verdict on the kernels holds for."""
+    return (f"matmul.{name}", t.a.dtype, t.precision)
+
+
 def _triton_refuses(call: Call) -> str | None:
     t, config, _ = call
+    if reason := _unfit(t):
+        return reason
+    if config is not None and config.kernel != "pointer":
+        return "the configuration is another kernel's"
+    return guard.objection(lambda: _kind("triton", t), t.a.device)
+
+
+def _unfit(t: Terms) -> str | None:
+    """Why no kernel can multiply these."""
     if not HAVE_TRITON:
         return "Triton is not installed"
     if not (t.a.is_cuda or INTERPRETED):
@@ -117,8 +132,6 @@ def _triton_refuses(call: Call) -> str | None:
         return f"{arch.name} has no products of float8"
     if t.a.dtype == torch.float32 and t.precision not in arch.precisions:
         return f"{arch.name} has no {t.precision} products"
-    if config is not None and config.kernel != "pointer":
-        return "the configuration is another kernel's"
     return None
 
 
@@ -126,11 +139,11 @@ def _hopper_refuses(call: Call) -> str | None:
     t, config, named = call
     if config is not None and config.kernel != "tma":
         return "the configuration is the portable kernel's"
-    if reason := not_hopper(t.a) or _triton_refuses((t, None, named)) or tma_refuses(t):
+    if reason := not_hopper(t.a) or _unfit(t) or tma_refuses(t):
         return reason
     if config is None and not named and few(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1]):
         return "there are few tiles, of which the portable kernel's programs share each"
-    return None
+    return guard.objection(lambda: _kind("hopper", t), t.a.device)
 
 
 def tma_refuses(t: Terms) -> str | None:
@@ -186,8 +199,8 @@ def _with(names: list[str], t: Terms, config: MatmulConfig | None) -> Tensor:
         return matmul_reference(t)
     if name == "eager":
         return eager.matmul(t)
-    return attempt(
-        lambda: (f"matmul.{name}", t.a.dtype, t.precision),
+    return guard.attempt(
+        lambda: _kind(name, t),
         t.a.device,
         lambda t, config: _launch(name, t, config),
         (lambda t, config: _with(rest, t, config)) if rest else None,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core import guard
+from slipstream.core import guard, probe
 from slipstream.core.ids import clamped, expect_ids, launched, raise_pending
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.launching import HAVE_TRITON
@@ -45,6 +45,7 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         _launch().gather,
         _nearest,
         (input_ids, weight),
+        lambda: _mismatch(input_ids, weight),
     )
     launched()
     return y
@@ -53,6 +54,20 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
 def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
     """Where nobody looks at the ids."""
     return F.embedding(clamped(input_ids, weight.shape[0]), weight)
+
+
+def _mismatch(input_ids: Tensor, weight: Tensor) -> str | None:
+    """The probe: ids of a small table of the same width."""
+    if weight.dtype not in probe.BARS:
+        return None
+    ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
+    made = {"weight": probe.fresh(weight, 40, weight.shape[1])}
+    return probe.mismatch(
+        lambda t: _launch().gather(ids, t["weight"]),
+        lambda t: _nearest(ids, t["weight"]),
+        made,
+        gradients=False,
+    )
 
 
 def _embedding_fake(input_ids: Tensor, weight: Tensor) -> Tensor:

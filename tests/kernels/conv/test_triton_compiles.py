@@ -34,8 +34,9 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_convolution_compiles(backward: bool) -> None:
-    assert compile_conv("sm_90", 4, backward, False, "*bf16").stack == 0
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_convolution_compiles(arch: str, backward: bool) -> None:
+    assert compile_conv(arch, 4, backward, False, "*bf16").stack == 0
 
 
 @pytest.mark.slow
@@ -50,13 +51,16 @@ def test_convolution_compiles_in_every_variant(
     assert compile_conv(arch, W, backward, full, dtype).stack <= 512
 
 
-def test_small_convolution_kernels_compile() -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_small_convolution_kernels_compile(arch: str) -> None:
+    def stack(kernel: str, tensors: dict[str, str], flags: dict[str, int], warps: int) -> int:
+        got = compile_kernel(f"{MODULE}:{kernel}", tensors, flags, target=arch, warps=warps)
+        return got.stack
+
     tensors = {"cu_ptr": "*i32", "where_ptr": "*i32"}
-    assert compile_kernel(f"{MODULE}:conv_where_kernel", tensors, {"B": 1024}).stack == 0
+    assert stack("conv_where_kernel", tensors, {"B": 1024}, 4) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("dy", "x", "w", "b", "s", "ds")} | {"cu_ptr": "*i64"}
     flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
-    kernel = f"{MODULE}:conv_state_bwd_kernel"
-    assert compile_kernel(kernel, tensors, flags, warps=2).stack == 0
+    assert stack("conv_state_bwd_kernel", tensors, flags, 2) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("x", "s", "w", "b", "r", "y")} | {"index_ptr": "*i32"}
-    kernel = f"{MODULE}:conv_update_kernel"
-    assert compile_kernel(kernel, tensors, {**flags, "BW": 4}, warps=2).stack == 0
+    assert stack("conv_update_kernel", tensors, {**flags, "BW": 4}, 2) == 0

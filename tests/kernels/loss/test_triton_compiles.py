@@ -35,17 +35,19 @@ def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
     assert got.stack == 0
 
 
-def test_small_loss_kernels_compile() -> None:
-    tensors = {"target_ptr": "*i64", "out_ptr": "*fp32"}
-    assert (
-        compile_kernel(f"{MODULE}:inverse_count_kernel", tensors, {"B": 4096}, warps=8).stack == 0
-    )
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("looks", [False, True])
+def test_small_loss_kernels_compile(arch: str, looks: bool) -> None:
+    tensors = {"target_ptr": "*i64", "out_ptr": "*fp32", **({"slots_ptr": "*i64"} if looks else {})}
+    flags, of = {"NAME": 1, "B": 4096}, f"{MODULE}:inverse_count_kernel"
+    assert compile_kernel(of, tensors, flags, target=arch, warps=8).stack == 0
     tensors = {"x_ptr": "*bf16", "s_ptr": "*fp32"}
-    assert compile_kernel(f"{MODULE}:scale_kernel", tensors, {"B": 2048}).stack == 0
+    assert compile_kernel(f"{MODULE}:scale_kernel", tensors, {"B": 2048}, target=arch).stack == 0
 
 
 @pytest.mark.parametrize("V", [100, 32000, 151936])
-def test_kl_div_compiles(V: int) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kl_div_compiles(arch: str, V: int) -> None:
     from slipstream.kernels.loss.triton import launch
 
     BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
@@ -57,6 +59,7 @@ def test_kl_div_compiles(V: int) -> None:
         tensors,
         {"V": V, "BV": BV, "INNER": 8, "STAGES": launch.STAGES},
         scalars={**scalars, "temperature": "fp32"},
+        target=arch,
         warps=warps,
     )
     assert got.stack == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.core.ids import WrongId, raise_pending
 from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from tests.kernels.interpreted import error, run
@@ -68,6 +69,23 @@ def check(V: int, options: dict[str, Any], reduction: str, scale: float) -> None
             assert e < 2e-5, (call, V, options, scale, i, e)
 
 
+def check_targets() -> None:
+    """Counted, and the first that is outside found, in one pass."""
+    from slipstream.kernels.loss.triton import launch
+
+    target = torch.randint(0, 9, (9001,))
+    target[::5] = -100
+    live = (target != -100).sum()
+    for size in (None, 9):
+        assert float(launch.inverse_count(target, -100, size)) == float(1 / live)
+        raise_pending()
+    target[8000], target[8001], target[10] = -1, 30, -100
+    launch.inverse_count(target, -100, 9)
+    with pytest.raises(WrongId, match=r"target: id -1 at position \(8000,\)"):
+        raise_pending()
+    raise_pending()
+
+
 def main() -> None:
     from slipstream.kernels.loss import op
     from slipstream.kernels.loss.triton import launch
@@ -91,6 +109,7 @@ def main() -> None:
         loss: Tensor = call(x, *first, target, impl="triton")
         assert float(loss) == 0
         assert not torch.autograd.grad(loss, x)[0].any()
+    check_targets()
     wide = torch.randn(10, 7).t()[:, ::2]  # no row's elements are adjacent
     ids = torch.randint(0, 5, (14,))[::2]
     want = torch.nn.functional.cross_entropy(wide, ids)

@@ -23,6 +23,7 @@ FP32 = Problem(torch.float32, torch.float32, "tf32", b_t=True)
 ROWS = Problem(torch.float32, torch.float32, "tf32")
 COLUMNS = Problem(torch.float32, torch.float32, "tf32", a_t=True, b_t=True)
 FP8 = Problem(torch.float8_e4m3fn, torch.bfloat16, "tf32x3", b_t=True)
+FP16 = Problem(torch.float16, torch.float16, "tf32x3", a_t=True)
 X3 = Problem(torch.float32, torch.float32, "tf32x3")
 ALL = {"bias_ptr": "*bf16", "r_ptr": "*bf16", "sa_ptr": "*fp32", "sb_ptr": "*fp32"}
 
@@ -74,14 +75,28 @@ def test_float32_128x32x32_compiles(arch: str, precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "p"),
-    [("sm_80", BF16), ("sm_86", BF16), ("sm_90", X3)],
+    [("sm_86", BF16), *((arch, p) for arch in ("sm_80", "sm_90") for p in (BF16, FP16, FP32, X3))],
 )
 def test_default_pointer_tiles_compile(arch: str, p: Problem) -> None:
     here = arches.named(arch)
     c = choose(p, here, 1 << 14, 1 << 14, 1 << 14, False)
     got = pointers(p, c, arch, ALL, "silu")
-    assert got.instructions[here.instruction or "fma"] > 0
+    assert got.instructions[p.instruction(c, here) or "fma"] > 0
     assert got.shared <= here.shared
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_strides_of_one_compile(turned: bool) -> None:
+    """Of factors with one row or column Triton makes constants."""
+    sizes = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "a_stride": 1, "b_stride": 1}
+    even: dict[str, Any] = dict.fromkeys(("EVEN_M", "EVEN_N", "EVEN_K", "SPLIT", "PDL"), False)
+    got = compile_kernel(
+        "slipstream.kernels.matmul.triton.matmul:matmul_kernel",
+        {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*bf16"},
+        {**sizes, **even, "A_T": turned, "B_T": turned, "ACTIVATION": "", "PRECISION": "tf32"},
+        stages=2,
+    )
+    assert got.stack == 0
 
 
 @pytest.mark.parametrize(("M", "N"), [(64, 4096), (128, 2048)])
@@ -100,6 +115,23 @@ def test_shared_tiles_compile(p: Problem, M: int, N: int) -> None:
         options={"launch_pdl": True},
     )
     assert summed.stack == 0 and "griddepcontrol.wait" in summed.ptx
+
+
+@pytest.mark.parametrize("p", [BF16, X3], ids=lambda p: str(p.dtype))
+def test_shared_tiles_compile_for_sm_80(p: Problem) -> None:
+    here = arches.named("sm_80")
+    c = choose(p, here, 64, 1024, 4096, False)
+    got = pointers(p, c, "sm_80", {})
+    assert c.split_k > 1 and got.shared <= shared_bytes(c, p, here)
+    assert got.instructions["mma.sync"] > 0
+    summed = compile_kernel(
+        "slipstream.kernels.matmul.triton.matmul:matmul_sum_kernel",
+        {"part_ptr": "*fp32", "out_ptr": f"*{NAMES[p.out_dtype]}", **ALL},
+        {"BM": 1, "BN": 512, "MOST": 8, "EVEN_N": True, "PDL": False, "ACTIVATION": "silu"},
+        scalars={"r_stride": "i32:16"},
+        target="sm_80",
+    )
+    assert summed.stack == 0
 
 
 def tma(p: Problem, c: MatmulConfig, extra: dict[str, str], f: str = "") -> Compiled:

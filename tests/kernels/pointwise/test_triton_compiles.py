@@ -7,23 +7,27 @@ from slipstream.kernels.launching import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 PACKAGE = "slipstream.kernels.pointwise.triton"
+archs = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 
 
+@archs
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_compiles(interleaved: bool) -> None:
+def test_rotary_compiles(arch: str, interleaved: bool) -> None:
     tensors = {"x_ptr": "*bf16", "y_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     flags = {"H": 32, "D": 128, "HALF": 48, "BH": 32, "BP": 64}
     got = compile_kernel(
         f"{PACKAGE}.rotary:rotary_kernel",
         {**tensors, "position_ptr": "*i64"},
         {**flags, "INTERLEAVED": interleaved, "BACK": True},
+        target=arch,
     )
     assert got.stack == 0
 
 
+@archs
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("f", ["silu", "gelu", "sigmoid", "relu2"])
-def test_glu_compiles(f: str, backward: bool) -> None:
+def test_glu_compiles(arch: str, f: str, backward: bool) -> None:
     names = ["gate", "up", *(["dy", "dgate", "dup"] if backward else ["y"])]
     if f == "relu2":
         names = [name for name in names if name not in ("up", "dup")]
@@ -32,24 +36,27 @@ def test_glu_compiles(f: str, backward: bool) -> None:
         {f"{name}_ptr": "*bf16" for name in names},
         {"F": f, "D": 8192, "BR": 2, "BD": 1024},
         scalars={"gate_stride": "i32:16", "up_stride": "i32:16"},
+        target=arch,
     )
     assert got.stack == 0
 
 
+@archs
 @pytest.mark.parametrize("f", ["silu", "gelu", "sigmoid", "relu2"])
-def test_glu_again_compiles(f: str) -> None:
+def test_glu_again_compiles(arch: str, f: str) -> None:
     names = ["gate", "dh", "dgate", *(["up", "dup"] if f != "relu2" else [])]
     got = compile_kernel(
         f"{PACKAGE}.glu_again:glu_again_kernel",
         {f"{name}_ptr": "*bf16" for name in names},
         {"F": f, "D": 8192, "BR": 2, "BD": 1024},
         scalars={"gate_stride": "i32:16", "up_stride": "i32:16"},
+        target=arch,
     )
     assert got.stack == 0
 
 
 @pytest.mark.parametrize("cu", [None, "*i32", "*i64"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@archs
 def test_token_shift_compiles(arch: str, cu: str | None) -> None:
     tensors = {f"{name}_ptr": "*bf16" for name in ("x", "edge", "y", "end")}
     for back in (False, True):

@@ -34,8 +34,8 @@ class Tile(NamedTuple):
 # 4 channels a thread: forward the next tile is in registers too, backward there are more rows
 FORWARD = Tile(8, 256, 2, 8)
 BACKWARD = Tile(16, 256, 4, 10)
-# of one that is not packed; as many tokens as the widest has taps
-WALK = Tile(16, 256, 4, 8)
+# of one that is not packed; as many tokens as the widest has taps: 16 take 8 s to compile, these 2
+WALK = Tile(8, 256, 2, 4)
 
 
 def forward(

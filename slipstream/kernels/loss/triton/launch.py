@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.core.ids import NAMES, slots_for
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on, processors
 from slipstream.kernels.loss.reference import Terms
@@ -93,13 +94,15 @@ def cross_entropy(
         )
 
 
-def inverse_count(target: Tensor, ignore_index: int) -> Tensor:
-    """1 / how many targets count, float32 []."""
+def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) -> Tensor:
+    """1 / how many targets count, float32 []. With a size it also looks for those outside."""
     out = torch.empty((), dtype=torch.float32, device=target.device)
+    slots = None if size is None else slots_for(target)
     with on(target.device):
         kept(inverse_count_kernel)[(1,)](
-            target, out, target.shape[0], ignore_index, 4096, num_warps=8
-        )
+            target, out, slots, target.shape[0], ignore_index, size or 0, NAMES.index("target"),
+            4096, num_warps=8,
+        )  # fmt: skip
     return out
 
 

@@ -93,8 +93,8 @@ def matmul_kernel(
     m_m, m_n = o_m < M, o_n < N
     p_a = a_ptr + _offsets(o_m, o_k, a_stride, A_T)
     p_b = b_ptr + tl.trans(_offsets(o_n, o_k, b_stride, not B_T))
-    a_step = a_stride.to(tl.int64) * BK if A_T else BK
-    b_step = BK if B_T else b_stride.to(tl.int64) * BK
+    a_step = tl.cast(a_stride, tl.int64) * BK if A_T else BK
+    b_step = BK if B_T else tl.cast(b_stride, tl.int64) * BK
     first_k, last_k = 0, K
     if SPLIT:
         each = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1))

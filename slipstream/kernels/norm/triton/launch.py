@@ -5,6 +5,7 @@ Memory beyond results: one or two numbers a row, and in backward P rows of parti
 multiple of the multiprocessors.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -39,7 +40,9 @@ class Grads(NamedTuple):
 
 @cache
 def _tile(index: int, D: int, bytes_each: int, backward: bool, *of_backward: bool) -> tiles.Tile:
-    return tiles.choose(D, bytes_each, shared_memory(index), backward, *of_backward)
+    tile = tiles.choose(D, bytes_each, shared_memory(index), backward, *of_backward)
+    # AMD's warps have 64 threads, of which a program takes 1024
+    return replace(tile, warps=min(tile.warps, 16)) if torch.version.hip else tile
 
 
 def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
