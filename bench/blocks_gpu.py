@@ -5,6 +5,7 @@ python bench/blocks_gpu.py --check    # only the comparison with the float64 for
 python bench/blocks_gpu.py --times    # only the times; --peers torch liger fla: if they are there
     --only REGEX                      # of the names of the work, of what is checked
     --once                            # each call once, which compiles what is to be timed
+    --host                            # the host's times too, which all works have without --only
 """
 
 import argparse
@@ -243,7 +244,7 @@ RUNS: dict[tuple, Callable[[], float]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "once"):
+    for name in ("check", "times", "once", "host"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--peers", nargs="*", default=["torch"])
     parser.add_argument("--only", default="", type=re.compile)
@@ -252,7 +253,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     fine = options.times or check(options.only)
     if not options.check:
-        if not options.only.pattern:
+        if options.host or not options.only.pattern:
             host_times()
         all_times(options.peers, options.only, options.once)
     raise SystemExit(0 if fine else "results differ from the formulas")

@@ -1,7 +1,7 @@
 """How fast the blocks around attention are, ours beside torch, Liger and fla: see blocks_gpu.py.
 
-Forward, backward and both are times of the device alone (ahead.py); "called" is both as
-triton.testing.do_bench has it, where a slow host counts.
+Forward, backward and both are times of the device alone (ahead.py), taken in turns; "called" is
+both as triton.testing.do_bench has it, where a slow host counts.
 """
 
 import re
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from ahead import ahead
+from ahead import in_turns
 from record import record
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_n
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 
 BF16 = torch.bfloat16
+# of forward and of backward alone
+TURNS = 41
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -250,10 +252,18 @@ def first(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def times(work: Work, who: str, call: Callable[..., Tensor], once: bool) -> dict[str, Any]:
+class Runs(NamedTuple):
+    """forward and backward are None where they are not timed alone."""
+
+    forward: Callable[[], Any] | None
+    backward: Callable[[], Any] | None
+    both: Callable[[], Any]
+
+
+def ready(work: Work, who: str, call: Callable[..., Tensor]) -> tuple[dict[str, Any], Runs]:
+    """The row, with the first call's time and the memory, and what is to be timed."""
     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in work.inputs]
     wanted = [x for x in inputs if x.requires_grad]
-    tb = work.numel * 2 / 1e9  # of one tensor, by ms
     row: dict[str, Any] = {"work": work.name, "who": who, "fwd_ms": "", "fwd_tbs": ""}
     row |= {"bwd_ms": "", "bwd_tbs": "", "both_ms": "", "first_s": "", "peak_gib": ""}
     row |= {"beyond_gib": "", "called_ms": ""}
@@ -267,22 +277,46 @@ def times(work: Work, who: str, call: Callable[..., Tensor], once: bool) -> dict
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     row["first_s"] = f"{first(both):.2f}"
-    if once:
-        return row
     peak = torch.cuda.max_memory_allocated() - before
     grads = sum(x.numel() * x.element_size() for x in wanted)
     row |= {"peak_gib": f"{peak / 2**30:.2f}", "beyond_gib": f"{(peak - grads) / 2**30:.2f}"}
-    runs = 20 if work.numel else 8
-    row |= {"both_ms": f"{ahead(both, runs):.3f}", "called_ms": f"{as_called(both):.3f}"}
     if not work.units[0]:
-        return row
-    with torch.no_grad():
-        forward = ahead(lambda: call(*inputs))
+        return row, Runs(None, None, both)
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(*inputs)
+
     out = call(*inputs)
-    backward = ahead(lambda: torch.autograd.grad(out, wanted, dy, retain_graph=True))
-    row |= {"fwd_ms": f"{forward:.3f}", "fwd_tbs": f"{work.units[0] * tb / forward:.2f}"}
-    row |= {"bwd_ms": f"{backward:.3f}", "bwd_tbs": f"{work.units[1] * tb / backward:.2f}"}
-    return row
+    return row, Runs(forward, lambda: torch.autograd.grad(out, wanted, dy, retain_graph=True), both)
+
+
+def times(work: Work, found: dict[str, dict[str, Callable]], once: bool) -> list[dict[str, Any]]:
+    """A row for each who can do the work; all take turns, call by call."""
+    rows, runs = [], []
+    for who, call in calls(work, found):
+        try:
+            row, run = ready(work, who, call)
+        except Exception as fault:
+            print(f"{work.name} {who}: {type(fault).__name__} {str(fault)[:150]}", flush=True)
+            continue
+        rows.append(row)
+        runs.append(run)
+    if once:
+        return rows
+    count = 20 if work.numel else 8
+    for name, ms in zip(rows, in_turns([run.both for run in runs], count), strict=True):
+        name["both_ms"] = f"{ms:.3f}"
+    for row, run in zip(rows, runs, strict=True):
+        row["called_ms"] = f"{as_called(run.both):.3f}"
+    if not work.units[0]:
+        return rows
+    tb = work.numel * 2 / 1e9  # of one tensor, by ms
+    for kind, units in zip(("forward", "backward"), work.units):
+        alone = in_turns([getattr(run, kind) for run in runs], TURNS)
+        for row, ms in zip(rows, alone, strict=True):
+            row |= {f"{kind[0]}wd_ms": f"{ms:.4f}", f"{kind[0]}wd_tbs": f"{units * tb / ms:.2f}"}
+    return rows
 
 
 def all_times(peers: list[str], only: re.Pattern[str], once: bool) -> None:
@@ -291,16 +325,11 @@ def all_times(peers: list[str], only: re.Pattern[str], once: bool) -> None:
     for name, make in WORKS.items():
         if not only.search(name):
             continue
-        work, rows = make(), []
-        for who, call in calls(work, found):
-            try:
-                row = times(work, who, call, once)
-            except Exception as fault:
-                print(f"{work.name} {who}: {type(fault).__name__} {str(fault)[:150]}", flush=True)
-                continue
-            rows.append(row)
+        work = make()
+        rows = times(work, found, once)
+        for row in rows:
             print(
-                f"{row['work']:27} {who:5} {row['fwd_ms']:>7} {row['fwd_tbs']:>4}  "
+                f"{row['work']:27} {row['who']:5} {row['fwd_ms']:>7} {row['fwd_tbs']:>4}  "
                 f"{row['bwd_ms']:>7} {row['bwd_tbs']:>4}  {row['both_ms']:>7} "
                 f"{row['called_ms']:>7} {row['first_s']:>6} {row['peak_gib']:>5} "
                 f"{row['beyond_gib']:>5}",
@@ -308,12 +337,13 @@ def all_times(peers: list[str], only: re.Pattern[str], once: bool) -> None:
             )
         if rows and not once:
             record("blocks_gpu", rows)
-        del work
+        del work, rows
         torch.cuda.empty_cache()
 
 
 def host_times() -> None:
-    """Microseconds a call takes on the host, 200 of them without waiting for the device."""
+    """Microseconds a call takes on the host, 200 of them without waiting for the device, the least
+    of some rounds; to a CSV."""
     x, w = rand(4, 64, dtype=BF16), rand(64, dtype=BF16)
     grads = [t.clone().requires_grad_() for t in (x, w)]
     taps, state = rand(64, 4, dtype=BF16), rand(4, 64, 4, dtype=BF16)
@@ -323,6 +353,7 @@ def host_times() -> None:
     each: dict[str, Callable[[], Any]] = {
         "rms_norm": lambda: rms_norm(x, w),
         "rms_norm saving": lambda: rms_norm(grads[0], grads[1]),
+        "cross_entropy without gradient": lambda: cross_entropy(x, target),
         "F.rms_norm": lambda: F.rms_norm(x, (64,), w, 1e-5),
         "layer_norm": lambda: layer_norm(x, w),
         "short_convolution": lambda: short_convolution(x[None], taps, activation="silu"),
@@ -331,14 +362,18 @@ def host_times() -> None:
         "rotary": lambda: rotary_embedding(x.view(1, 4, 4, 16), cos, sin),
         "swiglu": lambda: swiglu(x, x),
     }
-    line = []
+    rows = []
     for name, call in each.items():
         for _ in range(20):
             call()
+        best = float("inf")
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            best = min(best, (time.perf_counter() - start) * 5e3)
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(200):
-            call()
-        line.append(f"{name} {(time.perf_counter() - start) * 5e3:.0f}")
-        torch.cuda.synchronize()
-    print("host us a call:", ", ".join(line), flush=True)
+        rows.append({"operator": name, "us": f"{best:.1f}"})
+    print("host us a call:", ", ".join(f"{r['operator']} {r['us']}" for r in rows), flush=True)
+    record("host_gpu", rows)

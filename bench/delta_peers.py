@@ -4,19 +4,18 @@
     python bench/delta_peers.py Q1 Q2           # of these names
     python bench/delta_peers.py --forward       # without backward, whose kernels compile longest
     python bench/delta_peers.py --warm Q1       # compiles, times nothing: FlashQLA takes minutes
-    python bench/delta_peers.py --part states Q1   # compiles one of its kernels of backward
-    python bench/delta_peers.py --wait go Q1 Q2    # all but the timing; that once a file is there
+    python bench/delta_peers.py --seconds 100   # begins no shape after so many
 
-FlashQLA's kernels compile one after the other; those of backward need nothing of the others, so
-that --part compiles them beside --warm, with the same TILELANG_CACHE_DIR. Both take the same
-tensors: bf16, K = V = 128, keys of norm 1, gates near 0, no initial state. A shape is the tokens of
-each sequence and the heads of q and of v; several sequences are packed.
+FlashQLA's kernels lie in TILELANG_CACHE_DIR from then on. Both take the same tensors: bf16,
+K = V = 128, keys of norm 1, gates near 0, no initial state. A shape is the tokens of each sequence
+and the heads of q and of v; several sequences are packed. "kernels" is the sum of the kernels'
+times alone, without what is between them.
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,33 +69,6 @@ def off(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).square().mean() / b.square().mean()).sqrt().item()
 
 
-def compile_part(part: str, given: dict[str, Any]) -> None:
-    """The kernel of backward that makes all states, or the one that makes the gradients.
-
-    The numbers are of no account.
-    """
-    from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
-
-    k, v, g, beta = (given[name] for name in ("k", "v", "g", "beta"))
-    T, HV = v.shape[1:3]
-    cu = given["cu_seqlens"]
-    cu = torch.tensor([0, T], device="cuda", dtype=torch.int32) if cu is None else cu
-    cp = chunk._auto_intra_cp_context(k, v, cu, 64, True, True)
-    met = None
-    if cp.is_intra:
-        cu = cp.intra_cp_cu_seqlens
-        met = v.new_zeros(cu.numel() - 1, HV, 128, 128, dtype=torch.float32)
-    same = {"k": k, "v": v, "g": g, "b": beta, "cu_seqlens": cu}
-    same["a"] = v.new_zeros(1, T, HV, 64)
-    if part == "states":
-        chunk.fused_gdr_h(**same, initial_state=met, output_final_state=False, output_h=True)
-    else:
-        h = v.new_zeros(1, T // 64 + cu.numel(), HV, 128, 128)
-        scale = 128**-0.5
-        chunk.fused_gdr_bwd(q=given["q"], **same, do=v, dht=met, h=h, scale=scale)
-    torch.cuda.synchronize()
-
-
 def peak(fn: Callable[[], Any]) -> int:
     """MiB that a call takes at most, results and what forward keeps with it."""
     torch.cuda.synchronize()
@@ -148,15 +120,14 @@ class Pair:
         timed: Any = do_bench
         for who, fns in self.fns.items():
             for part, fn in zip(PARTS, fns, strict=False):
-                took = timed(fn, warmup=10, rep=40, return_mode="median")
+                took = timed(fn, warmup=10, rep=50, return_mode="median")
                 self.row[f"{who}_{part}"] = round(took, 4)
-            if self.row["shape"] in ("Q1", "Q2"):
-                self.row[f"{who}_kernels_ms"] = " ".join(f"{kernels(f):.4f}" for f in fns)
-        for part in PARTS if len(self.fns) == 2 else ():
-            if f"slipstream_{part}" in self.row:
-                share = self.row[f"slipstream_{part}"] / self.row[f"flash_qla_{part}"]
-                self.row[f"{part}_of_peer"] = round(share, 3)
+            self.row[f"{who}_kernels_ms"] = " ".join(f"{kernels(f):.4f}" for f in fns)
         if len(self.fns) == 2:
+            for part in PARTS:
+                if f"slipstream_{part}" in self.row:
+                    share = self.row[f"slipstream_{part}"] / self.row[f"flash_qla_{part}"]
+                    self.row[f"{part}_of_peer"] = round(share, 3)
             record("delta_peers", [self.row])
         return self.row
 
@@ -166,38 +137,28 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--forward", action="store_true", help="nothing of backward")
-    parser.add_argument("--part", choices=("states", "grads"))
-    parser.add_argument("--wait", type=Path, help="times nothing before this file is there")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
+    start = time.perf_counter()
     import flash_qla  # pyright: ignore[reportMissingImports]
 
-    names = options.names or list(SHAPES)
-    if options.part:
-        for name in names:
-            start = time.perf_counter()
-            compile_part(options.part, inputs(*SHAPES[name]))
-            print(f"{name} {options.part} in {time.perf_counter() - start:.1f} s", flush=True)
-        return
     providers = {
         "slipstream": ops.chunk_gated_delta_rule,
         "flash_qla": flash_qla.chunk_gated_delta_rule,
     }
-    pairs: dict[str, Pair] = {}
-    for name in names:
+    for name in options.names or SHAPES:
+        if time.perf_counter() - start > options.seconds:
+            print(f"{name}: no time left")
+            continue
+        gc.collect()
         torch.cuda.empty_cache()
-        if options.warm or (options.wait and not options.wait.exists()):
-            try:
-                pairs[name] = Pair(name, providers, options.forward)
-                print(pairs[name].row, flush=True)
-            except torch.OutOfMemoryError as e:  # others' may be in the way
-                print(f"{name}: {e}"[:120], flush=True)
-    if options.warm:
-        return
-    while options.wait and not options.wait.exists():
-        time.sleep(0.05)
-    for name in list(pairs) if options.wait else names:
-        row = (pairs.pop(name, None) or Pair(name, providers, options.forward)).times()
-        print(", ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+        try:
+            pair = Pair(name, providers, options.forward)
+            row = pair.row if options.warm else pair.times()
+        except torch.OutOfMemoryError as e:  # others' may be in the way
+            row = {"shape": name, "failed": str(e)[:120]}
+        took = time.perf_counter() - start
+        print(", ".join(f"{k} {v}" for k, v in row.items()), f"after {took:.0f} s", flush=True)
     print("done", flush=True)
 
 

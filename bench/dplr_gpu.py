@@ -78,8 +78,13 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def inputs(kind: str, size: tuple, gate: str, dtype: torch.dtype, state: bool) -> Terms:
-    """Keys and a of norm 1, beta from 0 to 2 (norm of the transition at most 1)."""
+def inputs(
+    kind: str, size: tuple, gate: str, dtype: torch.dtype, state: bool, narrow: bool = False
+) -> Terms:
+    """Keys and a of norm 1, beta from 0 to 2 (norm of the transition at most 1).
+
+    narrow: gates are of dtype, not float32.
+    """
     B, T, H, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
     make = {"device": "cuda", "dtype": dtype}
@@ -94,7 +99,7 @@ def inputs(kind: str, size: tuple, gate: str, dtype: torch.dtype, state: bool) -
         q,
         k,
         torch.randn(B, T, HV, V, **make),
-        g=None if kind == "iplr" else GATES[gate](x),
+        g=None if kind == "iplr" else GATES[gate](x).to(dtype if narrow else x.dtype),
         beta=2 * torch.rand(B, T, HV, device="cuda") if kind == "kda" else None,
         a=None if kind == "kda" else a,
         b=None if kind == "kda" else b,
@@ -128,9 +133,11 @@ def run_ours(kind: str, terms: Terms, do: Tensor, dfinal: Tensor, scale: float) 
     return {"o": o.detach(), "final": final.detach(), **dict(zip(names, grads))}
 
 
-def compare(kind: str, size: tuple, dtype: torch.dtype, gate: str) -> dict[str, float]:
+def compare(
+    kind: str, size: tuple, dtype: torch.dtype, gate: str, narrow: bool = False
+) -> dict[str, float]:
     """Errors by name; nan where two runs differ in a bit."""
-    terms = inputs(kind, size, gate, dtype, state=True)
+    terms = inputs(kind, size, gate, dtype, state=True, narrow=narrow)
     scale = terms.q.shape[-1] ** -0.5
     do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
     got, again = (run_ours(kind, terms, do, dfinal, scale) for _ in range(2))

@@ -6,22 +6,31 @@
     python bench/first_calls.py --part 0/2    # the first half of them
     python bench/first_calls.py --cold        # only with an empty cache
     python bench/first_calls.py --kernels     # and what was compiled when, in seconds of the call
+    python bench/first_calls.py --profile     # a further warm call, with what Python spends it on
+    python bench/first_calls.py --states      # the gradient of the final state, too
+    python bench/first_calls.py --width 64    # heads so wide
 
-cold: Triton's cache is empty; warm: it is as the cold call left it. Of the seconds neither is the
-import of torch and slipstream nor CUDA's start. Compiled: cold, with warm kernels, and the largest
+cold: Triton's cache and ours are empty; warm: they are as the cold call left them. Of the seconds
+are neither the import of torch and slipstream nor the start of CUDA and of torch's autograd. The
+gradient is that of the first output alone. Compiled: cold, with warm kernels, and the largest
 relative difference of its results from those without torch.compile. The processes start together
-and call one after the other, alone, or --at-once so many. The rows go to results/first_calls.csv.
+and call one after the other, alone, or --at-once so many operators'. The rows go to
+results/first_calls.csv.
 """
 
 import argparse
+import contextlib
+import cProfile
 import json
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +40,7 @@ from record import record, table
 from slipstream.cli.samples import SAMPLES, Sample, Shape, chosen, flat
 
 SECONDS = 150
+LONG, STEPS = Shape(B=1, T=2048, H=4), Shape(B=8, T=8, H=4)
 PLAIN = ("attention", "rms_norm", "short_convolution", "linear_cross_entropy")
 WANTED = {"cold": 10.0, "warm": 1.0}
 
@@ -63,14 +73,21 @@ class Compiled:
         self.note(metadata.get("name", "?"), text)
 
 
-def measure(name: str, compiled: bool, kernels: bool) -> dict[str, Any]:
+def measure(
+    name: str, compiled: bool, kernels: bool, profile: bool, states: bool, width: int
+) -> dict[str, Any]:
     """In a process of its own."""
     sample = chosen([name])[0]
     start = time.perf_counter()
-    args = sample.inputs(Shape(B=1, T=2048, H=4), torch.device("cuda"))
-    given = [x.requires_grad_() for x in args.values() if x.is_floating_point()]
+    shape = STEPS if sample.op.startswith("fused_recurrent") else LONG
+    args = sample.inputs(replace(shape, K=width, V=width), torch.device("cuda"))
+    if "k_cache" in args:  # one token is decoded
+        args |= {name: args[name][:, :1].contiguous() for name in "qkv"}
+    learnt = [x for n, x in args.items() if n not in sample.fixed.split()]
+    given = [x.requires_grad_() for x in learnt if x.is_floating_point()]
+    _torch_alone()
     fn, options = sample.fn, dict(sample.options)
-    if "output_final_state" in sample.takes:
+    if states and "output_final_state" in sample.takes:
         options["output_final_state"] = True
     torch.cuda.synchronize()
     started = time.perf_counter() - start
@@ -87,13 +104,21 @@ def measure(name: str, compiled: bool, kernels: bool) -> dict[str, Any]:
         out = call()
         if noted is not None:
             noted.note("(forward is done)", "")
-        total = torch.stack([x.float().square().sum() for x in out]).sum()
-        grads = torch.autograd.grad(total, given, allow_unused=True)
+        grown = [x for x in (out if states else out[:1]) if x.requires_grad]
+        weights = [torch.randn_like(x) for x in grown]
+        grads: tuple[torch.Tensor | None, ...] = ()
+        if grown:
+            grads = torch.autograd.grad(grown, given, weights, allow_unused=True)
         torch.cuda.synchronize()
         return [x.detach() for x in (*out, *grads) if x is not None]
 
-    want = results(call)
+    profiler = cProfile.Profile()
+    with profiler if profile else contextlib.nullcontext():
+        torch.manual_seed(0)
+        want = results(call)
     found["call_s"] = time.perf_counter() - begin
+    if profile:
+        found["lines"] = _profiled(profiler)
     if noted is not None:
         found["lines"], noted = noted.lines, None
     begin = time.perf_counter()
@@ -101,10 +126,28 @@ def measure(name: str, compiled: bool, kernels: bool) -> dict[str, Any]:
     found["again_ms"] = 1e3 * (time.perf_counter() - begin)
     if compiled:
         begin = time.perf_counter()
+        torch.manual_seed(0)
         got = results(torch.compile(call, fullgraph=True, dynamic=True))
         found["compiled_s"] = time.perf_counter() - begin
         found["differs"] = max(_difference(x, y) for x, y in zip(got, want, strict=True))
     return found
+
+
+def _torch_alone() -> None:
+    """A gradient: what torch imports and starts for its first one, half a second."""
+    x = torch.ones(2, device="cuda", requires_grad=True)
+    y = x.bfloat16() * 2
+    torch.autograd.grad(y, x, torch.randn_like(y))
+
+
+def _profiled(profiler: cProfile.Profile, most: int = 40) -> list[str]:
+    """Seconds in all, seconds of its own, calls, and what; the longest first."""
+    stats: Any = pstats.Stats(profiler)
+    rows = sorted(stats.stats.items(), key=lambda x: -x[1][3])[:most]
+    return [
+        f"{total:6.3f} {own:6.3f} {calls:6d} {'/'.join(Path(file).parts[-3:])}:{line} {name}"
+        for (file, line, name), (_, calls, own, total, _) in rows
+    ]
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -118,7 +161,8 @@ class Child:
     def __init__(self, name: str, cache: str, flags: list[str]) -> None:
         run = [sys.executable, __file__, "--child", name, *flags]
         inductor = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
-        env = {**os.environ, "TRITON_CACHE_DIR": cache, **inductor}
+        own = {"TRITON_CACHE_DIR": cache, "SLIPSTREAM_CACHE_DIR": f"{cache}/slipstream"}
+        env = {**os.environ, **own, **inductor}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             run, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -140,15 +184,6 @@ class Child:
         return json.loads(out.strip().splitlines()[-1])
 
 
-def calls(names: list[str], caches: list[str], flags: list[str], at_once: int) -> Iterator[dict]:
-    """In order; the processes start together, and so many call at a time."""
-    children = [Child(*given, flags) for given in zip(names, caches)]
-    for each in children:
-        each.ready()
-    with ThreadPoolExecutor(at_once) as pool:
-        yield from pool.map(Child.call, children)
-
-
 def row(name: str, cold: dict[str, Any], warm: dict[str, Any]) -> dict[str, object]:
     found: dict[str, object] = {"operator": name}
     for label, each in (("cold", cold), ("warm", warm)):
@@ -161,20 +196,21 @@ def row(name: str, cold: dict[str, Any], warm: dict[str, Any]) -> dict[str, obje
     return {**found, "note": "; ".join(notes)}
 
 
-def said(names: list[str], label: str, found: Iterator[dict]) -> list[dict]:
-    """Each printed as it comes."""
-    made = []
-    for name, each in zip(names, found):
+def one(children: dict[str, Child], name: str, notes: Sequence[str]) -> dict[str, object]:
+    """Each child calls in turn, and what it found is printed as it comes."""
+    found: dict[str, dict[str, Any]] = {"cold": {}, "warm": {}}
+    for label, child in children.items():
+        found[label] = each = child.call()
         for line in each.get("lines", ()):
             print(name, label, line)
         print(name, label, each.get("call_s", each.get("error")), flush=True)
-        made.append(each)
-    return made
+    made = row(name, found["cold"], found["warm"])
+    return {**made, "note": "; ".join(filter(None, (*notes, str(made["note"]))))}
 
 
 def _names(given: list[str]) -> list[str]:
     if given:
-        return [sample.op for sample in chosen(given)]
+        return list(dict.fromkeys(sample.op for sample in chosen(given)))
 
     def counts(sample: Sample) -> bool:
         return sample.op.startswith("chunk_") or sample.op in PLAIN
@@ -186,29 +222,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--compile", action="store_true")
-    for name in ("cold", "kernels"):
+    for name in ("cold", "kernels", "profile", "states"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--width", type=int, default=LONG.K)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(measure(options.names[0], options.compile, options.kernels)))
+        given = [getattr(options, x) for x in ("compile", "kernels", "profile", "states", "width")]
+        print(json.dumps(measure(options.names[0], *given)))
         return
     part, parts = map(int, options.part.split("/"))
     names = _names(options.names)[part::parts]
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    noted = ["--kernels"] if options.kernels else []
-    flags = [*noted, *(["--compile"] if options.compile else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        caches = [f"{folder}/{i}" for i in range(len(names))]
-        cold = said(names, "cold", calls(names, caches, noted, options.at_once))
-        warm = [{} for _ in names]
-        if not options.cold:
-            warm = said(names, "warm", calls(names, caches, flags, options.at_once))
-    rows = [row(*each) for each in zip(names, cold, warm)]
+    shape = [f"--width={options.width}", *(["--states"] if options.states else [])]
+    notes = ["final state's gradient too"] if options.states else []
+    notes += [f"{options.width} wide"] if options.width != LONG.K else []
+    same = [*shape, *(["--kernels"] if options.kernels else [])]
+    flags = {"cold": same}
+    if not options.cold:
+        flags["warm"] = [*same, *(["--compile"] if options.compile else [])]
+    if options.profile:
+        flags["profile"] = ["--profile", *shape]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        children = [{x: Child(n, f"{folder}/{n}", y) for x, y in flags.items()} for n in names]
+        for child in [x for each in children for x in each.values()]:
+            child.ready()
+        for each in pool.map(one, children, names, [notes] * len(names)):
+            record("first_calls", [each])
+            rows.append(each)
     print(table(rows))
-    print("recorded in", record("first_calls", rows))
 
 
 if __name__ == "__main__":

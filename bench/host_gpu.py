@@ -2,13 +2,18 @@
 
     python bench/host_gpu.py          a line an operator: all of it, and what it is without launches
 
-Tensors are small, so that the device never makes the host wait. "no launch": launches replaced
+    python bench/host_gpu.py kda step   those with one of these in their names
+
+Every chunk operator with its states, and some others, in inference unless it says so. Tensors are
+small, so that the device never makes the host wait. "no launch": launches replaced
 by nothing, so checks, plans, the operator and torch.empty are left. "first": the first call, with
-compilation, the guard's child and the probe.
+compilation, the guard's child and the probe. Promised: BARS.
 """
 
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,11 +22,13 @@ from record import record
 from triton.runtime.jit import JITFunction
 
 from slipstream import ops
+from slipstream.cli.samples import SAMPLES, Sample, Shape
 from slipstream.core import guard
 from slipstream.kernels.kept import Again, Found, Kept
 
 DEVICE = torch.device("cuda", 0)
-BARS = {"chunk_gated_delta_rule": 80, "recurrent_step": 40, "rms_norm": 20}
+BARS = {"chunk_": 80, "recurrent_step": 40, "rms_norm": 20}
+SHAPE = Shape(B=1, T=256, H=4, state=True)
 Call = Callable[[], Any]
 
 
@@ -31,7 +38,6 @@ def calls() -> dict[str, Call]:
 
     q, k, v = (bf16(1, 256, 4, 64) for _ in range(3))
     g, beta = -torch.rand(1, 256, 4, device=DEVICE), torch.rand(1, 256, 4, device=DEVICE)
-    wide = -torch.rand(1, 256, 4, 64, device=DEVICE)
     one = [bf16(8, 1, 4, 64) for _ in range(3)]
     g1, beta1 = -torch.rand(8, 1, 4, device=DEVICE), torch.rand(8, 1, 4, device=DEVICE)
     pool, slots = torch.zeros(8, 4, 64, 64, device=DEVICE), torch.arange(8, device=DEVICE)
@@ -42,11 +48,8 @@ def calls() -> dict[str, Call]:
         ops.chunk_gated_delta_rule(*leaves, g=g, beta=beta)[0].sum().backward()
 
     return {
-        "chunk_simple_gla": lambda: ops.chunk_simple_gla(q, k, v, g),
-        "chunk_gated_delta_rule": lambda: ops.chunk_gated_delta_rule(q, k, v, g, beta),
-        "  with sum, backward": train,
-        "chunk_gla": lambda: ops.chunk_gla(q, k, v, wide),
-        "chunk_kda": lambda: ops.chunk_kda(q, k, v, wide, beta),
+        **{x.op: chunked(x) for x in reversed(SAMPLES) if x.op.startswith("chunk_")},
+        "gated delta rule, sum, backward": train,
         "recurrent_step": lambda: ops.recurrent_step(
             *one, state=pool, state_indices=slots, g=g1, beta=beta1
         ),
@@ -55,6 +58,11 @@ def calls() -> dict[str, Call]:
         "short_convolution": lambda: ops.short_convolution(x[None], taps, activation="silu"),
         "swiglu": lambda: ops.swiglu(x, x),
     }
+
+
+def chunked(sample: Sample) -> Call:
+    args = sample.inputs(SHAPE, DEVICE)
+    return partial(sample.fn, **args, **sample.options, output_final_state=True)
 
 
 def host(call: Call, rounds: int = 20, each: int = 20) -> float:
@@ -78,11 +86,13 @@ def none_of(kept: Kept, grid: tuple[int, ...]) -> Call:
 
 
 def main() -> None:
+    only = sys.argv[1:] or [""]
     here = guard.machine(DEVICE)
     assert here is not None
     print(f"{here.name}: verified {here.verified} guards {here.guards} probes {here.probes}")
-    rows = []
     for name, call in calls().items():
+        if not any(x in name for x in only):
+            continue
         try:
             start = time.perf_counter()
             call()
@@ -100,12 +110,13 @@ def main() -> None:
         except Exception as error:  # the others still run
             print(f"{name:24} {type(error).__name__}: {str(error)[:120]}")
             continue
-        bar = f" (bar {BARS[name]})" if name in BARS else ""
-        print(f"{name:24} {whole:6.1f} us{bar}, no launch {rest:5.1f}, first {first:.1f} s")
-        rows.append({"operator": name.strip(), "us": whole, "no_launch_us": rest, "first_s": first})
+        bar = next((most for x, most in BARS.items() if name.startswith(x)), None)
+        said = "" if bar is None else f" ({'within' if whole <= bar else 'PAST'} {bar})"
+        times = {"us": whole, "no_launch_us": rest, "first_s": first}
+        print(f"{name:31} {whole:6.1f} us{said}, no launch {rest:.1f}, {first:.1f} s", flush=True)
+        record("host_gpu", [{"operator": name, **{x: round(y, 1) for x, y in times.items()}}])
     kept = {k: v for kind in here.remembered.values() for k, v in kind.items()}
     print(f"learnt: {len(kept)} verdicts; not used: {here.remembered.get('unusable', {})}")
-    record("host_gpu", rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
     python bench/linear.py --cpu       the CPU's rows where there is a GPU
     python bench/linear.py --limit 60  on a GPU: the peer, where it tunes no longer; 0: without it
     python bench/linear.py --tuned DIR the peer tuned among what linear_tuned.py put there
-    python bench/linear.py --only gla  operators with this in their names; --part 1/3 a third of all
+    python bench/linear.py --warm      on a GPU: errors, and one call of each side: fills the caches
+    python bench/linear.py --best 1    and among no more than its best one of each kernel
+    python bench/linear.py --only gla,kda  operators with these in their names; --part 1/3 a third
 
 On a GPU: linear_peers.py. The rest is about a CPU. Ours and the peer take turns on the same inputs,
 and the medians are compared: on a shared machine only their ratio means something. float32, B 1,
@@ -128,21 +130,23 @@ def on_gpu(args: argparse.Namespace) -> None:
 
     part, parts = map(int, args.part.split("/"))
     rows = []
-    for row in linear_peers.rows(args.limit, args.only, part, parts, args.tuned):
+    only, tuned = args.only.split(","), (args.tuned, args.best)
+    for row in linear_peers.rows(args.limit, only, part, parts, *tuned, args.warm):
         rows.append(row)
-        print(*row.values(), flush=True)
-        if not args.dry:
+        print(*(f"{name} {x}," for name, x in row.items()), flush=True)
+        if not (args.dry or args.warm):
             record("linear_gpu_peers", [row])
     show(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("dry", "cpu"):
+    for name in ("dry", "cpu", "warm"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("only", "tuned"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--best", type=int, default=3)
     parser.add_argument("--limit", type=float, default=400.0)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()

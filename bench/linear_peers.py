@@ -1,9 +1,10 @@
 """The linear family on a GPU beside fla-core: rows of PERF.md's table; bench/linear.py runs it.
 
 Ours and the peer at the same inputs in one process, bf16, medians with the L2 cache flushed between
-runs. Ours is compared first with the float64 chunkwise path on a part of those inputs, and with the
-peer's output on all of them. first: seconds of the first call, forward and backward. peak: of
-memory, inputs and gradients too.
+runs. Ours is compared first with the float64 chunkwise path on a part of those inputs: the worst of
+o and the final state, of gradients, of gradients of gates and beta, each with its name, and PAST
+where that is past its limit. first: seconds of the first call, forward and backward. peak: of
+memory, inputs and gradients too. differs: ours from the peer's o.
 
 The peer tunes itself for minutes: its first call is one in a process of its own, which has a limit
 and leaves what it found on disk (python bench/linear_peers.py ROW does no more than that); or it is
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 A, C = (1, 8192, 96, 96), (1, 32768, 8, 8)
 Q1, Q2 = (1, 8192, 16, 64), (1, 32768, 2, 8)
 WIDTH, PART = 128, 512
+GATES = ("g", "gk", "w", "beta")
+LIMITS = {"out error": 5e-3, "grad error": 8e-3, "gate error": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -114,18 +117,34 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def against_float64(row: Row) -> float:
-    """The worst error of o and the gradients."""
+def against_float64(row: Row) -> dict[str, float]:
+    """Errors by tensor: o and the final state, gradients by their argument's name."""
     fn, results = getattr(ops, f"chunk_{row.op}"), []
     made = inputs(row, True)
     do = _normal(1, PART, made["v"].shape[2], WIDTH)
     for impl, wide in ((None, False), ("eager", True)):
         given = {n: (x.double() if wide else x).requires_grad_() for n, x in made.items()}
-        o = fn(**given, **row.options, impl=impl)[0]
-        loss = (o.double() * do.double()).sum()
-        results.append([o.detach(), *torch.autograd.grad(loss, list(given.values()))])
+        o, state = fn(**given, **row.options, output_final_state=True, impl=impl)
+        grads = torch.autograd.grad(o, list(given.values()), do.to(o.dtype))
+        results.append([o.detach(), state.detach(), *grads])
         made = {n: x.detach() for n, x in made.items()}
-    return max(error(x, y) for x, y in zip(*results))
+    return {n: error(x, y) for n, x, y in zip(("o", "state", *made), *results)}
+
+
+def judged(errors: dict[str, float]) -> dict[str, str]:
+    """The worst tensor of each kind, and whether it keeps within its limit."""
+
+    def kind(name: str) -> str:
+        outs = "out error" if name in ("o", "state") else "grad error"
+        return "gate error" if name in GATES else outs
+
+    found = {}
+    for label, limit in LIMITS.items():
+        mine = {n: e for n, e in errors.items() if kind(n) == label}
+        if mine:
+            name = max(mine, key=lambda n: mine[n])
+            found[label] = f"{name} {mine[name]:.1e}" + ("" if mine[name] <= limit else " PAST")
+    return found
 
 
 def bench(fn: Callable[[], Any]) -> float:
@@ -212,7 +231,7 @@ def _against(wanted: tuple[float, float] | None, mine: dict[str, float]) -> str:
 def one(row: Row, limit: float, tuned: bool) -> dict[str, object]:
     torch.manual_seed(0)
     found: dict[str, object] = {"operator": row.op, "shape": row.label}
-    found["error"] = f"{against_float64(row):.1e}"
+    found |= judged(against_float64(row))
     given = inputs(row, False)
     ours = Provider(getattr(ops, f"chunk_{row.op}"), given, row)
     mine, (f, both) = ours.measure(), floors(given)
@@ -236,17 +255,42 @@ def one(row: Row, limit: float, tuned: bool) -> dict[str, object]:
         return found | {"fla": f"{type(e).__name__}: {str(e)[:40]}"}
 
 
+def warm(row: Row) -> dict[str, object]:
+    """Errors, and one call of each side: from then on the caches have all that row launches."""
+    torch.manual_seed(0)
+    found: dict[str, object] = {"operator": row.op, "shape": row.label}
+    found |= judged(against_float64(row))
+    given = inputs(row, False)
+    for name, fn in (("ours", getattr(ops, f"chunk_{row.op}")), ("fla", peer_of(row))):
+        if not isinstance(fn, str):
+            found[name] = f"{Provider(fn, given, row).first():.1f} s"
+    return found
+
+
 def rows(
-    limit: float, only: str, part: int, parts: int, tuned: str = ""
+    limit: float,
+    only: Sequence[str],
+    part: int,
+    parts: int,
+    tuned: str = "",
+    best: int = 3,
+    warming: bool = False,
 ) -> Iterator[dict[str, object]]:
-    """limit: of seconds for the peer's first call, 0 for no peer. tuned: a folder of surveys."""
+    """Of operators with one of `only` in their names.
+
+    Args:
+        limit: of seconds for the peer's first call, 0 for no peer.
+        tuned: a folder of surveys. best: of a kernel's configurations there, so many are tried.
+        warming: no times are taken.
+    """
     if tuned:
         from linear_tuned import choose
 
-        choose(Path(tuned))
-    for row in [x for x in ROWS if only in x.op][part::parts]:
+        choose(Path(tuned), best)
+    wanted = [x for x in ROWS if any(name in x.op for name in only)]
+    for row in wanted[part::parts]:
         try:
-            yield one(row, limit, bool(tuned))
+            yield warm(row) if warming else one(row, limit, bool(tuned))
         except Exception as e:
             failed = f"{type(e).__name__}: {str(e)[:60]}"
             yield {"operator": row.op, "shape": row.label, "error": failed}

@@ -92,14 +92,14 @@ def _drawn(configs: list[Any], most: int) -> list[Any]:
     return random.Random(0).sample(configs, most) if len(configs) > most else configs
 
 
-def _known(folder: Path) -> Known:
+def _known(folder: Path, most: int = BEST) -> Known:
     """The best by (kernel, key), and by (kernel, "")."""
     found: Known = {}
     for file in folder.glob("*.jsonl"):
         for line in file.read_text().splitlines():
             row = json.loads(line)
             for key in (row["key"], ""):
-                found.setdefault((row["kernel"], key), set()).update(row["best"])
+                found.setdefault((row["kernel"], key), set()).update(row["best"][:most])
     return found
 
 
@@ -139,9 +139,9 @@ def _note(path: Path, tuner: Any, key: str, seconds: float) -> None:
         file.write(json.dumps(row | {"seconds": round(seconds, 1)}) + "\n")
 
 
-def choose(folder: Path) -> None:
-    """Kernels are tuned among the best of the survey; others among a few."""
-    tuner, known = _tuner(), _known(folder)
+def choose(folder: Path, most: int = BEST) -> None:
+    """Kernels are tuned among so many that the survey found best; others among a few."""
+    tuner, known = _tuner(), _known(folder, most)
     _note_used(folder / USED)
     prune = tuner.prune_configs
 

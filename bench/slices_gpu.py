@@ -2,9 +2,10 @@
 
     python bench/slices_gpu.py --check      whether the bits are the same
     python bench/slices_gpu.py --times kda  the times, of these
+    ... --narrow                            with gates in bf16
 
-Times: B1 T8192, 96 heads, K = V = 128, bf16, in one to four slices and in as many as memory wants,
-taking turns.
+Times: B1 T8192, 96 heads, K = V = 128, bf16, in one to five slices and in as many as memory wants,
+taking turns; and peaks beyond inputs, results and gradients in percent of those.
 """
 
 import argparse
@@ -42,7 +43,8 @@ CHECKED = (
     Shape(B=1, T=700, H=1, K=64, V=64, state=True, dtype=torch.float32, grouped=True),
 )
 TURNS = 2
-COUNTS = {16: 1, 32: 2, 64: 3, 256: None}
+COUNTS = {16: 1, 32: 3, 64: 4, 128: 5, 256: None}
+GATES = ("g", "gk", "w")
 
 
 @contextmanager
@@ -88,21 +90,33 @@ def bench(fn: Callable[[], object]) -> float:
     return float(do_bench(fn, warmup=10, rep=30, return_mode="median"))  # pyright: ignore
 
 
-def times(sample: Sample, shape: Shape) -> dict[str, object]:
+def beyond(fn: Callable[[], list[torch.Tensor]], given: list[torch.Tensor]) -> float:
+    """Percent of given and what fn returns that it takes besides."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = sum(x.nbytes for x in fn())
+    more = torch.cuda.max_memory_allocated() - before - results
+    return round(100 * more / (sum(x.nbytes for x in given) + results), 1)
+
+
+def times(sample: Sample, shape: Shape, narrow: bool) -> dict[str, object]:
     """In COUNTS slices; each count has a hint of its own, by which replayed calls differ."""
     args = sample.inputs(shape, torch.device("cuda"))
+    if narrow:
+        args |= {name: args[name].bfloat16() for name in GATES if name in args}
     leaves = [x for x in args.values() if x.is_floating_point()]
     do = torch.randn_like(args["v"])
 
-    def forward(hint: int) -> None:
+    def forward(hint: int) -> list[torch.Tensor]:
         with torch.no_grad():
-            sample.fn(**args, **sample.options, chunk_size=hint)
+            return [sample.fn(**args, **sample.options, chunk_size=hint)[0]]
 
-    def both(hint: int) -> None:
+    def both(hint: int) -> list[torch.Tensor]:
         for x in leaves:
             x.requires_grad_()
         o = sample.fn(**args, **sample.options, chunk_size=hint)[0]
-        torch.autograd.grad(o, leaves, do)
+        return [o, *torch.autograd.grad(o, leaves, do)]
 
     found: dict[str, list[float]] = {}
     count_of = slices._count
@@ -112,8 +126,11 @@ def times(sample: Sample, shape: Shape) -> dict[str, object]:
                 slices._count = count_of if count is None else lambda *_, n=count: n
                 found.setdefault(f"{name} {count or 'own'}", []).append(bench(partial(fn, hint)))
     slices._count = count_of
-    row: dict[str, object] = {"operator": sample.op, "shape": str(shape)}
-    return row | {name: round(min(x), 4) for name, x in found.items()}
+    row: dict[str, object] = {"operator": sample.op, "shape": str(shape), "narrow": narrow}
+    row |= {name: round(min(x), 4) for name, x in found.items()}
+    row["beyond fwd"] = beyond(partial(forward, 256), leaves)
+    row["beyond both"] = beyond(partial(both, 256), [*leaves, do])
+    return row
 
 
 def main() -> None:
@@ -121,6 +138,7 @@ def main() -> None:
     parser.add_argument("operators", nargs="*")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--narrow", action="store_true", help="gates in bf16, and in float32")
     parser.add_argument("--grouped", action="store_true", help="32 heads of q and k, 64 of v")
     given = parser.parse_args()
     samples = [x for x in chosen(given.operators or list(OPERATORS)) if "chunk_" in x.op]
@@ -131,9 +149,10 @@ def main() -> None:
         shape = Shape(B=1, T=8192, H=32, grouped=True) if given.grouped else TIMED
         rows = []
         for sample in samples:
-            rows.append(times(sample, shape))
-            print(*rows[-1].values(), flush=True)
-            torch.cuda.empty_cache()
+            for narrow in (False, True) if given.narrow else (False,):
+                rows.append(times(sample, shape, narrow))
+                print(*rows[-1].values(), flush=True)
+                torch.cuda.empty_cache()
         print(table(rows))
         print("recorded in", record("slices_gpu", rows))
 

@@ -3,162 +3,66 @@
     python bench/tune.py delta                  # on a GPU: every case of a family, 1 to 2 minutes
     python bench/tune.py delta --case Q1        # cases whose name has this in it
     python bench/tune.py delta --fit sm_90      # without a GPU: what each candidate compiles to
+    python bench/tune.py delta --write          # and the row of the table anew, if that is faster
     python bench/tune.py delta --rows           # what was recorded, fastest first, and the choice
 
 A table is a dict TILES, by (family of architectures, bytes an element, width ...), of dataclasses.
 A candidate puts other numbers into one field of a row, the other fields as the table has them. One
 that by --fit has no room, spills twice as much as the table's, or is not taken, is left out. What
 it computes has to equal what the table's tile computes, at the timed shape and at an odd one, to
-within rounding. The fastest of a field is chosen if it beats the table's by 2%. All of it goes to
-results/tiles.csv, --fit to results/tiles_fit.csv; a row of a table names the file its numbers came
-from.
+within rounding. The fastest of a field is chosen if it beats the table's by 2%; what is chosen of
+all fields together is tried at last ("all"), and is what --write puts into the table if it leads.
+All of it goes to results/tiles.csv, --fit to results/tiles_fit.csv; a row of a table names the file
+its numbers came from.
 """
 
 import argparse
+import ast
 import csv
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from record import RESULTS, record
 from torch import Tensor
+from tune_cases import FAMILIES, Case, Family
 
-from slipstream.cli.samples import Sample, Shape, chosen
+from slipstream.cli.samples import Shape
 from slipstream.core import replay
 from slipstream.core.arch import ARCHS
+from slipstream.kernels.linear import needs as linear
+from slipstream.kernels.softmax import needs as softmax
 
 WORTH = 0.98  # of the table's time
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-TRITON = "slipstream.kernels.linear.triton"
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row of a table, and a call that takes it."""
-
-    name: str
-    key: tuple
-    op: str
-    shape: Shape
-
-    @property
-    def sample(self) -> Sample:
-        return chosen([self.op])[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """tiles: the module that has TILES. caches: "module:function" that remember its rows.
-
-    candidates: by field; those of "" are several fields at once. forward: fields of kernels that
-    forward runs; a candidate for any other is chosen by forward and backward together.
-    """
-
-    tiles: str
-    caches: tuple[str, ...]
-    cases: tuple[Case, ...]
-    candidates: Mapping[str, list[Any]]
-    forward: tuple[str, ...] = ()
-
-    @property
-    def table(self) -> dict:
-        return importlib.import_module(self.tiles).TILES
-
-    def forget(self) -> None:
-        for path in self.caches:
-            module, _, name = path.partition(":")
-            getattr(importlib.import_module(module), name).cache_clear()
-
-
-_WALKS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]
-_GRADS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2)]
-_SOLVE = [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 2, 1)]
-_ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
-_BIG, _WIDE = Shape(B=1, T=8192, H=96), Shape(B=1, T=8192, H=32, grouped=True)
-_LONG, _SMALL = Shape(B=1, T=32768, H=8), Shape(B=1, T=8192, H=96, K=64, V=64)
-
-FAMILIES = {
-    "delta": Family(
-        f"{TRITON}.delta_tiles",
-        (f"{TRITON}.delta_plan:_tile",),
-        (
-            Case("A", ("sm_90", 2, 128), "chunk_delta_rule", _BIG),
-            Case("Q1", ("sm_90", 2, 128), "chunk_gated_delta_rule", _WIDE),
-            Case("C", ("sm_90", 2, 128), "chunk_gated_delta_rule", _LONG),
-            Case("K64", ("sm_90", 2, 64), "chunk_gated_delta_rule", _SMALL),
-        ),
-        {
-            "solve": _SOLVE,
-            "walk": _WALKS,
-            "crowded_walk": _WALKS,
-            "keep": _WALKS,
-            "crowded_keep": _WALKS,
-            "back": _WALKS,
-            "crowded_back": _WALKS,
-            "grads": _GRADS,
-        },
-        ("solve", "walk", "crowded_walk"),
-    ),
-    "linear": Family(
-        f"{TRITON}.tiles",
-        (f"{TRITON}.launch:_tile",),
-        (
-            Case("A", ("sm_90", 2, 128), "chunk_linear_attn", _BIG),
-            Case("C", ("sm_90", 2, 128), "chunk_simple_gla", _LONG),
-            Case("K64", ("sm_90", 2, 64), "chunk_simple_gla", _SMALL),
-        ),
-        {"": [{"BX": b, "warps": w, "stages": s} for b, w, s in _WALKS]},
-    ),
-    "channel": Family(
-        f"{TRITON}.channel_tiles",
-        (f"{TRITON}.channel_launch:_tile",),
-        (Case("gla A", ("sm_90", 2), "chunk_gla", _BIG),),
-        {
-            "prepare": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 8, 1)],
-            "grads": [(64, 4, 1), (64, 4, 2), (64, 8, 1), (128, 8, 1)],
-        },
-        ("prepare",),
-    ),
-    "dplr": Family(
-        f"{TRITON}.dplr_tiles",
-        (f"{TRITON}.dplr_launch:_tile",),
-        (
-            Case("kda A", ("sm_90", 2, 128), "chunk_kda", _BIG),
-            Case("dplr A", ("sm_90", 2, 128), "chunk_dplr_delta_rule", _BIG),
-        ),
-        {
-            "prepare": _SOLVE,
-            "walk": _WALKS,
-            "keep": _WALKS,
-            "back": _WALKS,
-            "scores": _GRADS,
-            "grads": _GRADS,
-        },
-        ("prepare", "walk"),
-    ),
-    "softmax": Family(
-        "slipstream.kernels.softmax.triton.tiles",
-        (),
-        (
-            Case("D128", ("sm_90", 2, 128), "attention", Shape(B=4, T=4096, H=16)),
-            Case("D64", ("sm_90", 2, 64), "attention", Shape(B=4, T=4096, H=32, K=64, V=64)),
-        ),
-        dict.fromkeys(("forward", "dq", "dkv"), _ATTENTION),
-        ("forward",),
-    ),
-}
-
-
-def tried(family: Family, key: tuple) -> Iterator[tuple[str, Any]]:
-    """Fields and candidates other than what the table has."""
+def tried(family: Family, key: tuple, most: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Fields and candidates other than what the table has, so many of a field."""
     tile = family.table[key]
     for name, rows in family.candidates.items():
-        for row in rows:
-            if replaced(tile, name, row) != tile:
-                yield name, row
+        others = [(row, replaced(tile, name, row)) for row in rows]
+        fit = (row for row, x in others if x != tile and not refused(family, key, x))
+        for row in islice(fit, most):
+            yield name, row
+
+
+def refused(family: Family, key: tuple, tile: Any) -> bool:
+    """Whether a tile cannot run on the architecture; says why, and which could."""
+    arch, size, *width = key
+    check: Any = softmax.check if "softmax" in family.tiles else linear.check
+    widths = (width or [128]) * (1 + (check is softmax.check))
+    try:
+        check(tile, *widths, size, ARCHS[arch])
+    except ValueError as error:
+        print(f"left out: {error}")
+        return True
+    return False
 
 
 def replaced(tile: Any, name: str, row: Any) -> Any:
@@ -275,7 +179,8 @@ def worst(got: list[Tensor], want: list[Tensor]) -> float:
     return max((e.item() for e in errors if not e.isnan()), default=float("nan"))
 
 
-def tune(name: str, case: Case) -> list[dict[str, object]]:
+def tune(name: str, case: Case, most: int | None) -> tuple[list[dict[str, object]], Any]:
+    """Rows of what was tried, and the tile to be had instead of the table's, if there is one."""
     family, table = FAMILIES[name], FAMILIES[name].table
     tile, skipped = table[case.key], unfit(name)
     shapes = case.shape, dataclasses.replace(case.shape, B=1, T=333, H=3)
@@ -283,13 +188,12 @@ def tune(name: str, case: Case) -> list[dict[str, object]]:
     want = [call.results() for call in calls]
     base = calls[0].times()
     print(f"{name} {case.name}: forward {base[0]:.3f} ms, with backward {base[1]:.3f}", flush=True)
-    rows: list[dict[str, object]] = []
-    for field, row in tried(family, case.key):
-        if (case.name, field, text(row)) in skipped:
-            continue
+    what = {"family": name, "key": text(case.key), "case": case.name}
+
+    def measured(field: str, label: str, other: Any) -> dict[str, object]:
         found: dict[str, object] = {}
         try:
-            with using(family, case.key, replaced(tile, field, row)):
+            with using(family, case.key, other):
                 error = max(worst(call.results(), x) for call, x in zip(calls, want))
                 times = calls[0].times()
             found = {"forward_ms": round(times[0], 4), "both_ms": round(times[1], 4)}
@@ -297,15 +201,48 @@ def tune(name: str, case: Case) -> list[dict[str, object]]:
             right = error <= LIMITS[case.shape.dtype]
         except Exception as e:
             right, found["note"] = False, f"{type(e).__name__}: {str(e)[:60]}"
-        what = {"family": name, "key": text(case.key), "case": case.name, "field": field}
-        rows.append({**what, "tile": text(row), "right": int(right), **found})
+        return {**what, "field": field, "tile": label, "right": int(right), **found}
+
+    rows: list[dict[str, object]] = []
+    made: dict[tuple[str, str], Any] = {}
+    for field, row in tried(family, case.key, most):
+        if (case.name, field, text(row)) not in skipped:
+            made[field, text(row)] = row
+            rows.append(measured(field, text(row), replaced(tile, field, row)))
     _choose(family, rows, base)
     for field in family.candidates:
         line = [_line(row) for row in rows if row["field"] == field]
         print(f"  {field or 'tile'}:", "; ".join(line), flush=True)
-    here = {"family": name, "key": text(case.key), "case": case.name, "field": "table"}
-    whole = {"tile": str(tile), "right": 1}
-    return [{**here, **whole, "forward_ms": round(base[0], 4), "both_ms": round(base[1], 4)}, *rows]
+    better = tile
+    for row in [x for x in rows if x.get("chosen")]:
+        field = str(row["field"])
+        better = replaced(better, field, made[field, str(row["tile"])])
+    table_row = {**what, "field": "table", "tile": str(tile), "right": 1}
+    rows.insert(0, {**table_row, "forward_ms": round(base[0], 4), "both_ms": round(base[1], 4)})
+    if better == tile:
+        return rows, None
+    rows.append(measured("all", str(better), better))
+    print("  all:", _line(rows[-1]), flush=True)
+    leads = rows[-1]["right"] and float(str(rows[-1]["both_ms"])) <= WORTH * base[1]
+    return rows, better if leads else None
+
+
+def write(family: Family, key: tuple, tile: Any) -> None:
+    """The value of TILES at key, in the source of the table."""
+    path = Path(str(importlib.import_module(family.tiles).__file__))
+    source = path.read_text()
+    named = {
+        ast.unparse(x.targets[0]): x.value
+        for x in ast.parse(source).body
+        if isinstance(x, ast.Assign) and isinstance(x.value, ast.Dict)
+    }
+    pairs = zip(named["TILES"].keys, named["TILES"].values)
+    old = next(v for k, v in pairs if k and ast.literal_eval(k) == key)
+    segment = ast.get_source_segment(source, old)
+    assert segment is not None
+    begin = sum(map(len, source.splitlines(keepends=True)[: old.lineno - 1])) + old.col_offset
+    path.write_text(source[:begin] + repr(tile) + source[begin + len(segment) :])
+    print(f"{path}: {key} is {tile}; wants `ruff format`")
 
 
 def _line(row: dict[str, object]) -> str:
@@ -330,8 +267,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--case", default="", help="part of the names of the cases wanted")
+    parser.add_argument("--most", type=int, help="candidates of a field")
     parser.add_argument("--fit", metavar="ARCH", help="compile the candidates, without a GPU")
     parser.add_argument("--rows", action="store_true", help="print what was recorded")
+    parser.add_argument("--write", action="store_true", help="put what is better into the table")
     options = parser.parse_args()
     cases = [x for x in FAMILIES[options.family].cases if options.case in x.name]
     if options.rows:
@@ -339,14 +278,14 @@ def main() -> None:
     if options.fit:
         return fit(options.family, options.fit, cases)
     replay.ON = False  # a record of a call keeps the tile that it had
-    rows = []
     for case in cases:
         try:
-            rows += tune(options.family, case)
+            rows, better = tune(options.family, case, options.most)
+            print("recorded in", record("tiles", rows))
+            if options.write and better is not None:
+                write(FAMILIES[options.family], case.key, better)
         except Exception as e:
             print(f"{options.family} {case.name}: {type(e).__name__}: {str(e)[:150]}", flush=True)
-    if rows:
-        print("recorded in", record("tiles", rows))
     return None
 
 

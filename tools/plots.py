@@ -1,7 +1,9 @@
 """The plots of docs/performance.md, out of bench/results: python tools/plots.py
 
-docs/plots/time.svg, memory.svg: against the length, of lengths.csv (bench/lengths.py); the newest
-row of each operator, provider and length counts. docs/plots/first_calls.svg: of first_calls.csv.
+docs/plots/time.svg, memory.svg: against the length, of lengths.csv (bench/lengths.py) and
+delta_peers.csv; the newest row of each operator, provider and length counts.
+docs/plots/peers.svg: of delta_peers.csv and linear_gpu_peers.csv, the shares of the peers' time.
+docs/plots/first_calls.svg: of first_calls.csv.
 """
 
 import csv
@@ -27,7 +29,9 @@ plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "slipstream", "font
 Row = dict[str, str]
 Curves = dict[str, dict[str, list[Row]]]  # operator -> provider -> rows by length
 Panel = Callable[[Axes, dict[str, list[Row]]], None]
-COLOURS = {"slipstream": "C0", "fla": "C1", "cuDNN": "C2"}
+COLOURS = {"slipstream": "C0", "fla": "C1", "cuDNN": "C2", "FlashQLA": "C3"}
+COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
+WANTED_SHARE = 0.9  # of FlashQLA's time
 
 
 def read(name: str) -> list[Row]:
@@ -41,6 +45,61 @@ def curves(rows: list[Row]) -> Curves:
     for (operator, who, _), row in sorted(newest.items()):
         found[operator][who].append(row)
     return found
+
+
+def beside_flash_qla(rows: list[Row]) -> list[Row]:
+    """One sequence's rows of delta_peers.csv as those of lengths.csv, the heads in the name."""
+    single = {"Q1": "8192 16/64", "Q2": "32768 2/8"}
+    found: list[Row] = []
+    for row in rows:
+        T, _, heads = single.get(row["shape"], row["shape"]).partition(" ")
+        if not T.isdigit() or "(" in heads or not row["both_ms_of_peer"]:
+            continue
+        H, HV = (int(x) for x in heads.split("/"))
+        qkv = 256 * int(T) * (2 * H + HV) + 8 * int(T) * HV  # bytes: K = V = 128, float32 gates
+        forward = qkv + 256 * int(T) * HV
+        both = 2 * qkv + forward + 256 * int(T) * HV
+        same = {"operator": f"gated_delta_rule {heads}", "T": T}
+        for part, moved in (("fwd", forward), ("both", both)):
+            same[f"floor_{part}_ms"] = str(moved / COPY_BYTES_PER_MS)
+        for who, column in (("slipstream", "slipstream"), ("FlashQLA", "flash_qla")):
+            times = {"fwd_ms": row[f"{column}_ms"], "both_ms": row[f"{column}_both_ms"]}
+            found.append({**same, **times, "who": who})
+    return found
+
+
+def bars(axes: Axes, names: list[str], columns: dict[str, list[float]]) -> None:
+    """Shares, the first name on top."""
+    height = 0.8 / len(columns)
+    for i, (label, values) in enumerate(columns.items()):
+        places = [-y - (i - (len(columns) - 1) / 2) * height for y in range(len(names))]
+        axes.barh(places, values, height=0.95 * height, label=label)
+    axes.set_yticks([-y for y in range(len(names))], names)
+    axes.legend(fontsize=7)
+
+
+def beside(flash_qla: list[Row], fla: list[Row]) -> Path:
+    """Forward, and with backward, of FlashQLA's time at each shape; of fla's, and of its memory."""
+    newest = {row["shape"]: row for row in flash_qla if row["both_ms_of_peer"]}
+    others = {f"{x['operator']} {x['shape']}": x for x in fla if is_number(x["fla both"])}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 0.34 * len(newest) + 1))
+    parts = {"forward": "ms", "with backward": "both_ms"}
+    shares = {x: [float(row[f"{y}_of_peer"]) for row in newest.values()] for x, y in parts.items()}
+    bars(left, list(newest), shares)
+    left.axvline(WANTED_SHARE, color="k", ls=":")
+    left.set_xlabel("of FlashQLA's time")
+    columns = {"forward": "fwd", "with backward": "both", "memory": "peak_GiB"}
+    shares = {
+        x: [float(row[y]) / float(row[f"fla {y}"]) for row in others.values()]
+        for x, y in columns.items()
+    }
+    bars(right, list(others), shares)
+    right.set_xlabel("of fla's time and memory")
+    return save(figure, "peers")
+
+
+def is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdigit()
 
 
 def line(axes: Axes, rows: list[Row], column: str, label: str, **style: Any) -> None:
@@ -104,9 +163,12 @@ def first_calls(rows: list[Row]) -> Path:
 
 
 def main() -> None:
+    peers = read("delta_peers")
     found = curves(read("lengths"))
-    print(against_length(found, "time", "ms", time))
+    every = curves([*read("lengths"), *beside_flash_qla(peers)])
+    print(against_length(every, "time", "ms", time))
     print(against_length(found, "memory", "MiB", memory))
+    print(beside(peers, read("linear_gpu_peers")))
     print(first_calls(read("first_calls")))
 
 
