@@ -34,7 +34,9 @@ def _metadata(version: str) -> str:
 
 
 def test_a_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
-    pytest.importorskip("pip")
+    # not imported: setuptools, which torch's inductor imports, then takes distutils from elsewhere
+    if find_spec("pip") is None:
+        pytest.skip("needs pip")
     root = tmp_path / "releases"
     folder = install("3.6.99", root)
     assert folder == root / "triton-3.6.99"
