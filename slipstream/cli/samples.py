@@ -40,6 +40,7 @@ class Shape:
             "R": 2 * tokens,
             "H": self.H,
             "G": heads,
+            "X": 72,  # so many that a walk has more programs than an H200 multiprocessors
             "K": self.K,
             "V": self.V,
             "P": self.K // 2,
@@ -206,6 +207,15 @@ SAMPLES = [
     *_both("iplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase"),
     *_both("dplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase gk=BTGK:gate"),
     *_both("rwkv7", f"{_RWKV} a=BTHK:unit b=BTHK:erase"),
+    Sample("chunk_kda", f"{_UNIT} g=BTGK:narrow beta=BTG:beta", _S),
+    Sample("chunk_rwkv7", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV a=BTHK:unit b=BTHK:erase", _S),
+    # packed calls of many heads
+    Sample(
+        "chunk_gated_delta_rule",
+        "q=BTXK:unit k=BTXK:unit v=BTXV g=BTX:gate beta=BTX:beta",
+        "NXKV",
+    ),
+    Sample("chunk_delta_rule", "q=BTXK:unit k=BTXK:unit v=BTXV beta=BTX:beta", "NXKV"),
     *_both(
         "gated_delta_product",
         "q=BTHK:unit k=BRHK:unit v=BRGV g=BTG:gate beta=BRG:beta",
