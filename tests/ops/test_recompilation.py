@@ -15,7 +15,12 @@ from slipstream.core.trace import trace
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
-CHUNKED = [x for x in SAMPLES if x.op.startswith("chunk_") and x.op != "chunk_hgrn"]
+# X is a fixed number of heads: such samples are of the matrix alone, and theirs is the way of "many programs".
+CHUNKED = [
+    x
+    for x in SAMPLES
+    if x.op.startswith("chunk_") and x.op != "chunk_hgrn" and "BTX" not in x.tensors
+]
 WAYS = {
     "few programs": ((2, 300, 16), (1, 301, 33), (7, 64, 5), (1, 1, 1)),
     "many programs": ((1, 200, 128), (5, 99, 70), (2, 150, 80)),
