@@ -15,7 +15,7 @@ from slipstream.core.trace import trace
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
-# X is a fixed number of heads: such samples are of the matrix alone, and theirs is the way of "many programs".
+# Samples of X heads have a fixed number of them; the others take those kernels with many programs.
 CHUNKED = [
     x
     for x in SAMPLES
