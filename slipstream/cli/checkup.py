@@ -1,6 +1,7 @@
 """What doctor looks at: the installation, and operators against float64 on fresh random inputs."""
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -44,6 +45,20 @@ class Check:
     bars: tuple[float, float] = (0.0, 0.0)
     worst: str = ""
     error: str = ""
+
+
+_ERRORS = ("output", "gradient")
+
+
+def as_json(check: Check) -> dict[str, Any]:
+    """JSON has no infinity: null stands for it."""
+    row = dict(check.__dict__)
+    return row | {k: row[k] if math.isfinite(row[k]) else None for k in _ERRORS}
+
+
+def from_json(row: Mapping[str, Any]) -> Check:
+    errors = {k: math.inf if row[k] is None else row[k] for k in _ERRORS}
+    return Check(**{**row, **errors, "bars": tuple(row["bars"])})
 
 
 def about() -> dict[str, Any]:
@@ -243,6 +258,9 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _judged(check: Check, got: _Result, want: _Result) -> Check:
+    if len(got.outputs) != len(want.outputs):
+        counts = f"{len(got.outputs)} outputs instead of {len(want.outputs)}"
+        return replace(check, ok=False, error=counts)
     pairs = enumerate(zip(got.outputs, want.outputs))
     outputs = {f"output {i}": _error(x, y) for i, (x, y) in pairs}
     shared = [k for k in want.grads if k in got.grads]
@@ -262,9 +280,9 @@ def _judged(check: Check, got: _Result, want: _Result) -> Check:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Relative, root mean square; infinite where got is not finite."""
+    """Relative, root mean square; infinite where one of them is not finite."""
     got = got.detach().cpu().double()
-    if got.shape != want.shape or not bool(got.isfinite().all()):
+    if got.shape != want.shape or not bool((got - want).isfinite().all()):
         return float("inf")
     size = want.square().mean().sqrt().item() if want.numel() else 0.0
     error = (got - want).square().mean().sqrt().item() if want.numel() else 0.0
@@ -283,7 +301,7 @@ def interpreted(names: Sequence[str], shown: Callable[[Check], None] | None = No
     except ValueError:
         words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return [Check("interpreter", "triton", "", ok=False, error=words)]
-    found = [Check(**{**x, "bars": tuple(x["bars"]), "impl": "interpreted"}) for x in rows]
+    found = [replace(from_json(x), impl="interpreted") for x in rows]
     if shown is not None:
         for check in found:
             shown(check)

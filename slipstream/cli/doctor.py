@@ -41,7 +41,8 @@ def doctor(
                 found += checkup.interpreted(names, None if json else checkup.show_check)
         bad = [x for x in found if not x.ok]
         if json:
-            typer.echo(encode.dumps({**about, "checks": [x.__dict__ for x in found]}, indent=1))
+            rows = [checkup.as_json(x) for x in found]
+            typer.echo(encode.dumps({**about, "checks": rows}, indent=1, allow_nan=False))
         elif checks:
             verdict = f"{len(bad)} of {len(found)} checks failed" if bad else "all agree"
             typer.secho(f"{len(found)} checks: {verdict}", fg="red" if bad else "green")

@@ -10,6 +10,6 @@ import typer
 def reported() -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(2) from error

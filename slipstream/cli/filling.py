@@ -21,6 +21,10 @@ MANIFEST = "slipstream.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def _size(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
+
+
 class Flags(NamedTuple):
     """True: only such calls. None: with and without."""
 
@@ -41,7 +45,7 @@ def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[S
         if dtype not in DTYPES:
             raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
         K, _, V = width.partition("x")
-        if not (K.isdigit() and (V or K).isdigit()):
+        if not (_size(K) and _size(V or K)):
             raise ValueError(f"--head-dim: want K or KxV, as 128 or 128x256, got {width!r}")
         packed, state, grouped = chosen
         found.append(
@@ -69,6 +73,8 @@ def fill(
 ) -> bool:
     """Compiles into `cache`; whether all of it compiled. Says where it is and who can read it."""
     console = Console()
+    place = Path(cache or os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
+    place.mkdir(parents=True, exist_ok=True)
     selected = toolchain.select_ptxas((arch,))
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
@@ -82,9 +88,7 @@ def fill(
         console.print(f"[red]failed[/] {escape(failure)}")
     for name, reason in found.without.items():
         console.print(f"[dim]{name}: nothing to compile ({reason})[/]")
-    place = Path(cache or os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
     made = made_by(arch)
-    place.mkdir(parents=True, exist_ok=True)
     (place / MANIFEST).write_text(json.dumps(made, indent=1) + "\n")
     console.print(
         f"{len(rows) - len(failed)} kernels for {arch} in {place}. Triton finds them under the"

@@ -39,11 +39,15 @@ def matrix(
         from slipstream.core.arch import ARCHS, named
         from slipstream.core.matrix import as_json
 
+        if shapes < 1:
+            raise ValueError(f"--shapes: want at least 1, got {shapes}")
         samples = chosen(operators)
         archs = [named(x).name for x in arch.split(",")] if arch else list(ARCHS)
         sizes = (*REPRESENTATIVE, *FURTHER)[:shapes]
         if record and operators:
             raise ValueError("--record: wants every operator, so name none")
+        if out is not None:
+            out.open("a").close()  # better now than after the run
         run = support.Run(samples, sizes, archs, not forward, variants)
         rows = []
         for release in triton.split(",") if triton else [None]:

@@ -22,7 +22,7 @@ def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
     sizes = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        if name not in ("B", "T", "H", "K", "V") or not value.isdigit():
+        if name not in ("B", "T", "H", "K", "V") or not value.isdecimal():
             raise ValueError(
                 f"--shape: want B=2,T=4096,H=8,K=128,V=128 or some of it, got {part!r}"
             )

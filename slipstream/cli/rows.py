@@ -23,9 +23,12 @@ class Rows:
         self._path = cache_dir() / "matrix" / f"{name}.jsonl"
         self._digests: dict[str, str] = {}
         self._known: dict[str, Any] = {}
-        if self._path.exists() and not anew:
-            lines = map(json.loads, self._path.read_text().splitlines())
-            self._known = {x["digest"]: x["row"] for x in lines}
+        text = self._path.read_text() if self._path.exists() else ""
+        if not text.endswith("\n") and text:
+            self._write("")  # a run was cut off in the middle of a line
+        if not anew:
+            lines = map(_read, text.split("\n"))
+            self._known = {x["digest"]: x["row"] for x in lines if x is not None}
 
     def known(self, job: Job) -> bool:
         return self._digest(job) in self._known
@@ -44,11 +47,22 @@ class Rows:
     def add(self, job: Job, row: Row) -> None:
         """Writes down a row of what `split` said had to be compiled."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(json.dumps({"digest": self._digest(job), "row": as_json(row)}))
+
+    def _write(self, line: str) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps({"digest": self._digest(job), "row": as_json(row)}) + "\n")
+            file.write(f"{line}\n")
 
     def _digest(self, job: Job) -> str:
         if job.key not in self._digests:
             text = f"{job.key} {load(job.kernel).cache_key}"
             self._digests[job.key] = hashlib.sha1(text.encode()).hexdigest()
         return self._digests[job.key]
+
+
+def _read(line: str) -> Any:
+    """A row; None of half a line."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

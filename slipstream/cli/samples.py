@@ -3,7 +3,7 @@
 A new operator is a new row. "q=BTHK:unit" is an argument q of dims B, T, H, K filled as FILL says;
 without a fill it is normal. Letters: B batch, T tokens, R = T times the Householder steps, H heads
 of q and k, G of v and gates, K and V widths, P = K / 2, M slots, N sequences, D channels, C = 3D,
-L channels too many for one tile, Z vocabulary, W taps.
+L channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary, W taps.
 """
 
 import inspect
@@ -49,6 +49,7 @@ class Shape:
             "D": width,
             "C": 3 * width,
             "L": 1 << 16,
+            "Q": 576,
             "Z": 1000,
             "W": 4,
             "1": 1,
@@ -230,6 +231,13 @@ SAMPLES = [
         options={"causal": True},
         grouped=False,
         fixed="q k_cache v_cache k v",
+    ),
+    Sample(
+        "latent_attention",
+        "q=BTHQ latent=BRQ lengths=B:lengths",
+        options={"width": 512, "scale": 0.05},
+        grouped=False,
+        fixed="q latent",
     ),
     Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
     Sample("rms_norm", "x=BTD weight=D:one"),

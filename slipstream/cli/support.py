@@ -83,9 +83,10 @@ class Run:
 
             def done(job: Job, row: matrix.Row) -> None:
                 progress.advance(bar)
-                kept.add(job, row)
                 if row.status in ("crash", "hang"):
                     failed.append(row)
+                else:
+                    kept.add(job, row)
 
             rows = matrix.run(
                 tasks(),
@@ -227,9 +228,10 @@ def _chosen(known: dict) -> str:
 def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> str:
     """One operator's, with the number of its note."""
     status, reason = known["operators"].get(name, _PLAIN)
-    avoided = [x for x in applying(arch, release, known["ptxas"] or None) if x.avoided]
-    if status == "ok" and any(x.effect != "slow" for x in avoided):
-        reason = f"with workarounds for {', '.join(x.name for x in avoided)}"
+    applies = applying(arch, release, known["ptxas"] or None)
+    avoided = [x.name for x in applies if x.avoided or x.cured_by_float32]
+    if status in ("ok", "slow") and avoided:
+        reason += f"{'; ' if reason else ''}with workarounds for {', '.join(avoided)}"
     if not reason:
         return status
     reason = _general(reason)

@@ -59,8 +59,9 @@ class Arch:
 
     @property
     def capability(self) -> tuple[int, int]:
-        digits = self.name.removeprefix("sm_").removeprefix("gfx")
-        return (9, 4) if self.name == "gfx942" else divmod(int(digits), 10)
+        if self.name.startswith("gfx"):
+            return (9, 4)
+        return divmod(int(self.name.removeprefix("sm_")), 10)
 
     @property
     def precise(self) -> str:
@@ -127,6 +128,8 @@ def of(capability: tuple[int, int], hip: bool = False) -> Arch:
 
 def like(name: str) -> str:
     """The row with the limits of "sm_121" ...; a name that has one of its own, or none, is it."""
+    if name.startswith("gfx"):
+        return "gfx942"
     digits = name.removeprefix("sm_")
     if name in ARCHS or not digits.isdigit():
         return name

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
-SYNC = os.environ.get("SLIPSTREAM_CHECK") == "sync"
+CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
+if CHECK not in ("", "sync"):
+    raise ValueError(f"SLIPSTREAM_CHECK: want sync or nothing, got {CHECK!r}")
+SYNC = CHECK == "sync"
 # What may be found wrong, by the number that kernels know it by.
 NAMES = ("input_ids", "target")
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,

@@ -17,21 +17,26 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from slipstream.core import arch as arches
 from slipstream.core import toolchain
 from slipstream.core.aot import cached, job_of
 from slipstream.core.faults import INTERPRETER, Fault, applying, blocking, suspected
+from slipstream.core.hooks import before_compiling
 from slipstream.core.kinds import CORE, TRAITS, family, in_words, triggers
 from slipstream.core.kinds import Kind as Kind
 from slipstream.core.worker import Worker
 
 TIMEOUT = 300.0
+# Seconds that a process waits for another that writes down what it has learnt.
+LOCKED = 10.0
 _NARROW = frozenset((torch.float16, torch.bfloat16))
 
 
@@ -252,24 +257,34 @@ class Machine:
         self._settle()
 
     def _learn(self, what: str, kind: Kind, text: str) -> None:
-        everything = self._read()
-        self._verdicts = everything.setdefault(self.name, {})
         self._verdicts.setdefault(what, {})[in_words(kind)] = text
         self._settle()
         path = verdicts_file()
         # a read-only home must not stop the work: then it is learnt anew by each process
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(everything, file, indent=1)
-            os.replace(file.name, path)
+            with FileLock(path.with_suffix(".lock"), timeout=LOCKED):
+                everything = self._read()  # others learn, too
+                mine = everything.setdefault(self.name, {})
+                for name, known in self._verdicts.items():
+                    mine[name] = {**mine.get(name, {}), **known}
+                self._verdicts = mine
+                with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                    json.dump(everything, file, indent=1)
+                os.replace(file.name, path)
 
     @staticmethod
-    def _read() -> dict[str, Any]:
+    def _read() -> dict[str, dict[str, dict[str, str]]]:
+        """What is on disk, of it only what is as it was written."""
         try:
-            return json.loads(verdicts_file().read_text())
+            found = json.loads(verdicts_file().read_text())
         except (OSError, ValueError):
             return {}
+        return {
+            name: {k: v for k, v in known.items() if isinstance(v, dict)}
+            for name, known in (found.items() if isinstance(found, dict) else ())
+            if isinstance(known, dict)
+        }
 
 
 def interpreted(kind_of: Callable[[], Kind]) -> str | None:
@@ -306,15 +321,18 @@ def machine(device: torch.device) -> Machine | None:
 def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> Machine:
     path = toolchain.ptxas_path(arch)
     found = Machine(arch, triton, (path and toolchain.ptxas_version(path)) or "")
-    if found.guards and arch in arches.ARCHS:
+    if found.guards:
         watch(found, devices=devices)
     return found
 
 
 def of_device(device: torch.device) -> arches.Arch:
-    """The row of a CUDA or ROCm device."""
+    """The row of a CUDA or ROCm device; AMD's have gfx942's, under their own names."""
     hip = getattr(torch.version, "hip", None) is not None
-    return arches.of(torch.cuda.get_device_capability(device), hip)
+    found = arches.of(torch.cuda.get_device_capability(device), hip)
+    if hip and (name := getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")):
+        return replace(found, name=name.partition(":")[0])
+    return found
 
 
 def elsewhere(
@@ -331,22 +349,10 @@ def watch(
 ) -> Callable[[], None]:
     """Before Triton's JIT compiles a kernel of `package`, for one of `devices` if given, the child
     does. Returns the way back."""
-    from triton import knobs
 
-    runtime: Any = knobs.runtime
-    before = runtime.jit_cache_hook
-
-    def hook(*, fn: Any, compile: Any, **rest: Any) -> Any:
-        if before is not None and (skip := before(fn=fn, compile=compile, **rest)):
-            return skip
+    def hook(*, fn: Any, compile: Any, **_: Any) -> None:
         served = devices is None or compile.get("device") in devices
         if served and fn.module.startswith(package):
             here.compiles(fn.module, fn.name, compile)
-        return None
 
-    runtime.jit_cache_hook = hook
-
-    def undo() -> None:
-        runtime.jit_cache_hook = before
-
-    return undo
+    return before_compiling(hook)

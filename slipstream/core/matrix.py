@@ -64,20 +64,28 @@ def run(
     Args:
         tasks: compiled from the first one on while others are still being found.
         path: folders before sys.path in the children: another Triton's.
-        done: called with each job and row, from any thread but one at a time.
+        done: called with each job and row, from any thread but one at a time; what it raises ends
+            the run.
     """
+    if processes < 1:
+        raise ValueError(f"jobs: want at least 1 process, got {processes}")
     waiting: queue.Queue[Task | None] = queue.Queue()
     rows: list[Row] = []
+    errors: list[Exception] = []
     one_at_a_time = threading.Lock()
 
     def serve() -> None:
         worker = Worker(path, env)
-        while (task := waiting.get()) is not None:
-            row = attempt(worker, task, timeout)
-            with one_at_a_time:
-                rows.append(row)
-                done(task[0], row)
-        worker.close()
+        try:
+            while (task := waiting.get()) is not None and not errors:
+                row = attempt(worker, task, timeout)
+                with one_at_a_time:
+                    rows.append(row)
+                    done(task[0], row)
+        except Exception as error:  # is raised where `run` was called
+            errors.append(error)
+        finally:
+            worker.close()
 
     threads = [threading.Thread(target=serve) for _ in range(processes)]
     for thread in threads:
@@ -93,6 +101,8 @@ def run(
             waiting.put(None)
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
     return ordered(rows)
 
 

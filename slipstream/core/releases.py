@@ -13,7 +13,7 @@ def install(version: str, root: Path) -> Path:
     """The folder with Triton `version`, installed from PyPI by pip unless it is there.
 
     Raises:
-        RuntimeError: pip could not; with its last line.
+        ValueError: pip could not; with its last line.
     """
     folder = root / f"triton-{version}"
     if folder.exists():
@@ -24,6 +24,6 @@ def install(version: str, root: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         words = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"triton {version}: pip could not install it: {words}")
+        raise ValueError(f"triton {version}: pip could not install it: {words}")
     part.rename(folder)
     return folder

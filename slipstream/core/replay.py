@@ -305,8 +305,8 @@ class _Launches:
 
     def __enter__(self) -> "_Launches":
         self.count, self._thread = 0, threading.get_ident()
-        triton: Any = sys.modules.get("triton")
-        self._hooks = None if triton is None else triton.knobs.runtime.launch_enter_hook
+        knobs: Any = sys.modules.get("triton.knobs")  # not before Triton 3.4
+        self._hooks = None if knobs is None else knobs.runtime.launch_enter_hook
         if self._hooks is not None:
             self._hooks.add(self._launch)
         return self

@@ -3,7 +3,7 @@
 Triton brings a ptxas of its own; where core/faults.py knows it for faulty and a better one is
 installed, that one is selected, by TRITON_PTXAS_PATH, before the first compilation: PyPI's
 nvidia-cuda-nvcc (`pip install slipstream[cuda]`), else a CUDA toolkit's. A path that the user has
-set stays.
+set stays, if it runs.
 """
 
 import importlib.metadata
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ def ptxas_path(arch: str) -> str | None:
         return None
     blackwell = int(arch[3:]) >= 100
     variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else VARIABLE
-    if given := os.environ.get(variable):
+    if (given := os.environ.get(variable)) and ptxas_version(given) is not None:
         return given
     bundled = _bundled()
     if bundled is None:
@@ -66,8 +67,13 @@ def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | Non
         driver: the major version of CUDA that it is for; None does not ask.
     """
     triton = triton_version()
-    if VARIABLE in os.environ or triton is None:
+    given = os.environ.get(VARIABLE)
+    if triton is None or (given is not None and ptxas_version(given) is not None):
         return None
+    if given is not None:
+        del os.environ[VARIABLE]
+        text = f"{VARIABLE}: {given!r} does not run as ptxas; Slipstream chooses another"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     for path in installed_ptxas():
         found = ptxas_version(str(path))
         if found is None or (driver is not None and version(found)[0] > driver):

@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.core import guard, library
+from slipstream.core import guard, hooks, library
 from slipstream.core.aot import Job, gpu_target, job_of
 from slipstream.core.arch import Arch, named
 from slipstream.core.library import NAMESPACE
@@ -131,7 +131,6 @@ class _Implementations(TorchDispatchMode):
 def _pretending(
     arch: Arch, jobs: dict[str, Job], here: Machine
 ) -> Iterator[tuple[torch.device, list]]:
-    from triton import knobs
     from triton.runtime import driver
 
     functions: list[tuple[Any, _Context, Any]] = []
@@ -175,8 +174,8 @@ def _pretending(
             (torch.version, "hip", None if arch.warp == 32 else "6.4"),
             (guard, "machine", lambda device: here if device.type == "cuda" else None),
             (library, "TRACING", True),
-            (driver, "_active", _Driver(arch.name)),
-            (knobs.runtime, "jit_cache_hook", note),
+            (driver, "_active" if hasattr(driver, "_active") else "active", _Driver(arch.name)),
+            (*hooks.compilation(), note),
         ):
             enter(mock.patch.object(target, name, value, create=True))
         fake = enter(FakeTensorMode())

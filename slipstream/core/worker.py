@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -132,6 +133,7 @@ def _pump(stream: Any, answers: queue.Queue) -> None:
 
 def serve() -> None:
     """The child: jobs from stdin, outcomes to stdout, all that anyone prints to stderr."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     from slipstream.core.toolchain import versions
@@ -143,6 +145,13 @@ def serve() -> None:
         except EOFError:
             return
         _answer(answers, _compiled(job))
+
+
+def _end_with(parent: int) -> None:
+    """A compiler that hangs is not to outlive a parent that was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _answer(stream: Any, answer: Any) -> None:

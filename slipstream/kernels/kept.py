@@ -63,14 +63,16 @@ class Found:
     """What Triton compiled for some arguments; `rest` are the last of them, constexprs."""
 
     def __init__(self, compiled: Any, rest: tuple = ()) -> None:
-        from triton import __version__, knobs
+        from triton import __version__
         from triton.runtime import driver
 
         self._compiled, self.rest, self.run = compiled, rest, None
         self._driver: Any = driver
-        self._hooks = knobs.runtime
         if not __version__.startswith(RUNS):
             return
+        from triton import knobs
+
+        self._hooks = knobs.runtime
         self.run, self._handles = compiled.run, (compiled.function,)
         if type(self.run).__name__ == "CudaLauncher" and not _scratch(self.run):
             flags = (self.run.launch_cooperative_grid, self.run.launch_pdl)

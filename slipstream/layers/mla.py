@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.softmax.latent import latent_attention
 from slipstream.layers.attention import extended
 from slipstream.layers.base import Mixed, Mixer, State, normal, token_positions
 from slipstream.ops.attention import attention
+from slipstream.ops.latent_attention import latent_attention
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 

@@ -45,6 +45,7 @@ from slipstream.ops.iplr_delta_rule import (
 )
 from slipstream.ops.kda import chunk_kda as chunk_kda
 from slipstream.ops.kda import fused_recurrent_kda as fused_recurrent_kda
+from slipstream.ops.latent_attention import latent_attention as latent_attention
 from slipstream.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
 from slipstream.ops.lightning_attn import (
     fused_recurrent_lightning_attn as fused_recurrent_lightning_attn,

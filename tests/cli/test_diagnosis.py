@@ -72,6 +72,26 @@ def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1 and "FAIL chunk_retention" in text and "worst: output 0" in text
 
 
+def test_doctor_finds_what_is_missing_and_what_is_no_number() -> None:
+    """An oracle's NaN agrees with nothing, a result that is not there is no result."""
+    import torch
+
+    from slipstream.cli import checkup
+
+    one, nan = torch.ones(3, dtype=torch.float64), torch.full((3,), torch.nan, dtype=torch.float64)
+    assert checkup._error(one, one) == 0.0
+    assert checkup._error(one, nan) == checkup._error(nan, one) == checkup._error(nan, nan)
+    assert checkup._error(one, nan) == float("inf")
+    blank = checkup.Check("op", "eager", "", ok=False, bars=(1e-4, 1e-3))
+    two, less = (checkup._Result([one] * n, {}, {}) for n in (2, 1))
+    assert checkup._judged(blank, two, two).ok
+    found = checkup._judged(blank, less, two)
+    assert not found.ok and found.error == "1 outputs instead of 2"
+    bad = checkup._judged(blank, checkup._Result([nan, one], {}, {}), two)
+    text = json.dumps(checkup.as_json(bad), allow_nan=False)
+    assert checkup.from_json(json.loads(text)) == bad and bad.output == float("inf")
+
+
 def test_doctor_reports_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: no device, no ptxas, the interpreter's faults, and where things are kept."""
     import torch
@@ -244,3 +264,19 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
 
     assert stale(tmp_path, "sm_80") is None
     assert "arch sm_80 there, sm_90 here" in str(stale(tmp_path, "sm_90"))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--jobs", "0"], "jobs: want at least 1"),
+        (["--head-dim", "0"], "--head-dim: want K or KxV"),
+        (["--head-dim", "²"], "--head-dim: want K or KxV"),
+        (["--cache", "/dev/null/x"], "Not a directory"),
+    ],
+)
+def test_precompile_says_what_it_wants(options: list[str], words: str, tmp_path: Path) -> None:
+    run = ["precompile", "squared_relu", "--arch", "sm_80", "--forward", "--cache", str(tmp_path)]
+    status, text = invoke(*run, *options)
+    assert status == 2 and words in text and not list(tmp_path.iterdir())

@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core import guard, machine
+from slipstream.core import guard, hooks, machine
 from slipstream.core import ids as watched
-from slipstream.core.faults import FAULTS
+from slipstream.core.faults import FAULTS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 
 CPU = torch.device("cpu")
@@ -209,6 +211,14 @@ def test_wrong_ids_are_waited_for_if_asked(
     fresh.raise_pending()
 
 
+def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CHECK", "snyc")
+    spec = importlib.util.spec_from_file_location("fresh_ids", watched.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ValueError, match="SLIPSTREAM_CHECK: want sync or nothing, got 'snyc'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
     old = guard.Machine("sm_70", "3.6.0", "13.0.88", passive=True)
@@ -235,6 +245,107 @@ def test_products_are_of_float32_where_the_compiler_can_do_no_others(
 def test_a_cpu_has_no_compiler_to_guard() -> None:
     assert guard.machine(CPU) is None
     assert attempt(lambda: "ran", None) == "ran"
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((12, 1), "sm_121"), ((8, 7), "sm_87"), ((6, 1), "sm_61")]
+)
+def test_an_unlisted_gpu_is_guarded_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    watched: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        machine, "watch", lambda here, devices: watched.append((here.arch, devices))
+    )
+    monkeypatch.setattr(machine.toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(machine.toolchain, "select_ptxas", lambda archs, driver: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    machine._of_arch.cache_clear()
+    try:
+        found = machine.machine.__wrapped__(torch.device("cuda", 0))
+    finally:
+        machine._of_arch.cache_clear()
+    assert found is not None and found.guards and watched == [(name, (0,))]
+
+
+def test_an_amd_gpu_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gfx942's limits and faults: the child compiles for what is there."""
+    properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    found = machine.of_device(torch.device("cuda", 0))
+    assert (found.name, found.warp, found.shared) == ("gfx90a", 64, 64 << 10)
+    assert "tf32x3-on-hip" in {x.name for x in applying("gfx90a", "3.6.0")}
+
+
+def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to Triton 3.3 it is an attribute of JITFunction."""
+    if not HAVE_TRITON:
+        pytest.skip("wants Triton")
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from slipstream.core import replay
+
+    monkeypatch.delattr(triton, "knobs")
+    monkeypatch.setitem(sys.modules, "triton.knobs", None)
+    monkeypatch.setattr(JITFunction, "cache_hook", None, raising=False)
+    asked: list[str] = []
+    here: Any = SimpleNamespace(compiles=lambda module, name, compile: asked.append(name))
+    undo = machine.watch(here, devices=(0,))
+    hook: Any = JITFunction.cache_hook  # pyright: ignore
+    for module, device in (("slipstream.kernels.x", 0), ("slipstream.kernels.x", 1), ("other", 0)):
+        told = {"compile": {"device": device}, "key": "", "repr": "", "already_compiled": False}
+        assert not hook(fn=SimpleNamespace(module=module, name=f"{module} {device}"), **told)
+    assert asked == ["slipstream.kernels.x 0"]
+    undo()
+    assert JITFunction.cache_hook is None  # pyright: ignore
+    with replay._Launches() as seen:
+        assert seen.count == 0
+
+
+def test_the_guard_asks_the_hook_that_was_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = SimpleNamespace(hook=lambda **told: told["stop"])
+    monkeypatch.setattr(hooks, "compilation", lambda: (where, "hook"))
+    told: list[bool] = []
+    undo = hooks.before_compiling(lambda stop: told.append(stop))
+    assert where.hook(stop=True) and not where.hook(stop=False)
+    assert told == [False]
+    undo()
+    assert where.hook(stop=True) and told == [False]
+
+
+@pytest.mark.parametrize("left", ["null", "[]", '{"x": []}', "{", '{"%s": {"unusable": 3}}'])
+def test_verdicts_that_are_none_count_for_nothing(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
+) -> None:
+    (tmp_path / "verdicts.json").write_text(left.replace("%s", here.name))
+    again = make(monkeypatch)
+    assert again.unusable(KIND) is None
+    again.demote(KIND, "it dies")
+    assert make(monkeypatch).unusable(KIND) == "it dies"
+
+
+_LEARNS = """
+import sys
+from slipstream.core import machine
+here = machine.Machine("sm_90", "3.6.0", "1.2.3", passive=True)
+for i in range(30):
+    here.demote((f"{sys.argv[1]}{i}.triton",), "it dies")
+"""
+
+
+def test_processes_that_learn_at_once_keep_all_of_it(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [sys.executable, "-W", "ignore", "-c", _LEARNS]
+    both = [subprocess.Popen([*run, name]) for name in ("a", "b")]
+    assert [x.wait() for x in both] == [0, 0]
+    assert len(make(monkeypatch).remembered["unusable"]) == 60
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """The matrix: a sample of it compiles as it should, and its judgement of what comes back."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -56,6 +58,9 @@ class _Worker:
 
     def compile(self, job: Job, timeout: float) -> Outcome:
         return self.answers[job.stages]
+
+    def close(self) -> None:
+        pass
 
 
 def test_attempt_names_the_nearest_configuration_that_runs() -> None:
@@ -117,11 +122,61 @@ def test_the_page_says_what_runs_where() -> None:
     text = page(data)
     assert "| operator | sm_80 | sm_86 | sm_90 |" in text
     assert "| chunk_gla | ok | refused [1] | slow [2] |" in text
-    assert "1. too wide\n2. spills\n" in text
+    assert "1. too wide\n2. spills; with workarounds for narrow-dot, transposed-dot\n" in text
     assert "- rotary: too plain" in text and "| rotary" not in text
     assert "sm_86 3 (flags)" in text
     data["3.6.0"]["sm_86"]["shapes"] = 2
     assert "sm_86 3 (flags, 2 shapes)" in page(data)
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"), [(["ok", ""], ""), (["slow", "no tensor cores"], "no tensor cores; ")]
+)
+def test_the_page_names_workarounds(cell: list[str], words: str) -> None:
+    """Attention in bf16 on sm_70 under Triton 3.3 computes in float32."""
+    from slipstream.cli.support import page
+
+    about = {"ptxas": "12.4.127", "variants": "few", "kernels": 3, "operators": {"attention": cell}}
+    text = page({"3.3.1": {"sm_70": about}})
+    assert f"| attention | {cell[0]} [1] |" in text
+    assert f"1. {words}with workarounds for rounding-mode" in text
+
+
+def test_what_stops_a_run_of_the_matrix_is_raised() -> None:
+    """A full disk, say: else the rows that are missing would not be missed."""
+
+    def full(job: Job, row: matrix.Row) -> None:
+        raise OSError("no space left on device")
+
+    tasks: list[matrix.Task] = [(replace(JOB, arch="sm_80"), ("op",))] * 3
+    with (
+        mock.patch.object(matrix, "Worker", return_value=_Worker({3: outcome()})),
+        pytest.raises(OSError, match="no space left"),
+    ):
+        matrix.run(tasks, processes=2, done=full)
+    with pytest.raises(ValueError, match="jobs: want at least 1 process, got 0"):
+        matrix.run(tasks, processes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shapes", "0"], "--shapes: want at least 1"),
+        (["--jobs", "0"], "jobs: want at least 1"),
+        (["--json", "/dev/null/rows.json"], "Not a directory"),
+    ],
+)
+@compiles
+def test_options_of_the_matrix_that_cannot_be(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from slipstream.cli import app
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["matrix", "squared_relu", "--arch", "sm_80", *options])
+    assert result.exit_code == 2 and words in result.stderr
 
 
 def test_cover_has_every_value_of_every_flag() -> None:
@@ -189,6 +244,11 @@ def test_rows_hold_until_the_kernel_or_a_compiler_changes(
     ):
         assert changed.split([(job, ("rms_norm",))])[0] == []
     assert rows.Rows(about).split([(replace(job, stages=2), ("rms_norm",))])[0] == []
+    other, (file,) = replace(job, stages=2), (tmp_path / "matrix").iterdir()
+    file.write_text(file.read_text() + '{"digest": "half of a l')  # a run that was killed
+    rows.Rows(about).add(other, row)
+    both = rows.Rows(about).split([(job, ("rms_norm",)), (other, ("rms_norm",))])
+    assert len(both[0]) == 2 and both[1] == []
     kernel = rows.load(job.kernel)
     monkeypatch.setattr(rows, "load", lambda path: SimpleNamespace(cache_key="other source"))
     assert kernel.cache_key != "other source"
@@ -239,3 +299,23 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
     assert not found.failures
     families = {machine.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
     assert families == set(machine.families())
+
+
+@compiles
+@pytest.mark.slow
+def test_every_kernel_is_reached_by_the_matrix() -> None:
+    """One that no sample reaches would be trusted with its family, though nobody compiled it."""
+    import slipstream.kernels
+    from slipstream.cli.plans import find
+    from slipstream.cli.samples import REPRESENTATIVE, SAMPLES
+
+    root = Path(slipstream.kernels.__file__).parent
+    pattern = re.compile(r"@(?:triton|gluon)\.jit.*\n(?:@.*\n)*def (\w+_kernel)\(")
+    written = {x for path in root.rglob("*.py") for x in pattern.findall(path.read_text())}
+    assert len(written) > 100
+    reached: set[str] = set()
+    for arch, shapes in {"sm_90": REPRESENTATIVE, "sm_80": REPRESENTATIVE[:1]}.items():
+        found = find(SAMPLES, shapes, arch)
+        assert not found.failures
+        reached |= {job.name for job, _ in found.tasks}
+    assert written - reached == set()

@@ -42,9 +42,23 @@ def test_select_ptxas_leaves_what_would_break(other: Path, monkeypatch: pytest.M
     monkeypatch.setattr(toolchain, "installed_ptxas", list)
     assert toolchain.select_ptxas(("sm_90",)) is None
     monkeypatch.setattr(toolchain, "installed_ptxas", lambda: [other])
-    monkeypatch.setenv(toolchain.VARIABLE, "/own/ptxas")
+    theirs = str(other.parents[2] / "own/ptxas-blackwell")
+    monkeypatch.setenv(toolchain.VARIABLE, theirs)
     assert toolchain.select_ptxas(("sm_90",)) is None
-    assert toolchain.ptxas_path("sm_90") == "/own/ptxas"
+    assert toolchain.ptxas_path("sm_90") == theirs
+
+
+@pytest.mark.parametrize("given", ["/nowhere/ptxas", ""])
+def test_a_path_that_does_not_run_is_told_and_replaced(
+    other: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Triton itself would take its own without a word, or fail."""
+    monkeypatch.setenv(toolchain.VARIABLE, given)
+    assert toolchain.ptxas_path("sm_90") == str(other.parents[2] / "own/ptxas")
+    with pytest.warns(RuntimeWarning, match=f"TRITON_PTXAS_PATH: {given!r} does not run"):
+        why = toolchain.select_ptxas(("sm_90",))
+    assert why is not None and toolchain.ptxas_path("sm_90") == str(other)
+    monkeypatch.delenv(toolchain.VARIABLE)
 
 
 def test_ptxas_path_and_version(other: Path) -> None:

@@ -1,6 +1,7 @@
 """What a call compiles, found out on a device that is not there, is what the JIT would compile."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,18 @@ def test_cached_says_whether_a_first_call_would_compile(
     job.compile()
     assert aot.cached(job)
     assert not aot.cached(replace(job, warps=2))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_call_of_no_sequences_can_be_planned(arch: str) -> None:
+    """Every chunked operator: how many programs there are divides nothing."""
+    from slipstream.cli.samples import SAMPLES, Sample, Shape
+    from slipstream.core.trace import trace
+
+    def call(device: torch.device, sample: Sample) -> Any:
+        return sample.call(sample.inputs(Shape(B=0), device, blank=True))
+
+    chunked = [x for x in SAMPLES if x.op.startswith("chunk_")]
+    assert len(chunked) > 15
+    for sample in chunked:
+        trace(partial(call, sample=sample), arch)

@@ -1,5 +1,11 @@
 """Compilations in a child: the parent outlives an abort, a kill and a hang of the compiler."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
@@ -34,3 +40,42 @@ def test_worker_outlives_its_compiler() -> None:
         assert worker.compile(job("nothing")).status == "ok"
     finally:
         worker.close()
+
+
+_HANGS = """
+from slipstream.core.aot import Job
+from slipstream.core.worker import Worker
+worker = Worker()
+worker.start()
+print(worker._process.pid, flush=True)
+kernel = "tests.core.planted:planted_kernel"
+worker.compile(Job(kernel, {"x_ptr": "*i32"}, {"WHAT": "hang"}, {}, 1, 1, {}, "sm_80"))
+"""
+
+
+def test_a_hanging_compiler_ends_with_its_parent() -> None:
+    path = os.pathsep.join(sys.path)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _HANGS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    time.sleep(1.0)  # it hangs
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    for _ in range(100):
+        if not _runs(child):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the child outlived its parent by 10 s")
+
+
+def _runs(pid: int) -> bool:
+    """A zombie does not: who should have waited for it is gone."""
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listed.stdout.strip()[:1] not in ("", "Z")

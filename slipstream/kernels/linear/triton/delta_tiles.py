@@ -109,7 +109,7 @@ def segment_tokens(programs: int, T: int, C: int) -> int | None:
     the first of them has twice the rows; joining the segments takes a chunk's time for each.
     """
     chunks = T // C
-    wanted = min(FILL // programs, isqrt(2 * chunks))
+    wanted = min(FILL // max(programs, 1), isqrt(2 * chunks))
     if wanted < 5 or chunks < 64:
         return None
     return -(-chunks // wanted) * C

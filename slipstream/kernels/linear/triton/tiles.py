@@ -96,7 +96,7 @@ def segment_tokens(programs: int, tokens: int, C: int) -> int | None:
     programs: those of one sequence's walk. A cut costs a walk more over half of the inputs: made
     where it at least triples the programs.
     """
-    wanted, span = FILL // programs, SPAN * C
+    wanted, span = FILL // max(programs, 1), SPAN * C
     if wanted < 3 or tokens < 2 * span:
         return None
     return -(-tokens // (wanted * span)) * span

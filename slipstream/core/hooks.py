@@ -1,0 +1,28 @@
+"""Where Triton tells of what it compiles and launches: triton.knobs, or JITFunction before 3.4."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def compilation() -> tuple[Any, str]:
+    """The object, and the attribute of it that is called before the JIT compiles a kernel."""
+    try:
+        from triton import knobs
+    except ImportError:
+        from triton.runtime.jit import JITFunction
+
+        return JITFunction, "cache_hook"
+    return knobs.runtime, "jit_cache_hook"
+
+
+def before_compiling(hook: Callable[..., Any]) -> Callable[[], None]:
+    """hook(fn=, compile=, ...) is called too, after the one that is there unless that one stops
+    the compilation by returning True. Returns the way back."""
+    where, name = compilation()
+    before = getattr(where, name)
+
+    def both(**told: Any) -> Any:
+        return (before is not None and before(**told)) or hook(**told)
+
+    setattr(where, name, both)
+    return lambda: setattr(where, name, before)
