@@ -45,7 +45,7 @@ def latent_attention(
     """
     grad = torch.is_grad_enabled() and (q.requires_grad or latent.requires_grad)
     tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl).tries
-    if grad or tries == "eager":
+    if grad:
         return plain(q, latent, lengths, table, width, scale)[0]
     return _call(q, latent, lengths, table, width, scale, tries)[0]
 
