@@ -302,7 +302,6 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
 
 
 @compiles
-@pytest.mark.slow
 def test_every_kernel_is_reached_by_the_matrix() -> None:
     """One that no sample reaches would be trusted with its family, though nobody compiled it."""
     import slipstream.kernels
@@ -310,9 +309,9 @@ def test_every_kernel_is_reached_by_the_matrix() -> None:
     from slipstream.cli.samples import REPRESENTATIVE, SAMPLES
 
     root = Path(slipstream.kernels.__file__).parent
-    pattern = re.compile(r"@(?:triton|gluon)\.jit.*\n(?:@.*\n)*def (\w+_kernel)\(")
+    pattern = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
     written = {x for path in root.rglob("*.py") for x in pattern.findall(path.read_text())}
-    assert len(written) > 100
+    assert len(written) > 60
     reached: set[str] = set()
     for arch, shapes in {"sm_90": REPRESENTATIVE, "sm_80": REPRESENTATIVE[:1]}.items():
         found = find(SAMPLES, shapes, arch)
