@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from slipstream.core import arch as arches
 from slipstream.core import toolchain
@@ -257,6 +256,8 @@ class Machine:
         self._settle()
 
     def _learn(self, what: str, kind: Kind, text: str) -> None:
+        from filelock import FileLock  # 10 ms of the import, which few need
+
         self._verdicts.setdefault(what, {})[in_words(kind)] = text
         self._settle()
         path = verdicts_file()
