@@ -107,6 +107,22 @@ def test_a_sample_of_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(x["triton"] and x["ptxas"] and x["registers"] for x in rows)
 
 
+@compiles
+def test_a_hang_is_tried_again_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from slipstream.cli import app
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
+    hung = CliRunner().invoke(app, [*run, "--timeout", "0"])
+    assert hung.exit_code == 1 and "hang" in hung.output
+    again = CliRunner().invoke(app, run)
+    assert again.exit_code == 0 and "hang" not in again.output
+
+
 def test_the_page_says_what_runs_where() -> None:
     from slipstream.cli.support import page
 
