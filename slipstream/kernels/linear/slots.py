@@ -3,12 +3,15 @@
     scores = Sk^T q      Sk_t = Sk_{t-1} diag(exp(g_t)) + k_t s_t^T      p = softmax(scale * scores)
     o = Sv^T p           Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T
 
-Scores are float32, and of one span of tokens at a time (slices.py): what is kept for backward is p,
-and the states between the spans. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and `second`
-name the implementations of the passes.
+The softmax makes of an error of the scores several times that of its result: they are float32, of
+products whose factors are in two parts (channel_walk.py). They take the memory where o will be, if
+that suffices, of one span of tokens at a time (slices.py): what is kept for backward is p, and the
+states between the spans. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and `second` name the
+implementations of the passes.
 
-Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward p, 2, and 2 more for
-what a pass leaves for its walk, of one span; backward p, and of one span dp, 8 to 10 in all.
+Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 4, of one span, which
+are what the first pass leaves for its walk, or p and what the second does; backward p, and of one
+span dp, 8 to 10 in all.
 """
 
 from collections.abc import Callable
@@ -39,10 +42,13 @@ class Slots(NamedTuple):
     values: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    def passes(self, p: Tensor) -> tuple[Terms, Terms]:
-        q, k, v, s, g, keys, values, cu = self
-        first = Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
-        return first, Terms(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
+    def first(self) -> Terms:
+        q, k, _, s, g, keys, _, cu = self
+        return Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
+
+    def second(self, p: Tensor) -> Terms:
+        _, _, v, s, g, _, values, cu = self
+        return Terms(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
 
 
 _NAMES = Slots._fields
@@ -76,18 +82,28 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else [x[i] for x in marks]
         part = _part(given, tokens, *before)
-        one, two = part.passes(p[:, tokens] if keep else part.s.new_empty(part.s.shape))
-        scores, _, _ = op.spans_forward(*one, scale, chunk, first, True, 1, out=(None, after[0]))
-        _softmax(scores, two.q, second)
-        del scores
-        op.spans_forward(*two, 1.0, chunk, second, False, 1, out=(o[:, tokens], after[1]))
+        here = o[:, tokens]
+        out = _room(here, part.s), after[0]
+        scores, _, _ = op.spans_forward(*part.first(), scale, chunk, first, True, 1, out=out)
+        one = p[:, tokens] if keep else part.s.new_empty(part.s.shape)
+        _softmax(scores, one, second)
+        del scores, out
+        two = part.second(one)
+        op.spans_forward(*two, 1.0, chunk, second, False, 1, out=(here, after[1]))
         before = after
     return o, *final, p, *marks
 
 
+def _room(o: Tensor, s: Tensor) -> Tensor | None:
+    """Memory for scores, one for each of s: that of o, which is written later."""
+    if not o.is_contiguous() or o.numel() < 2 * s.numel() or o.element_size() != 2:
+        return None
+    return o.flatten()[: 2 * s.numel()].view(torch.float32).view(s.shape)
+
+
 def _like(given: Slots, spans: int, keep: bool) -> list[Tensor]:
     """What _forward returns, but for p in second place."""
-    (N, H, K, M), V = given.passes(given.s)[0].state_shape, given.v.shape[-1]
+    (N, H, K, M), V = given.first().state_shape, given.v.shape[-1]
     wide: dict[str, Any] = {"dtype": torch.float32}
     states = [(N, H, K, M), (N, H, M, V)]
     return [
@@ -121,7 +137,7 @@ def _backward(*args: Any) -> list[Tensor]:
     for i, tokens in reversed(list(enumerate(cuts))):
         met = [first_marks[i - 1], second_marks[i - 1]] if i else before
         part = _part(given, tokens, *met)
-        one, two = part.passes(p[:, tokens])
+        one, two = part.first(), part.second(p[:, tokens])
         here = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
         d = None if do is None else do[:, tokens]
         out = {"k": here["s"], "v": here["v"], "g": here["g"], "initial_state": dstates[1]}

@@ -105,6 +105,18 @@ def check_nothing_but_final() -> None:
         compare(terms, do, dfinal, 0.0, f"{form} with scale 0")
 
 
+def check_wide(size: str, gate: str) -> None:
+    """o in float32 of 16 bits with a gate a column: nothing on the way to it is rounded to 16."""
+    from slipstream.kernels.linear.triton.channel_launch import forward
+
+    terms = make("gv", size, gate, torch.float16, True)
+    got = forward(terms, 0.3, torch.float32)
+    want = reference(terms, 0.3, torch.zeros(terms.v.shape), None)
+    for name, x in zip(("o", "final"), got, strict=True):
+        error = relative_error(x, want[name])
+        assert error <= 1e-6, f"{size}, {gate}: {name} is off by {error:.1e}"
+
+
 def check_split() -> None:
     """Sequences in segments; with short spans, so that short ones are cut."""
     from slipstream.kernels.linear.triton import channel_launch, channel_walks, tiles
@@ -116,6 +128,7 @@ def check_split() -> None:
         prepared = channel_launch._prepare(terms)
         assert channel_launch._work(prepared, None).split is not None
         check(form, size, "mixed", torch.float32, True)
+    check_wide("split, packed", "mixed")
     tiles.SPAN = channel_walks.SPAN = kept
 
 
@@ -156,6 +169,8 @@ if __name__ == "__main__":
     for form, size, gate, dtype, state in CASES:
         check(form, size, gate, getattr(torch, dtype), state)
         print(form, size, gate, dtype, "ok", flush=True)
+    for size, gate in (("long", "weak"), ("grouped", "zero"), ("packed", "mixed")):
+        check_wide(size, gate)
     check_nothing_but_final()
     check_split()
     check_operators()

@@ -50,6 +50,28 @@ def _split(b_x, PARTS: tl.constexpr):
 
 
 @triton.jit
+def in_two(b_x, dtype: tl.constexpr):
+    """float32 as a first part of another dtype and the rest, which is rounded."""
+    b_first = b_x.to(dtype)
+    return b_first, (b_x - b_first.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def dot_with(b_p, b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """P X of x in float32: rounded to dtype, as P is, or, where P is float32 and dtype is not,
+    both in two parts."""
+    if b_p.dtype == dtype:
+        b_y = tl.dot(b_p, b_x.to(dtype), input_precision=PRECISION)
+    else:
+        b_p_first, b_p_rest = in_two(b_p, dtype)
+        b_x_first, b_x_rest = in_two(b_x, dtype)
+        b_y = tl.dot(b_p_rest, b_x_first)
+        b_y = tl.dot(b_p_first, b_x_rest, b_y)
+        b_y = tl.dot(b_p_first, b_x_first, b_y)
+    return b_y
+
+
+@triton.jit
 def _dot_ones(span, b_parts, b_sum, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """b_sum plus, at t, the sum over the span of t, [C, BK]."""
     b_ones = _ones(span, b_sum.shape[0], b_parts[0].dtype)

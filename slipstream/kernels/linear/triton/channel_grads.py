@@ -33,6 +33,7 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.channel_decay import (
     after_back,
     back_to_gates,
+    dot_with,
     gate_parts,
     is_safe,
     sums,
@@ -50,7 +51,7 @@ def channel_grads_kernel(
     k_ptr,  # [tokens, HK, K]
     g_ptr,  # [tokens, HV, K]
     u_ptr,  # [HV, K]
-    p_ptr,  # [chunks, HV, C, C]: P, symmetric
+    p_ptr,  # [chunks, HV, C, C]: P, symmetric; float32 where its rounding would count
     dqs_ptr,  # [tokens, HV, K]
     dke_ptr,  # [tokens, HV, K]
     z_ptr,  # [chunks, HV, K]
@@ -115,10 +116,11 @@ def channel_grads_kernel(
         b_own = b_diagonal[:, None] * b_u[None, :]
     b_g, b_parts = gate_parts(b_g, PARTS)
     b_G = sums(until(rows, False), b_parts, PARTS, PRECISION)
-    b_w = (b_k * tl.exp2(-b_G)).to(b_k.dtype)  # [C, BK]
+    b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = tl.exp2(sums(until(rows, True), b_parts, PARTS, PRECISION) if BEFORE else b_G)
     lower = i > j if BEFORE else i >= j
-    b_dr = tl.dot(tl.where(lower, b_p, 0.0), b_w, input_precision=PRECISION)  # [C, BK]
+    b_dr = dot_with(tl.where(lower, b_p, 0.0), b_w, b_k.dtype, PRECISION)  # [C, BK]
+    b_w = b_w.to(b_k.dtype)
     b_dr += b_dq
     if dq_ptr is not None:
         b_dq = b_dr * b_e * scale

@@ -88,8 +88,10 @@ def forward(
 
 def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
     work = _work(terms, None)
-    made = _made(work)
-    walk = Walk(made.ke, made.ke, work.v, s_in=terms.initial_state, s_out=final)
+    wide = o.dtype if terms.gv is not None else work.k.dtype
+    made = _made(work, fine=wide != work.k.dtype)
+    state = terms.initial_state
+    walk = Walk(made.ke, made.ke, work.v, rest=made.rest, s_in=state, s_out=final)
     if work.split is not None:
         walk = met(walk, work, made)._replace(s_out=None)
     if made.qs is not None:
@@ -97,7 +99,7 @@ def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
     else:
         assert work.do is not None
         launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
-        _grads(work, made, _pairs(work), scale, dqs=o, dq=o)
+        _grads(work, made, _pairs(work, wide), scale, dqs=o, dq=o)
 
 
 def backward(
@@ -201,8 +203,8 @@ def _work(terms: Terms, do: Tensor | None) -> Work:
     return work._replace(split=split_of(work))
 
 
-def _made(work: Work, room: Tensor | None = None) -> Prepared:
-    """room: a tensor that is free until the gradients are written."""
+def _made(work: Work, room: Tensor | None = None, fine: bool = False) -> Prepared:
+    """room: a tensor that is free until the gradients are written; fine: ke in two parts."""
     k, g, terms, C = work.k, work.g, work.terms, work.tile.C
     HV, K = g.shape[2:]
     free: list[Tensor] = []
@@ -218,12 +220,14 @@ def _made(work: Work, room: Tensor | None = None) -> Prepared:
         like_g(),
         k.new_empty(work.chunks, HV, C, C) if has_q else None,
         k.new_empty(work.chunks, HV, K, dtype=torch.float32),
+        like_g() if fine else None,
     )
     inputs = (work.q, k, g, terms.u if has_q else None)
     more = (terms.cu_seqlens, *sizes(work), k.shape[2])
     part = work.tile.prepare
     options: dict[str, Any] = {**_options(work, part), "K": K}
-    kept(channel_prepare_kernel)[HV * work.chunks,](*inputs, *made, *more, **options)
+    outputs = (made.qs, made.ke, made.rest, made.a, made.decay)
+    kept(channel_prepare_kernel)[HV * work.chunks,](*inputs, *outputs, *more, **options)
     if made.a is not None:
         total = HV * work.chunks
         options |= {**_bound(work), "LEVELS": C.bit_length() - 1, "MOST": MOST, "num_stages": 1}
@@ -234,9 +238,9 @@ def _made(work: Work, room: Tensor | None = None) -> Prepared:
     return made
 
 
-def _pairs(work: Work) -> Tensor:
+def _pairs(work: Work, dtype: torch.dtype | None = None) -> Tensor:
     HV, V, C, part = work.g.shape[2], work.v.shape[-1], work.tile.C, work.tile.prepare
-    p = work.k.new_empty(work.chunks, HV, C, C)
+    p = work.k.new_empty(work.chunks, HV, C, C, dtype=dtype)
     kept(channel_pairs_kernel)[HV * work.chunks,](
         work.v,
         work.do,

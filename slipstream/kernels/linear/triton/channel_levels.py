@@ -16,6 +16,7 @@ from slipstream.kernels.linear.triton.channel_decay import (
     all_safe,
     back_to_gates,
     decay,
+    dot_with,
     gate_parts,
     in_block,
     in_block_back,
@@ -41,7 +42,7 @@ def channel_level_grads_kernel(
     k_ptr,  # [tokens, HK, K]
     g_ptr,  # [tokens, HV, K]
     u_ptr,  # [HV, K]
-    p_ptr,  # [chunks, HV, C, C]: P, symmetric
+    p_ptr,  # [chunks, HV, C, C]: P, symmetric; float32 where its rounding would count
     dqs_ptr,  # [tokens, HV, K]
     dke_ptr,  # [tokens, HV, K]
     z_ptr,  # [chunks, HV, K]
@@ -139,9 +140,10 @@ def _grads(
         b_r_sum = b_w_sum
         if BEFORE:
             b_r_sum = sums(in_block(rows, base, True), b_parts, PARTS, PRECISION)
-        b_w = (b_k * tl.exp2(-b_w_sum)).to(b_k.dtype)  # [C, BK]
+        b_w = b_k * tl.exp2(-b_w_sum)  # [C, BK]
         b_square = tl.where(same_block(rows, base) & (i > j), b_p, 0.0)
-        b_dr = tl.dot(b_square, b_w, input_precision=PRECISION)  # [C, BK]
+        b_dr = dot_with(b_square, b_w, b_k.dtype, PRECISION)  # [C, BK]
+        b_w = b_w.to(b_k.dtype)
         b_dq += b_dr * tl.exp2(b_r_sum)
         if HAS_DK:
             b_r = (b_q * tl.exp2(b_r_sum)).to(b_k.dtype)  # [C, BK]
@@ -165,9 +167,8 @@ def _grads(
         b_row = b_k
         if HAS_DK:
             b_row = tl.where(is_later(rows, level), b_q, b_k)
-        b_x = (b_row * b_e).to(b_k.dtype)  # [C, BK]
         b_square = tl.where(siblings(rows, level), b_p, 0.0)
-        b_dx = tl.dot(b_square, b_x, input_precision=PRECISION) * b_e  # [C, BK]
+        b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
         b_later = is_later(rows, level).to(tl.float32)
         b_dq += b_dx * b_later
         if HAS_DK:

@@ -6,7 +6,8 @@
     A[i, j] = q_i . exp(G_i - G_j) k_j for j < i (channel_decay.py)        A[i, i] = q_i . u k_i
     P[i, j] = P[j, i] = do_i . v_j for j <= i, for the gradients (channel_grads.py)
 
-where u is 1 if there is none. Where a chunk is one safe block, A is a product of two factors; where
+where u is 1 if there is none; ke may be kept in two parts, the second what the first was rounded
+by, and P in float32. Where a chunk is one safe block, A is a product of two factors; where
 not, it is made by levels in a kernel of its own, whose registers the other then does not need.
 """
 
@@ -19,6 +20,7 @@ from slipstream.kernels.linear.triton.channel_decay import (
     decay,
     gate_parts,
     in_block,
+    in_two,
     is_later,
     is_safe,
     safe_base,
@@ -44,6 +46,7 @@ def channel_prepare_kernel(
     u_ptr,  # [HV, K]
     qs_ptr,  # [tokens, HV, K]
     ke_ptr,  # [tokens, HV, K]
+    rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
     a_ptr,  # [chunks, HV, C, C]; of chunks that are not safe left to channel_scores_kernel
     decay_ptr,  # [chunks, HV, K]
     cu_ptr,  # [N + 1]
@@ -88,7 +91,10 @@ def channel_prepare_kernel(
         b_g, b_parts = gate_parts(b_g, PARTS)
         b_end = b_k * decay(after(rows, C), b_parts, PARTS, PRECISION)
         b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
-        tl.store(ke_ptr + o_o, b_end.to(ke_ptr.dtype.element_ty), mask=m_o)
+        b_first, b_rest = in_two(b_end, b_k.dtype)
+        tl.store(ke_ptr + o_o, b_first, mask=m_o)
+        if rest_ptr is not None:
+            tl.store(rest_ptr + o_o, b_rest, mask=m_o)
         tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
         if q_ptr is not None:
             if BEFORE:

@@ -20,11 +20,15 @@ Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke
 z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums, and every SPAN chunks the
 state, from which the dk walk takes Z anew, since differences lose digits. Where D is below what is
 lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
+
+A result in float32 of operands of 16 bits takes ke, and S where it is multiplied, in two parts: the
+second is what the first was rounded by (rest).
 """
 
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.channel_decay import in_two
 from slipstream.kernels.linear.triton.walk import _place, _rows, _store, first_chunk_of
 
 # of 16 bits and of float32
@@ -49,6 +53,7 @@ def channel_walk_kernel(
     r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, other
     w_ptr,  # [tokens, HR, D]
     x_ptr,  # [tokens, HX, X]
+    rest_ptr,  # the second part of x if ROWS else of w; None where there is none
     y_ptr,  # [tokens, HV, X]; None where only the state is wanted
     a_ptr,  # [chunks * HV, C, C]: A, or, if TMA, a descriptor of it
     decay_ptr,  # [chunks, HV, X if ROWS else D]
@@ -92,6 +97,7 @@ def channel_walk_kernel(
         HR = HV
         HX = HV
     HAS_Y: tl.constexpr = y_ptr is not None
+    HAS_REST: tl.constexpr = rest_ptr is not None
     HAS_A: tl.constexpr = a_ptr is not None
     HAS_SUMS: tl.constexpr = sums_ptr is not None
     NX: tl.constexpr = (X + BX - 1) // BX
@@ -117,6 +123,8 @@ def channel_walk_kernel(
         r_ptr += (begin * HR + i_r) * D
         w_ptr += (begin * HR + i_r) * D
         x_ptr += (begin * HX + i_w) * X
+        if HAS_REST:
+            rest_ptr += (begin * HX + i_w) * X if ROWS else (begin * HR + i_r) * D
         if HAS_Y:
             y_ptr += (begin * HV + i_h) * X
         if HAS_SUMS:
@@ -160,7 +168,12 @@ def channel_walk_kernel(
             b_x = tl.trans(b_x)  # [BX, C]
             if HAS_Y:
                 b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
-                b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
+                if HAS_REST:
+                    b_first, b_second = in_two(b_s, b_r.dtype)
+                    b_y = tl.dot(b_second, tl.trans(b_r))
+                    b_y = tl.dot(b_first, tl.trans(b_r), b_y)
+                else:
+                    b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)
                 if HAS_A:
                     b_a = _scores(a_ptr, chunk, o_c, C, TMA)  # [i, j]
                     if not REVERSE:
@@ -176,6 +189,15 @@ def channel_walk_kernel(
                 b_s *= b_decay[None, :]
                 if total_ptr is not None:
                     b_total *= b_decay
+            if HAS_REST:
+                if ROWS:
+                    at = (i_b, skip, i_w, i_x * BX)
+                    b_rest = _rows(rest_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    b_s = tl.dot(tl.trans(b_rest), b_w, b_s)
+                else:
+                    at = (i_b, skip, i_r, 0)
+                    b_rest = _rows(rest_ptr, at, t, HR, o_c, m_c, o_d, D, BD, TMA)
+                    b_s = tl.dot(b_x, b_rest, b_s)
             b_s = tl.dot(b_x, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
             if HAS_SUMS:
                 at = (i_b, skip, i_w, i_x * BX)

@@ -44,6 +44,7 @@ class Prepared(NamedTuple):
     ke: Tensor
     a: Tensor | None
     decay: Tensor
+    rest: Tensor | None = None
 
 
 class Walk(NamedTuple):
@@ -52,6 +53,7 @@ class Walk(NamedTuple):
     r: Tensor
     w: Tensor
     x: Tensor
+    rest: Tensor | None = None
     y: Tensor | None = None
     a: Tensor | None = None
     s_in: Tensor | None = None
@@ -103,7 +105,8 @@ def met(walk: Walk, work: Work, made: Prepared) -> Walk:
     wide: dict[str, Any] = {"dtype": torch.float32, "device": work.k.device}
     states = torch.empty(split.slots, *terms.state_shape[1:], **wide)
     total = torch.empty(split.slots, HV, K, **wide)
-    ends = Walk(walk.r, walk.w, walk.x, s_out=states, total=total, reverse=walk.reverse)
+    r, w, x, rest = walk[:4]
+    ends = Walk(r, w, x, rest, s_out=states, total=total, reverse=walk.reverse)
     launch(ends, work, made)
     size, block = states[0, 0].numel(), 1024
     kept(channel_scan_kernel)[-(-size // block) * HV * terms.sequences,](
@@ -145,17 +148,19 @@ def launch(walk: Walk, work: Work, made: Prepared, sums: Sums | None = None) -> 
     T, N, HV = sizes(work)
     HR, HX, D, X, C = r.shape[2], x.shape[2], r.shape[-1], x.shape[-1], work.tile.C
     tile, BD = _walk_tile(x.device, D, X, x.element_size(), C)
-    rows: list[Any] = [r, w, x, y, walk.other]
+    rows: list[Any] = [r, w, x, walk.rest, y, walk.other]
     a, tiles = walk.a, None
     if tile.tma and terms.cu_seqlens is None:
-        tiles = _descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], C)
+        ke = tile.BX if walk.rows else BD
+        tiles = _descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
         if tiles is not None and a is not None:
             a = _squares(a)
-    r, w, x, y, other = tiles or rows
+    r, w, x, rest, y, other = tiles or rows
     kept(channel_walk_kernel)[-(-X // tile.BX) * HV * (N if split is None else split.slots),](
         r,
         w,
         x,
+        rest,
         y,
         a,
         made.decay,
