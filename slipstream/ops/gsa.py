@@ -1,16 +1,19 @@
 """Gated slot attention (GSA): softmax attention over a fixed number of slots that forget."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.autocast import autocast_dtype
+from slipstream.core.signature import Remembered, signature
 from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for
 from slipstream.kernels.linear.slots import Slots, attend
-from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._wide import result_dtype, run_wide, widen
 
 States = tuple[Tensor, Tensor]
+_PLANS = Remembered()
 
 
 def chunk_gsa(
@@ -108,54 +111,82 @@ def _run(
     *,
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
-    _check(q, k, v, s, g)
-    dtype, group = result_dtype(q), q.shape[2] // k.shape[2]
-    narrow = g is not None and _stays_narrow(q, dtype, options)
-    narrow = narrow and all(x.numel() > 0 for x in (q, v, s))
-    if g is None:
-        if cu_seqlens is not None or initial_state is not None:
-            given = "initial_state" if cu_seqlens is None else "cu_seqlens"
-            raise NotImplementedError(
-                f"{given}: not without g, whose slots are normalised over one whole sequence; "
-                "pass g, or each sequence whole and alone"
-            )
-        s, g = _abc(s, options.reverse)
-    keys = values = None
     if initial_state is not None:
-        _check_states(initial_state, k, v, s, cu_seqlens, options.state_v_first)
-        keys, values = initial_state
+        _expect_two(initial_state)
+    states = initial_state or (None, None)
+    given = Slots(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
+    key = signature(given, *options[1:], recurrent)
+    if key is not None:
+        key = (*key, result_dtype(q))
+    impls = _PLANS.get(key, lambda: _impls(given, options, recurrent))
+    if not impls:
+        return _run_wide(given, options, recurrent)
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+    o, keys, values = attend(_narrowed(given, result_dtype(q)), scale, chunk, *impls)
+    if not options.output_final_state:
+        return o, None
+    return o, (keys, values) if group == 1 else (keys[:, ::group], values[:, ::group])
+
+
+def _impls(given: Slots, options: Options, recurrent: bool) -> tuple[str, ...]:
+    """Of both passes where only the scores are float32, else (); looks at no values."""
+    _check(given, options)
+    dtype = result_dtype(given.q)
+    if not _stays_narrow(given, dtype, options):
+        return ()
+    laid = _narrowed(given, dtype)
+    passes = (laid.first(), {"v": "s", "gv": "g"}), (laid.second(laid.s), {})
+    for terms, names in passes:
+        check(terms, names, options, recurrent)
+    return tuple(plan_for(terms, options.impl).tries for terms, _ in passes)
+
+
+def _narrowed(given: Slots, dtype: torch.dtype) -> Slots:
+    """With everything but gates and states in dtype, and for each head of q."""
+    if given.q.shape[2] != given.k.shape[2]:
+        given = _grouped(given)
+    if any(x.dtype != dtype for x in given[:4]):
+        given = given._replace(**{n: getattr(given, n).to(dtype) for n in "qkvs"})
+    return given
+
+
+def _grouped(given: Slots) -> Slots:
+    group = given.q.shape[2] // given.k.shape[2]
+    for names, dim in (("kvsg", 2), (("keys", "values"), 1)):
+        every = {n: x for n in names if (x := getattr(given, n)) is not None}
+        each = {n: x.repeat_interleave(group, dim=dim) for n, x in every.items()}
+        given = given._replace(**each)
+    return given
+
+
+def _run_wide(
+    given: Slots, options: Options, recurrent: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """In float32 throughout."""
+    q, group = given.q, given.q.shape[2] // given.k.shape[2]
+    if given.g is None:
+        s, g = _abc(given.s, options.reverse)
+        given = given._replace(s=s, g=g)
     if group > 1:
-        k, v, s, g = (x.repeat_interleave(group, dim=2) for x in (k, v, s, g))
-        keys, values = (
-            None if x is None else x.repeat_interleave(group, dim=1) for x in (keys, values)
-        )
-    if narrow:
-        q, k, v, s = (x.to(dtype) for x in (q, k, v, s))
-    slots = Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu_seqlens)
-    reads = Terms(q, s, v, g=g, initial_state=values, cu_seqlens=cu_seqlens)
+        given = _grouped(given)
     names, once = {"v": "s", "gv": "g"}, options._replace(scale=1.0)
-    if narrow:
-        impls = []
-        for terms, called in ((slots, names), (reads._replace(q=s), {})):
-            check(terms, called, options, recurrent)
-            impls.append(plan_for(terms, options.impl).tries)
-        scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-        chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        given = Slots(q, k, v, s, g, keys, values, cu_seqlens)
-        o, keys, values = attend(given, scale, chunk, *impls)
-        keys = keys if options.output_final_state else None
-    else:
-        scores, keys = run_wide(slots, options, recurrent=recurrent, names=names)
-        o, values = run_wide(reads._replace(q=scores.softmax(-1)), once, recurrent=recurrent)
+    scores, keys = run_wide(given.first(), options, recurrent=recurrent, names=names)
+    p = scores.softmax(-1)
+    o, values = run_wide(given.second(p), once, recurrent=recurrent)
+    o = o.to(result_dtype(q))
     if keys is None or values is None:
-        return o.to(dtype), None
-    return o.to(dtype), (keys[:, ::group], values[:, ::group])
+        return o, None
+    return o, (keys[:, ::group], values[:, ::group])
 
 
-def _stays_narrow(q: Tensor, dtype: torch.dtype, options: Options) -> bool:
+def _stays_narrow(given: Slots, dtype: torch.dtype, options: Options) -> bool:
     """Whether only the scores are float32 (kernels/linear/slots.py)."""
     plain = not (options.reverse or options.state_v_first or options.impl == "reference")
-    return plain and q.is_cuda and dtype in (torch.bfloat16, torch.float16)
+    plain = plain and given.g is not None and given.q.is_cuda
+    whole = all(x.numel() > 0 for x in (given.q, given.v, given.s))
+    return plain and whole and dtype in (torch.bfloat16, torch.float16)
 
 
 def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
@@ -168,7 +199,8 @@ def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
     return (s - z).exp(), g
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> None:
+def _check(given: Slots, options: Options) -> None:
+    q, k, v, s, g, keys, values, cu_seqlens = given
     checks.expect_rank("q", q, 4, "[B, T, HQ, K]")
     checks.expect_rank("k", k, 4, "[B, T, H, K]")
     checks.expect_rank("v", v, 4, "[B, T, H, V]")
@@ -184,16 +216,29 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> None
     checks.expect_floating({"q": q, "k": k, "v": v, "s": s, "g": g})
     if autocast_dtype(q) is None:
         checks.expect_one_dtype({"q": q, "k": k, "v": v, "s": s})
+    if g is None and (cu_seqlens is not None or keys is not None):
+        given_too = "initial_state" if cu_seqlens is None else "cu_seqlens"
+        raise NotImplementedError(
+            f"{given_too}: not without g, whose slots are normalised over one whole sequence; "
+            "pass g, or each sequence whole and alone"
+        )
+    if keys is not None and values is not None:
+        _check_states((keys, values), k, v, s, cu_seqlens, options.state_v_first)
 
 
-def _check_states(
-    states: States, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | None, v_first: bool
-) -> None:
+def _expect_two(states: States) -> None:
     if not isinstance(states, tuple) or len(states) != 2:
         raise TypeError(
             "initial_state: want a tuple (Sk [N, H, K, M], Sv [N, H, M, V]), "
             f"got {type(states).__name__}"
         )
+    for i, state in enumerate(states):
+        checks.expect_tensor(f"initial_state[{i}]", state)
+
+
+def _check_states(
+    states: States, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | None, v_first: bool
+) -> None:
     N = k.shape[0]
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, N)
