@@ -4,7 +4,8 @@ What an operator allocates, computes and launches follows from the shapes, strid
 alignment of its tensors and from its options: Key. The second call of a key is recorded: each
 operation of torch by the values that it reads and makes, each launch of a kernel by the places of
 its tensors (kernels/kept.py). From the third on the record is played: fresh memory, the same
-launches, other addresses. A temporary tensor is let go after its last use, as it was before.
+launches, other addresses. A temporary tensor is let go after its last use, as it was before. Those
+that only kernels see are places of one allocation, where all of them are small.
 
 A call is not recorded where that would not be all of it: a kernel is launched by other means, an
 operation gives a number to the host, or there are more operations of torch than launches pay for.
@@ -30,6 +31,9 @@ Key = tuple
 ON = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
 # Operations of torch in a record besides fresh memory and views: each takes as long as a launch.
 MOST_OPERATIONS = 6
+# Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
+MOST_ROOM = 1 << 23
+_ALIGNED = 512  # as torch's allocator does
 # Keys of an operator: past this it starts anew.
 MOST_KEYS = 1024
 _PLAIN = (Tensor, Parameter)
@@ -91,12 +95,17 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """reads, makes: numbers of values. run(values): makes them."""
+    """reads, makes: numbers of values. run(values, addresses): makes them, and says where they are.
+
+    A launch reads only addresses; fresh: bytes of the memory that is all it makes.
+    """
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    run: Callable[[list], None]
+    run: Callable[[list, list], None]
     view: bool = False
+    launch: bool = False
+    fresh: int | None = None
 
 
 class Unrecordable(Exception):
@@ -136,10 +145,10 @@ class _Recorder(TorchDispatchMode):
             self.failed = True
             return
 
-        def run(values: list) -> None:
-            again([values[n].data_ptr() + at for n, at in places])
+        def run(values: list, addresses: list) -> None:
+            again([addresses[n] + at for n, at in places])
 
-        self.steps.append(Step(tuple(n for n, _ in places), (), run))
+        self.steps.append(Step(tuple(n for n, _ in places), (), run, launch=True))
 
     def number(self, x: Tensor) -> int:
         if self._known(x):
@@ -173,7 +182,8 @@ class _Recorder(TorchDispatchMode):
         name = func._schema.name
         if name in _EMPTY and not kwargs.get("pin_memory"):
             made = self._made(out)
-            self.steps.append(Step((), (made,), _allocation(out, made)))
+            size = out.untyped_storage().nbytes()
+            self.steps.append(Step((), (made,), _allocation(out, made), fresh=size))
             return
         flat, spec = tree_flatten((args, kwargs))
         reads = {i: self.number(x) for i, x in enumerate(flat) if isinstance(x, Tensor)}
@@ -189,14 +199,14 @@ class _Recorder(TorchDispatchMode):
         else:
             self.operations += 1
 
-        def run(values: list) -> None:
+        def run(values: list, addresses: list) -> None:
             given = flat.copy()
             for i, n in reads.items():
                 given[i] = values[n]
             again = tree_unflatten(given, spec)
             results, _ = tree_flatten(func(*again[0], **again[1]))
             for n, x in zip(makes, results):
-                values[n] = x
+                values[n], addresses[n] = x, x.data_ptr()
 
         flat = [None if isinstance(x, Tensor) else x for x in flat]
         self.steps.append(Step(tuple(reads.values()), makes, run, view))
@@ -214,12 +224,13 @@ def _is_view(func: Any) -> bool:
     return len(made) == 1 and made[0] is not None and not made[0].is_write and given[0] is not None
 
 
-def _allocation(like: Tensor, made: int) -> Callable[[list], None]:
+def _allocation(like: Tensor, made: int) -> Callable[[list, list], None]:
     size, stride = tuple(like.shape), like.stride()
     options: Any = {"dtype": like.dtype, "device": like.device}
 
-    def run(values: list) -> None:
-        values[made] = torch.empty_strided(size, stride, **options)
+    def run(values: list, addresses: list) -> None:
+        values[made] = x = torch.empty_strided(size, stride, **options)
+        addresses[made] = x.data_ptr()
 
     return run
 
@@ -238,15 +249,23 @@ class Record:
                 continue
             needed.update(step.reads)
             kept.append(step)
-        self._runs = _with_drops(kept[::-1], returned, inputs)
+        self._room, self._places = _in_one_room(kept[::-1], returned)
+        kept = [x for x in kept[::-1] if not self._places.keys() & set(x.makes)]
+        self._runs = _with_drops(kept, returned, inputs)
         self._space = [taken.constants.get(n) for n in range(inputs, taken.count)]
-        self._result = result
+        self._device, self._result = taken._device, result
 
     def play(self, args: Sequence[Any]) -> Any:
         values: list[Any] = [x for x in args if type(x) in _PLAIN]
         values += self._space
+        addresses = [0 if x is None else x.data_ptr() for x in values]
+        if self._room:
+            room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+            base = room.data_ptr()
+            for n, at in self._places.items():
+                addresses[n] = base + at
         for run, drops in self._runs:
-            run(values)
+            run(values, addresses)
             for n in drops:
                 values[n] = None
         result: Any = self._result
@@ -255,9 +274,32 @@ class Record:
         return type(result)([values[x.number] for x in result])
 
 
+def _in_one_room(steps: Sequence[Step], returned: set[int]) -> tuple[int, dict[int, int]]:
+    """Bytes for all fresh memory that only launches read, and where in it each is.
+
+    The largest come first, each at the lowest place that nobody has while it is in use.
+    """
+    seen = {n for x in steps if not x.launch for n in x.reads} | returned
+    first = {x.makes[0]: i for i, x in enumerate(steps) if x.fresh is not None}
+    last = {n: i for i, x in enumerate(steps) for n in x.reads}
+    sizes = {n: -(-(steps[i].fresh or 1) // _ALIGNED) * _ALIGNED for n, i in first.items()}
+    places: dict[int, int] = {}
+    for n in sorted(first.keys() - seen, key=lambda n: (-sizes[n], n)):
+        begin, end = first[n], last.get(n, first[n])
+        met = [x for x in places if first[x] <= end and begin <= last.get(x, first[x])]
+        at = 0
+        for start, size in sorted((places[x], sizes[x]) for x in met):
+            if at + sizes[n] <= start:
+                break
+            at = max(at, start + size)
+        places[n] = at
+    room = max((at + sizes[n] for n, at in places.items()), default=0)
+    return (room, places) if room <= MOST_ROOM else (0, {})
+
+
 def _with_drops(
     steps: Sequence[Step], returned: set[int], inputs: int
-) -> list[tuple[Callable[[list], None], tuple[int, ...]]]:
+) -> list[tuple[Callable[[list, list], None], tuple[int, ...]]]:
     """Each step, and the values that nothing later reads."""
     later, found = set(returned), []
     for step in reversed(steps):

@@ -142,6 +142,30 @@ def test_temporaries_are_let_go() -> None:
     assert sorted(drops) == [1, 2, 3]
 
 
+def test_temporaries_are_places_of_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: Tensor) -> Tensor:
+        first = torch.empty_like(x)
+        launch(x, first)
+        for _ in range(3):
+            y = torch.empty_like(x)
+            launch(x, y)
+            x = y
+        wide, sum_of = x.new_empty(400, 3), torch.empty_like(x)
+        launch(x, wide[7])
+        launch(first, sum_of)
+        return wide[7] + sum_of
+
+    def want(x: Tensor) -> Tensor:
+        return 20 * x
+
+    x = torch.randn(3)
+    for most, room in ((1 << 20, 3 * 512), (1024, 0)):
+        monkeypatch.setattr(replay, "MOST_ROOM", most)
+        taken = replay.record(body, (x,))[1]
+        assert taken is not None and taken._room == room
+        agree(Toy(body), want, lambda: (torch.randn(3),))
+
+
 def test_what_the_host_sees_is_not_recorded() -> None:
     def item(x: Tensor) -> Tensor:
         return x + x.sum().item()
