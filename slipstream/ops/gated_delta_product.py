@@ -4,10 +4,14 @@ from torch import Tensor
 
 from slipstream.core import checks
 from slipstream.core.autocast import autocast_dtype
+from slipstream.core.signature import Remembered, signature
 from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for, run
-from slipstream.kernels.linear.product import Steps, at_step, product, takes
+from slipstream.kernels.linear.householder import at_step
+from slipstream.kernels.linear.product import Steps, product
 from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._prologue import maybe_l2_norm
+
+_PLANS = Remembered()
 
 
 def chunk_gated_delta_product(
@@ -67,7 +71,6 @@ def chunk_gated_delta_product(
     """
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
     options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
-    _check(q, k, v, g, beta, num_householder)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=False)
 
@@ -96,7 +99,6 @@ def fused_recurrent_gated_delta_product(
     """
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
     options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
-    _check(q, k, v, g, beta, num_householder)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=True)
 
@@ -104,18 +106,33 @@ def fused_recurrent_gated_delta_product(
 def _run(
     given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, *, recurrent: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """In spans where that is worth it, else laid out as a whole."""
+    key = signature((*given, cu_seqlens), n, *options[1:], recurrent)
+    if key is not None:
+        key = (*key, autocast_dtype(given.q))
+    impl = _PLANS.get(key, lambda: _impl(given, n, cu_seqlens, options, recurrent))
+    if not impl:
+        terms = _steps(given, n, options.reverse, cu_seqlens)
+        o, state = run(terms, options, recurrent=recurrent)
+        return _reads(o, n, options.reverse), state
+    scale = given.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+    o, state = product(given, scale, chunk, impl)
+    return o, state if options.output_final_state else None
+
+
+def _impl(
+    given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, recurrent: bool
+) -> str:
+    """Of the steps as one operator, or "" where they are laid out in torch; looks at no values."""
+    _check(given, n)
+    q, v = given.q, given.v
     turned = options.reverse or options.state_v_first or options.impl == "reference"
-    if not turned and cu_seqlens is None and takes(given) and autocast_dtype(given.q) is None:
-        laid = given.terms(slice(0, 1), given.state)
-        check(laid, {}, options, recurrent)
-        scale = given.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-        chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        o, state = product(given, scale, chunk, plan_for(laid, options.impl).tries)
-        return o, state if options.output_final_state else None
-    terms = _steps(given, n, options.reverse, cu_seqlens)
-    o, state = run(terms, options, recurrent=recurrent)
-    return _reads(o, n, options.reverse), state
+    plain = not turned and cu_seqlens is None and autocast_dtype(q) is None
+    if not (plain and q.is_cuda and q.numel() and v.numel()):
+        return ""
+    laid = given.terms(slice(0, 1), given.state, "eager")
+    check(laid, {}, options, recurrent)
+    return plan_for(laid, options.impl).tries
 
 
 def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> Terms:
@@ -141,7 +158,8 @@ def _reads(o: Tensor, n: int, reverse: bool) -> Tensor:
     return o[:, (0 if reverse else n - 1) :: n]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, n: int) -> None:
+def _check(given: Steps, n: int) -> None:
+    q, k, v, beta, g, _ = given
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"num_householder: want an integer of at least 1, got {n!r}")
     checks.expect_rank("q", q, 4, "[B, T, H, K]")

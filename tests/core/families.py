@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.conv import plain as conv_plain
-from slipstream.kernels.linear import slots
+from slipstream.kernels.linear import householder, slots
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
@@ -187,6 +187,14 @@ def slot_rows() -> list[Tensor]:
     return [p, dp]
 
 
+def householder_rows() -> list[Tensor]:
+    q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
+    rows, gates = householder.spread(q, torch.randn(1, 5, 4), 3, "triton|eager")
+    householder.take(rows, 3, 2, out, "triton|eager")
+    assert gates is not None
+    return [rows, gates, out]
+
+
 def product() -> list[Tensor]:
     a, b = leaf(5, 8), leaf(8, 6)
     return gradients(ops.matmul(a, b), a, b)
@@ -246,6 +254,14 @@ FAMILIES = [
         {
             "linear.triton.slots:softmax": slots._plain_softmax,
             "linear.triton.slots:softmax_backward": slots._plain_backward,
+        },
+    ),
+    Family(
+        "linear.steps",
+        householder_rows,
+        {
+            "linear.triton.steps:spread": householder.plain_spread,
+            "linear.triton.steps:take": householder.plain_take,
         },
     ),
     Family(
@@ -366,4 +382,5 @@ WRITTEN: dict[Any, tuple[int, ...]] = {
     cache.append: (0, 1),
     slots._plain_softmax: (1,),
     slots._plain_backward: (1,),
+    householder.plain_take: (3,),
 }

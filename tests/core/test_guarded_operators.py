@@ -248,6 +248,7 @@ GUARDED = {
     "linear/op.py": ("linear.triton", "linear.hopper"),
     "linear/step.py": ("linear.step",),
     "linear/slots.py": ("linear.slots",),
+    "linear/householder.py": ("linear.steps",),
     "softmax/op.py": ("softmax.triton", "softmax.hopper", "softmax.decode", "softmax.append"),
     "softmax/latent.py": ("softmax.latent",),
     "scan/op.py": ("scan.triton",),

@@ -49,6 +49,19 @@ def test_replay_is_the_call(sample: Sample, shape: str) -> None:
     assert play.call_count >= 2, "forward and backward are not played"
 
 
+@pytest.mark.parametrize("op", ["chunk_gsa", "chunk_gated_delta_product"])
+def test_inference_is_one_record_of_launches(op: str) -> None:
+    sample = next(x for x in SAMPLES if x.op == op)
+    args = sample.inputs(SHAPES["whole"], torch.device("cuda"))
+    with torch.no_grad():
+        sample.call(args)
+        sample.call(args)
+        with mock.patch.object(replay.Record, "play", autospec=True, side_effect=_PLAY) as play:
+            sample.call(args)
+    (record, _), _ = play.call_args
+    assert play.call_count == 1 and record.operations == 0
+
+
 ATTENTION: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {"causal": False},

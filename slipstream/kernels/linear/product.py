@@ -1,8 +1,8 @@
 """Several Householder steps a token, each as a token of the gated delta rule, span after span.
 
 The first of a token's n steps decays and its last reads: q and g are zero at the others, and o is
-thrown away there. A span of tokens at a time is laid out like that (slices.py), so that it takes
-little memory; what is kept for backward are the states between spans.
+thrown away there (householder.py). Of a long row a span of tokens at a time is laid out like that
+(slices.py), so that it takes little memory; what is kept for backward are the states between spans.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.linear import op, slices
+from slipstream.kernels.linear.householder import spread, take
 from slipstream.kernels.linear.terms import Terms
 
 
@@ -36,40 +37,24 @@ class Steps(NamedTuple):
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.q.shape[0], self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
-    def terms(self, tokens: slice, state: Tensor | None) -> Terms:
+    def terms(self, tokens: slice, state: Tensor | None, impl: str) -> Terms:
         """Of a span, each step a token."""
         q, g, n = self.q[:, tokens], self.g, self.n
         k, v, beta = (x[:, _of_steps(tokens, n)] for x in (self.k, self.v, self.beta))
-        g = None if g is None else at_step(g[:, tokens], n, last=False)
-        q = at_step(q, n, last=True)
+        q, g = spread(q, None if g is None else g[:, tokens], n, impl)
         return Terms(q, k, v, g=g, beta=beta, initial_state=state)
-
-
-def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
-    """x of each token at the first or the last of its n steps, zeros at the others."""
-    zeros = x.new_zeros(x.shape[0], x.shape[1], n - 1, *x.shape[2:])
-    x = x.unsqueeze(2)
-    return torch.cat([zeros, x] if last else [x, zeros], dim=2).flatten(1, 2)
-
-
-def _take(x: Tensor, first: int, n: int, out: Tensor) -> None:
-    """out becomes every n-th token of x."""
-    torch.ops.aten.slice_copy.Tensor_out(x, 1, first, x.shape[1], n, out=out)
 
 
 def _of_steps(tokens: slice, n: int) -> slice:
     return slice(tokens.start * n, tokens.stop * n)
 
 
-def takes(given: Steps) -> bool:
-    """Whether it is worth spans: a single row on a GPU, of more than a little."""
-    q, v = given.q, given.v
-    return q.is_cuda and q.shape[0] == 1 and v.numel() * v.element_size() > slices.LITTLE
-
-
 def spans_of(given: Steps) -> int:
-    """So many that a span, which backward takes most for, takes less than slices.MOST percent."""
+    """So many that a span, which backward takes most for, takes less than slices.MOST percent; one
+    but for a single row of more than a little."""
     (B, R, HV, V), K, E = given.v.shape, given.q.shape[-1], given.q.element_size()
+    if B > 1 or given.v.numel() * E <= slices.LITTLE:
+        return 1
     wide = 2 * (K + V) * E + (slices.CHUNK + V) * E + 2 * K * V * E // slices.CHUNK
     size = sum(x.numel() * x.element_size() for x in given if x is not None)
     allowed = 2 * size * int(10 * slices.MOST) // 1000
@@ -96,9 +81,9 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else marks[i]
         tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
-        terms = given.terms(tokens, before)
+        terms = given.terms(tokens, before, impl)
         wide, *_ = op.spans_forward(*terms, scale, chunk, impl, False, 1, out=(None, after))
-        _take(wide, given.n - 1, given.n, o[:, tokens])
+        take(wide, given.n, given.n - 1, o[:, tokens], impl)
         before = after
     return o, final, marks
 
@@ -113,19 +98,20 @@ def _backward(*args: Any) -> list[Tensor]:
     given = Steps(*tensors)
     n, cuts = given.n, slices.spans(given.q.shape[1], marks.shape[0] + 1)
     grads = dict(zip(Steps._fields, _fake_backward(*args)))
-    zeros = torch.zeros_like(grads["state"])
-    after = zeros if dfinal is None else dfinal
+    after, met = dfinal, given.state
+    if len(cuts) > 1 and (after is None or met is None):
+        zeros = torch.zeros_like(grads["state"])
+        after, met = (zeros if x is None else x for x in (after, met))
     for i, tokens in reversed(list(enumerate(cuts))):
         tokens = slice(tokens.start, min(tokens.stop, given.q.shape[1]))
-        first = zeros if given.state is None else given.state
-        terms = given.terms(tokens, marks[i - 1] if i else first)
-        d = None if do is None else at_step(do[:, tokens], n, last=True)
+        terms = given.terms(tokens, marks[i - 1] if i else met, impl)
+        d = None if do is None else spread(do[:, tokens], None, n, impl)[0]
         out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
         out["initial_state"] = grads["state"]
         found = op.gradients(terms, d, after, scale, chunk, impl, True, None, out)
-        _take(found["q"], n - 1, n, grads["q"][:, tokens])
+        take(found["q"], n, n - 1, grads["q"][:, tokens], impl)
         if given.g is not None:
-            _take(found["g"], 0, n, grads["g"][:, tokens])
+            take(found["g"], n, 0, grads["g"][:, tokens], impl)
         after = grads["state"]
     return list(grads.values())
 
@@ -150,8 +136,8 @@ _backward_op = define(
     _backward,
     _fake_backward,
 )
-_call_forward: Callable = shortcut(_forward_op)
-_call_backward: Callable = shortcut(_backward_op)
+_call_forward: Callable = shortcut(_forward_op, replays=True)
+_call_backward: Callable = shortcut(_backward_op, replays=True)
 
 
 class _Steps(torch.autograd.Function):

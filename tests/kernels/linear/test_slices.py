@@ -121,7 +121,7 @@ def test_steps_in_spans_equal_whole(
     leaves = [x.requires_grad_() for x in given.values() if x is not None]
     steps = product.Steps(**given)
     do, dfinal = torch.randn(1, T, 2 * H, V), torch.randn(1, 2 * H, K, V)
-    whole = op.linear(steps.terms(slice(0, T), steps.state), SCALE, CHUNK, "eager")
+    whole = op.linear(steps.terms(slice(0, T), steps.state, "eager"), SCALE, CHUNK, "eager")
     found = []
     for o, final in (
         (whole[0][:, n - 1 :: n], whole[1]),
