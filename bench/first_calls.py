@@ -2,6 +2,8 @@
 
     python bench/first_calls.py               # the linear family, attention, norms, losses
     python bench/first_calls.py kda gla       # these
+    python bench/first_calls.py --linear --at-once 4    # the linear family alone; 4 at a time
+    python bench/first_calls.py --linear --steps        # besides, a few tokens one by one
     python bench/first_calls.py --compile     # besides, under torch.compile(fullgraph=True)
     python bench/first_calls.py --part 0/2    # the first half of them
     python bench/first_calls.py --cold        # only with an empty cache
@@ -13,9 +15,9 @@
 cold: Triton's cache and ours are empty; warm: they are as the cold call left them. Of the seconds
 are neither the import of torch and slipstream nor the start of CUDA and of torch's autograd. The
 gradient is that of the first output alone. Compiled: cold, with warm kernels, and the largest
-relative difference of its results from those without torch.compile. The processes start together
-and call one after the other, alone, or --at-once so many operators'. The rows go to
-results/first_calls.csv.
+relative difference of its results from those without torch.compile. The processes of a few
+operators start together and call one after the other, alone, or --at-once so many operators'. The
+rows go to results/first_calls.csv.
 """
 
 import argparse
@@ -40,6 +42,7 @@ from record import record, table
 from slipstream.cli.samples import SAMPLES, Sample, Shape, chosen, flat
 
 SECONDS = 150
+TOGETHER = 8  # operators whose processes wait with what they have imported
 LONG, STEPS = Shape(B=1, T=2048, H=4), Shape(B=8, T=8, H=4)
 PLAIN = ("attention", "rms_norm", "short_convolution", "linear_cross_entropy")
 WANTED = {"cold": 10.0, "warm": 1.0}
@@ -208,21 +211,21 @@ def one(children: dict[str, Child], name: str, notes: Sequence[str]) -> dict[str
     return {**made, "note": "; ".join(filter(None, (*notes, str(made["note"]))))}
 
 
-def _names(given: list[str]) -> list[str]:
-    if given:
-        return list(dict.fromkeys(sample.op for sample in chosen(given)))
-
+def _names(given: list[str], linear: bool, steps: bool) -> list[str]:
     def counts(sample: Sample) -> bool:
-        return sample.op.startswith("chunk_") or sample.op in PLAIN
+        if sample.op.startswith("fused_recurrent_"):
+            return steps
+        return sample.op.startswith("chunk_") or (sample.op in PLAIN and not linear)
 
-    return list(dict.fromkeys(x.op for x in SAMPLES if counts(x)))
+    samples = chosen(given) if given else [x for x in SAMPLES if counts(x)]
+    return sorted({x.op: None for x in samples}, key=lambda x: x.startswith("fused_recurrent_"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--compile", action="store_true")
-    for name in ("cold", "kernels", "profile", "states"):
+    for name in ("cold", "kernels", "profile", "states", "linear", "steps"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--width", type=int, default=LONG.K)
@@ -234,7 +237,7 @@ def main() -> None:
         print(json.dumps(measure(options.names[0], *given)))
         return
     part, parts = map(int, options.part.split("/"))
-    names = _names(options.names)[part::parts]
+    names = _names(options.names, options.linear, options.steps)[part::parts]
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     shape = [f"--width={options.width}", *(["--states"] if options.states else [])]
     notes = ["final state's gradient too"] if options.states else []
@@ -247,12 +250,14 @@ def main() -> None:
         flags["profile"] = ["--profile", *shape]
     rows = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
-        children = [{x: Child(n, f"{folder}/{n}", y) for x, y in flags.items()} for n in names]
-        for child in [x for each in children for x in each.values()]:
-            child.ready()
-        for each in pool.map(one, children, names, [notes] * len(names)):
-            record("first_calls", [each])
-            rows.append(each)
+        for i in range(0, len(names), TOGETHER):
+            few = names[i : i + TOGETHER]
+            children = [{x: Child(n, f"{folder}/{n}", y) for x, y in flags.items()} for n in few]
+            for child in [x for each in children for x in each.values()]:
+                child.ready()
+            for each in pool.map(one, children, few, [notes] * len(few)):
+                record("first_calls", [each])
+                rows.append(each)
     print(table(rows))
 
 
