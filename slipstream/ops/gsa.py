@@ -115,16 +115,17 @@ def _run(
         _expect_two(initial_state)
     states = initial_state or (None, None)
     given = Slots(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
-    key = signature(given, *options[1:], recurrent)
+    key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:
-        key = (*key, result_dtype(q))
+        dtype = result_dtype(q)
+        key = (*key, dtype)
     impls = _PLANS.get(key, lambda: _impls(given, options, recurrent))
     if not impls:
         return _run_wide(given, options, recurrent)
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-    o, keys, values = attend(_narrowed(given, result_dtype(q)), scale, chunk, *impls)
+    o, keys, values = attend(_narrowed(given, dtype or result_dtype(q)), scale, chunk, *impls)
     if not options.output_final_state:
         return o, None
     return o, (keys, values) if group == 1 else (keys[:, ::group], values[:, ::group])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.core.library import define, shortcut
+from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.householder import spread, take
 from slipstream.kernels.linear.terms import Terms
@@ -137,6 +137,7 @@ _backward_op = define(
     _fake_backward,
 )
 _call_forward: Callable = shortcut(_forward_op, replays=True)
+_call_alone: Callable = replayed(lambda *args: _forward(*args)[:2])
 _call_backward: Callable = shortcut(_backward_op, replays=True)
 
 
@@ -167,4 +168,7 @@ def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return _Steps.apply(options, *given)
-    return _call_forward(*given, *options, spans_of(given))[:2]
+    args = *given, *options, spans_of(given)
+    if given.q.is_cuda and direct(given.q):
+        return _call_alone(*args)
+    return _call_forward(*args)[:2]

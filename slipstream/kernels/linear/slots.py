@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
-from slipstream.core.library import define, shortcut
+from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.terms import Terms
 
@@ -230,6 +230,7 @@ _backward_op = define(
     _fake_backward,
 )
 _call_forward = shortcut(_forward_op, replays=True)
+_call_alone = replayed(lambda *args: _forward(*args)[:3])
 _call_backward = shortcut(_backward_op, replays=True)
 
 
@@ -263,4 +264,7 @@ def attend(given: Slots, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return _Slots.apply(options, *given)
-    return _call_forward(*given, *options, spans_of(given, False), False)[:3]
+    args = *given, *options, spans_of(given, False), False
+    if given.q.is_cuda and direct(given.q):
+        return _call_alone(*args)
+    return _call_forward(*args)[:3]
