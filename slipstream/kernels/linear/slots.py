@@ -90,6 +90,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         del scores, out
         two = part.second(one)
         op.spans_forward(*two, 1.0, chunk, second, False, 1, out=(here, after[1]))
+        del one, two  # before the next span's
         before = after
     return o, *final, p, *marks
 
