@@ -6,9 +6,9 @@
     python bench/host_gpu.py chunk_     the chunk operators, and those past their bar in a last line
 
 Every chunk operator with its states, and some others, in inference unless it says so. Tensors are
-small, so that the device never makes the host wait. "no launch": launches replaced
-by nothing, so checks, plans, the operator and torch.empty are left. "first": the first call, with
-compilation, the guard's child and the probe. Promised: BARS.
+small, so that the device never makes the host wait. "no launch": launches, of which the number is
+said, replaced by nothing, so checks, plans, the operator and torch.empty are left. "first": the
+first call, with compilation, the guard's child and the probe. Promised: BARS.
 """
 
 import sys
@@ -85,12 +85,30 @@ def host(call: Call, rounds: int = 20, each: int = 20) -> float:
     return best
 
 
+LAUNCHES = [0]
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Instead of a launch."""
+    LAUNCHES[0] += 1
 
 
 def none_of(kept: Kept, grid: tuple[int, ...]) -> Call:
     return nothing
+
+
+def without_launches(call: Call) -> tuple[float, int]:
+    """us, and launches that were not made, of one call."""
+    with (
+        mock.patch.object(Kept, "__getitem__", none_of),
+        mock.patch.object(Found, "launch", nothing),
+        mock.patch.object(Again, "__call__", nothing),
+        mock.patch.object(JITFunction, "run", nothing),
+    ):
+        before = LAUNCHES[0]
+        call()
+        count = LAUNCHES[0] - before
+        return host(call), count
 
 
 def main() -> None:
@@ -107,23 +125,21 @@ def main() -> None:
             call()
             torch.cuda.synchronize()
             first = time.perf_counter() - start
-            whole, rest = host(call), float("nan")
+            whole, rest, count = host(call), float("nan"), 0
             if "backward" not in name:
-                with (
-                    mock.patch.object(Kept, "__getitem__", none_of),
-                    mock.patch.object(Found, "launch", nothing),
-                    mock.patch.object(Again, "__call__", nothing),
-                    mock.patch.object(JITFunction, "run", nothing),
-                ):
-                    rest = host(call)
+                rest, count = without_launches(call)
         except Exception as error:  # the others still run
             print(f"{name:24} {type(error).__name__}: {str(error)[:120]}")
             continue
         bar = next((most for x, most in BARS.items() if name.startswith(x)), None)
         past += [f"{name} {whole:.0f}"] if bar is not None and whole > bar else []
         said = "" if bar is None else f" ({'within' if whole <= bar else 'PAST'} {bar})"
-        times = {"us": whole, "no_launch_us": rest, "first_s": first}
-        print(f"{name:31} {whole:6.1f} us{said}, no launch {rest:.1f}, {first:.1f} s", flush=True)
+        times = {"us": whole, "no_launch_us": rest, "first_s": first, "launches": count}
+        print(
+            f"{name:31} {whole:6.1f} us{said}, without its {count} launches {rest:.1f}, "
+            f"first {first:.1f} s",
+            flush=True,
+        )
         record("host_gpu", [{"operator": name, **{x: round(y, 1) for x, y in times.items()}}])
     print("past their bars:", ", ".join(past) or "none")
     kept = {k: v for kind in here.remembered.values() for k, v in kind.items()}

@@ -26,8 +26,8 @@ from slipstream.kernels.linear.product import Steps
 from slipstream.ops.gated_delta_product import _reads, _steps
 
 DEVICE = torch.device("cuda", 0)
-NAMES: tuple[str, ...] = ("o", "Sk", "Sv", "dq", "dk", "dv", "ds", "dg", "dSk", "dSv")
-BARS = dict(zip(NAMES, (5e-3,) * 3 + (8e-3,) * 4 + (2e-2,) + (8e-3,) * 2))
+NAMES = ("o", "Sk", "Sv", "dq", "dk", "dv", "ds", "dg", "dSk", "dSv")
+BARS: dict[str, float] = dict(zip(NAMES, (5e-3,) * 3 + (8e-3,) * 4 + (2e-2,) + (8e-3,) * 2))
 LOWEST = {"zero": 0.0, "0.001": -0.001, "0.02": -0.02, "0.1": -0.1, "50": -50.0}
 B, T, H, K, V, M = 1, 300, 2, 128, 128, 64
 TURNS = 5
@@ -60,7 +60,9 @@ def check() -> None:
         weights = [torch.randn(x, dtype=torch.float64) for x in shapes]
         want = both([x.double() for x in leaves], weights, "reference")
         got = both([x.to(DEVICE) for x in leaves], weights, None)
-        errors = {n: _error(x.cpu(), y) for n, x, y in zip(NAMES, got, want, strict=True)}
+        errors: dict[str, float] = {
+            n: _error(x.cpu(), y) for n, x, y in zip(NAMES, got, want, strict=True)
+        }
         past = [n for n, x in errors.items() if not x <= BARS[n]]
         said = {n: f"{x:.1e}" for n, x in errors.items()}
         rows.append({"gates from": name, **said, "past": " ".join(past)})
