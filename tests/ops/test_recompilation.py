@@ -2,8 +2,8 @@
 
 There are few ways that a call can go: with fewer programs than the card takes at once, or with
 more, which some tiles are chosen by; with its sequences split over programs, where they are few and
-long; where its workspace would be large, by rows of the batch or by spans of tokens. The sizes say
-which. Each is compiled when it is first wanted; within one nothing is compiled again.
+long; where its workspace would be large, by rows of the batch or by spans of tokens, of packed
+sequences too. The sizes say which. Each is compiled when it is first wanted; within one nothing is compiled again.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ WAYS = {
     "spans": ((1, 8192, 96), (1, 12345, 90), (1, 9000, 128)),
 }
 PACKED = ((2, 300, 16), (4, 133, 8), (16, 10, 2), (3, 64, 10))
+PACKED_SPANS = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
 
 
 def kernels(sample: Sample, size: tuple[int, int, int], packed: bool) -> dict[str, str]:
@@ -54,3 +55,8 @@ def test_other_sizes_compile_nothing_new(sample: Sample, way: str) -> None:
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
 def test_other_packed_lengths_compile_nothing_new(sample: Sample) -> None:
     assert_same(sample, PACKED, True)
+
+
+@pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
+def test_other_packed_spans_compile_nothing_new(sample: Sample) -> None:
+    assert_same(sample, PACKED_SPANS, True)

@@ -52,7 +52,7 @@ def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
-        return o, final, final.new_zeros(max(spans - 1, 0), *final.shape)
+        return o, final, final.new_zeros(slices.marks_shape(terms, spans))
     impl, _, rest = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
 
@@ -104,13 +104,13 @@ def _in_slices(
     more = {"dtype": torch.float32} if wide and getattr(launches, "WIDE", False) else {}
     cut = spans > 1 or (able and out is None)  # with out it is a slice already
     parts = slices.of_forward(terms, spans) if cut else [slices.WHOLE]
-    if spans > 1 and getattr(launches, "MARKS", False):
-        marks = terms.v.new_empty(spans - 1, *terms.state_shape, dtype=torch.float32)
+    if spans > 1 and terms.cu_seqlens is None and getattr(launches, "MARKS", False):
+        marks = terms.v.new_empty(slices.marks_shape(terms, spans), dtype=torch.float32)
         o, final, *kept = forward(terms, scale, marks=marks)
         return o, final, marks, *(kept[0] if kept else ())
     if len(parts) == 1 and out is None:
         o, final, *kept = forward(terms, scale, **more)
-        marks = final.new_empty(max(spans - 1, 0), *final.shape)
+        marks = final.new_empty(slices.marks_shape(terms, spans))
         return o, final, marks, *(kept[0] if kept else ())
     run = forward if able else partial(_copied, forward)
     dtype = torch.float32 if wide else None
@@ -262,7 +262,7 @@ def _fake_spans(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     terms, wide, spans = Terms(*args[: len(Terms._fields)]), *args[-2:]
     o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
     final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
-    return o, final, final.new_empty(spans - 1, *final.shape)
+    return o, final, final.new_empty(slices.marks_shape(terms, spans))
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:

@@ -2,8 +2,14 @@
 
 A slice is a few rows of the batch, or a span of the tokens of a single row. From span to span the
 state goes on: forward it is what the next span begins with, backward its gradient is what the span
-before ends with. Backward also needs the states that forward met at the borders: `marks`. Packed
-sequences stay whole: where they begin is on the device. So does what takes little memory anyway.
+before ends with. Backward also needs the states that forward met at the borders: `marks`. What
+takes little memory anyway stays whole.
+
+A span of packed sequences is a packed call itself (triton/borders.py), in which most of the N have
+no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the spans that they
+have tokens in; at a border one sequence crosses, and a mark is its state alone. Chunks begin where
+a span does, so that results are rounded otherwise than those of the sequence alone. Each span has
+room for N chunks more and programs for all N: sequences of few tokens on average are not cut.
 
 Bytes a token and value head, at E bytes an element, W the power of two of K, C tokens a chunk:
 
@@ -35,6 +41,8 @@ MOST = 24.0
 BORDERS = 4
 # Bytes that are not worth a slice; and how many there are at most.
 LITTLE, COUNT = 1 << 26, 8
+# Tokens of a span for each of the packed sequences, at least.
+SPARSE = 256
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
@@ -87,8 +95,8 @@ def forward(
     spans: int = 0,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, ...]:
-    """o, the final state, and the states between `spans` spans, [spans - 1, N, HV, K, V]; then what
-    run leaves for backward, slice after slice.
+    """o, the final state, and the states between `spans` spans, of marks_shape; then what run
+    leaves for backward, slice after slice.
 
     Args:
         run: called as run(terms, scale, out=(o, final)), of one slice; it may return a list of what
@@ -99,17 +107,25 @@ def forward(
     """
     o = fitting(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
     final = fitting(out[1], terms.state_shape, torch.float32, terms.v.device)
-    marks = final.new_empty(max(spans - 1, 0), *final.shape)
+    marks = final.new_empty(marks_shape(terms, spans))
     state, kept = terms.initial_state, []
-    goes_on = slices[0].tokens.stop is not None
-    if goes_on and state is None:
+    goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
+    if borders is not None and state is not None:
+        state = final.copy_(state)
+    elif goes_on and state is None:
         state = final.zero_()
     for i, (rows, tokens) in enumerate(slices):
-        after = marks[i] if spans > 1 and i < len(slices) - 1 else final[rows]
+        marked = spans > 1 and i < len(slices) - 1
+        after = marks[i] if marked and borders is None else final[rows]
         met = None if state is None else state[rows]
-        found = run(_part(terms, rows, tokens, met), scale, out=(o[rows, tokens], after))
+        part = _part(terms, rows, tokens, met)
+        if borders is not None:
+            part = part._replace(cu_seqlens=borders.local[i])
+        found = run(part, scale, out=(o[rows, tokens], after))
         kept += found[2] if len(found) > 2 else []
-        if goes_on:
+        if borders is not None and marked:
+            borders.keep(final, marks[i], i + 1)
+        elif goes_on:
             state = after
     return o, final, marks, *kept
 
@@ -130,7 +146,8 @@ def backward(
         run: called as run(terms, dout, dfinal, scale, out=grads), of one slice; what it leaves
             elsewhere is copied to where grads say.
         marks: of forward, where the slices are spans.
-        kept: what forward left, which run takes of each slice: of tokens, then of chunks.
+        kept: what forward left, which run takes of each slice: of tokens, then of chunks; of packed
+            sequences slice after slice.
     """
     named = [(name, getattr(terms, name)) for name in DIFFERENTIABLE]
     given = {name: x for name, x in named if x is not None}
@@ -140,27 +157,37 @@ def backward(
         name: x.new_empty(x.shape, dtype=torch.float32 if name in small else None)
         for name, x in given.items()
     }
-    spans = slices[0].tokens.stop is not None
-    state, dstate = terms.initial_state, grads.get("initial_state")
+    spans, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
+    state, dstate, begins = terms.initial_state, grads.get("initial_state"), None
     if spans:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
         dstate = torch.empty(terms.state_shape, **wide) if dstate is None else dstate
-        if state is None or dfinal is None:
+        if borders is not None:
+            begins = None if state is None else state.contiguous()
+            met = torch.empty(terms.state_shape, **wide)
+            state = met.zero_() if begins is None else met.copy_(begins)
+            dfinal = dstate.zero_() if dfinal is None else dstate.copy_(dfinal)
+        elif state is None or dfinal is None:
             zeros = torch.zeros(terms.state_shape, **wide)
             state = zeros if state is None else state
             dfinal = zeros if dfinal is None else dfinal
     for i, (rows, tokens) in reversed(list(enumerate(slices))):
         met = None if state is None else state[rows]
-        if spans and i:
+        part = _part(terms, rows, tokens, met)
+        if borders is not None:
+            assert state is not None and marks is not None
+            borders.meet(state, begins, marks, i)
+            part = part._replace(cu_seqlens=borders.local[i])
+        elif spans and i:
             assert marks is not None
-            met = marks[i - 1]
+            part = part._replace(initial_state=marks[i - 1])
         here = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
         if dstate is not None:
             here["initial_state"] = dstate[rows]
         do = None if dout is None else dout[rows, tokens]
         after = None if dfinal is None else dfinal[rows]
-        more = {"kept": _kept(kept, tokens)} if kept and spans else {}
-        part = _part(terms, rows, tokens, met)
+        packed = borders is not None
+        more = {"kept": _kept(kept, slices, i, packed)} if kept and spans else {}
         placed(run(part, do, after, scale, out=here, **more), here)
         if spans:
             dfinal = dstate
@@ -181,6 +208,12 @@ def walked(
         after = final if i == len(cuts) - 1 else marks[i]
         yield tokens, _part(terms, WHOLE.rows, tokens, state), o[:, tokens], after
         state = after
+
+
+def marks_shape(terms: Terms, spans: int) -> tuple[int, ...]:
+    """Of the states between spans: of packed sequences one, that which crosses."""
+    N, *state = terms.state_shape
+    return max(spans - 1, 0), N if terms.cu_seqlens is None else 1, *state
 
 
 def chunks_of(tokens: slice, C: int) -> slice:
@@ -205,8 +238,21 @@ def fitting(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _kept(kept: Sequence[Tensor], tokens: slice) -> list[Tensor]:
-    first, *rest = kept
+def _borders(terms: Terms, slices: Sequence[Slice]) -> Any:
+    """triton/borders.py's, where packed sequences are cut into spans."""
+    if terms.cu_seqlens is None or slices[0].tokens.stop is None:
+        return None
+    from slipstream.kernels.linear.triton.borders import borders
+
+    return borders(terms.cu_seqlens, [x.tokens for x in slices])
+
+
+def _kept(kept: Sequence[Tensor], slices: Sequence[Slice], i: int, packed: bool) -> list[Tensor]:
+    """Of slice i: packed ones have been left one after the other."""
+    if packed:
+        each = len(kept) // len(slices)
+        return list(kept[i * each : (i + 1) * each])
+    tokens, (first, *rest) = slices[i].tokens, kept
     return [first[:, tokens], *(x[chunks_of(tokens, first.shape[-1])] for x in rest)]
 
 
@@ -221,7 +267,7 @@ def _part(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> Ter
 
 def _cut(terms: Terms, count: int) -> list[Slice]:
     B, T = terms.q.shape[:2]
-    if count == 1 or terms.cu_seqlens is not None:
+    if count == 1:
         return [WHOLE]
     if B > 1:
         busy = -(-BUSY // (terms.v.shape[2] * -(-terms.v.shape[3] // 64)))
@@ -240,25 +286,45 @@ def spans(T: int, count: int) -> list[slice]:
 def _with_spans(terms: Terms) -> bool:
     """Whether backward may be cut into spans: a single row, of what leaves much for each other, and
     whose walks of a span do not leave a GPU idle."""
-    if terms.transition == "none" or terms.q.shape[0] > 1 or terms.cu_seqlens is not None:
+    if terms.transition == "none" or terms.q.shape[0] > 1:
         return False
+    if terms.cu_seqlens is not None:
+        return True  # _most
     (HV, V), H = terms.v.shape[2:], terms.q.shape[2]
     return H == HV and 2 * HV * -(-V // 64) >= BUSY
 
 
+def _most(terms: Terms) -> int:
+    """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
+    T, HV, V = terms.v.shape[1:]
+    N, programs = terms.sequences, HV * -(-V // 64)
+    if terms.cu_seqlens is None or N == 0:
+        return COUNT
+    busy = COUNT if programs >= BUSY else programs * N // BUSY
+    return max(1, min(COUNT, busy, T // (SPARSE * N)))
+
+
 def _count(terms: Terms, grads: bool) -> int:
     B, T, HV, V = terms.v.shape
-    room = B * T * HV * _room(terms, grads)
+    H, K, E = terms.q.shape[2], terms.q.shape[3], terms.q.element_size()
+    packed, each = terms.cu_seqlens is not None, _room(terms, grads)
+    if packed and grads and H != HV:
+        each += (2 + (terms.p is not None)) * K * E  # gradients for each value head
+    room = B * T * HV * each
     if room <= LITTLE:
         return 1
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
-    given += B * T * HV * V * terms.q.element_size()
+    given += B * T * HV * V * E
     allowed = given * (2 if grads else 1) * int(10 * MOST) // 1000
-    if grads and B == 1:
-        allowed -= BORDERS * prod(terms.state_shape) * 4
+    states = prod(terms.state_shape) * 4
+    if packed:
+        allowed -= terms.sequences * CHUNK * HV * each
+        allowed -= 2 * states + COUNT * HV * K * V * 4 if grads else 0
+    elif grads and B == 1:
+        allowed -= BORDERS * states
     if grads and terms.transition == "delta" and terms.decay != "channel":
-        allowed -= B * T * HV * CHUNK * terms.q.element_size()  # R, of all slices
-    return int(min(COUNT, -(-room // max(allowed, 1))))
+        allowed -= B * T * HV * CHUNK * E  # R, of all slices
+    return int(min(_most(terms), -(-room // max(allowed, 1))))
 
 
 def _room(terms: Terms, grads: bool) -> int:

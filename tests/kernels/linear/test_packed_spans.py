@@ -1,0 +1,113 @@
+"""Packed sequences in spans of tokens, under Triton's interpreter, against the float64 reference.
+
+As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.linear import op, slices
+from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.linear.test_triton_interpreted import reference
+from tests.operators import offsets, relative_error
+
+SCALE, CHUNK = 0.4, 64
+# Of 64 tokens a span: many in one, one over many, ends at a border and next to it, none at all.
+LENGTHS = {
+    "few": (63, 1, 0, 65, 11),
+    "many": (5, 0, 1, 58, 63, 65, 64, 1, 3),
+    "long": (0, 230, 26),
+    "one": (150,),
+    "short of the end": (40, 90),
+}
+PAST = 7  # tokens of nobody after the last
+# kind, lengths, spans, H, HV, states
+CASES = [
+    ("delta_rule", "many", 8, 1, 1, True),
+    ("gated", "few", 8, 1, 2, True),
+    ("gated", "short of the end", 8, 1, 1, False),
+    ("comba", "one", 2, 1, 1, False),
+    ("kda", "few", 3, 1, 1, True),
+    ("dplr", "long", 3, 1, 2, False),
+    ("gla", "few", 8, 1, 1, True),
+]
+
+
+def make(kind: str, lengths: tuple[int, ...], T: int, H: int, HV: int, states: bool) -> Terms:
+    K, V = 16, 12
+    q, k, p, a = (F.normalize(torch.randn(1, T, H, K), dim=-1) for _ in range(4))
+    channels = (K,) if kind in ("kda", "dplr", "gla", "rwkv6") else ()
+    given: dict[str, Any] = {}
+    if kind not in ("delta_rule", "iplr"):
+        given["g"] = -torch.rand(1, T, HV, *channels)
+    if kind in ("delta_rule", "gated", "comba", "kda"):
+        given["beta"] = 2 * torch.rand(1, T, HV)
+    if kind in ("iplr", "dplr"):
+        given |= {"a": a, "b": -0.5 * a + 0.1 * p}
+    if kind == "comba":
+        given["p"] = 0.7 * k + 0.3 * p
+    if kind == "rwkv6":
+        given["u"] = torch.randn(HV, K)
+    if states:
+        given["initial_state"] = torch.randn(len(lengths), HV, K, V)
+    return Terms(q, k, torch.randn(1, T, HV, V), **given, cu_seqlens=offsets(lengths).int())
+
+
+def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> None:
+    lengths = LENGTHS[name]
+    tokens = sum(lengths)
+    terms = make(kind, lengths, tokens, H, HV, states)
+    if name == "short of the end":  # what nobody may look at
+        more = {
+            n: torch.cat([x, torch.full_like(x[:, :PAST], float("nan"))], 1)
+            for n, x in terms._asdict().items()
+            if x is not None and n not in ("u", "initial_state", "cu_seqlens")
+        }
+    else:
+        more = {}
+    slices.LITTLE, slices.SPARSE, slices.BUSY, slices.COUNT = 0, 1, 1, count
+    given = {n: x for n, x in terms._replace(**more)._asdict().items() if x is not None}
+    live = {n: x.requires_grad_() for n, x in given.items() if n in DIFFERENTIABLE}
+    ours = Terms(**{**given, **live})
+    spans = slices.spans_of(ours, "triton")
+    assert terms.transition == "none" or spans == count, spans
+    o, final = op.linear(ours, SCALE, CHUNK, "triton")
+    do, dfinal = torch.randn(1, tokens, HV, terms.v.shape[3]), torch.randn(final.shape)
+    loss = (o[:, :tokens] * do).sum() + ((final * dfinal).sum() if states else 0)
+    grads = dict(zip(live, torch.autograd.grad(loss, list(live.values()))))
+    with torch.no_grad():
+        alone = op.linear(ours, SCALE, CHUNK, "triton")
+    want = reference(terms, SCALE, do, dfinal if states else None)
+    shared = ("u", "initial_state")
+    for n, x in {"o": o, "final": final, **grads}.items():
+        x = x.detach() if n in (*shared, "final") else x.detach()[:, :tokens]
+        error = relative_error(x, want[n])
+        assert error <= 4e-6, f"{kind}, {name}, {count} spans: {n} is off by {error:.1e}"
+    for x, n in zip((alone[0][:, :tokens], alone[1]), ("o", "final")):
+        assert relative_error(x, want[n]) <= 4e-6, f"{kind}, {name}: {n} without gradients"
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_packed_spans_match_reference_when_interpreted() -> None:
+    root = str(Path(__file__).parents[3])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
+    run = [sys.executable, __file__]
+    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    for case in CASES:
+        check(*case)
+        print(*case, "ok", flush=True)
