@@ -242,6 +242,8 @@ class Run:
         t, (HV, V), (H, K) = self.terms, (self.HV, self.V), (self.H, self.K)
         BK = K // 2
         made = {n: self.empty(self.B, self.T, HV, K) for n in "qk"}
+        if H != HV and K == V:
+            made["q"] = w  # as the launch has it
         sums = {n: self.empty(self.B, self.T, HV) for n in ("beta", "g")}
         given = [Descriptor(x, H * K, C, BK) for x in (t.q, t.k)]
         given += [Descriptor(x, HV * V, C, V) for x in (do, w, dv)]

@@ -428,6 +428,8 @@ def _grads(
         for name in "qkp"
         if getattr(terms, name) is not None
     }
+    if own is not None and H != HV and w.shape == wide["q"].shape:
+        wide["q"] = w  # of which each of its programs has read its own part before it writes there
     sums = {
         name: fitting(out.get(name), (B, T, HV), torch.float32, do.device)
         for name in ("beta", "g")
@@ -437,4 +439,5 @@ def _grads(
         own.grads(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
     else:
         launch_grads(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
-    return {**{name: sum_heads(x, H) for name, x in wide.items()}, "v": dv, **sums}
+    made = {name: sum_heads(x, H, out.get(name)) for name, x in wide.items()}
+    return {**made, "v": dv, **sums}

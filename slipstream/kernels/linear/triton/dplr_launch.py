@@ -449,7 +449,10 @@ def _grads(
             flags = {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
             run(dplr_strong_grads_kernel, tile.grads, _ones(terms), **flags)
     if HV != H:
-        wide = {name: x.view(B, T, H, HV // H, K).sum(3) for name, x in wide.items()}
+        groups, one = (B, T, H, HV // H, K), (B, T, H, K)
+        for name, x in wide.items():
+            there = fitting(out.get(name), one, x.dtype, x.device)
+            wide[name] = torch.sum(x.view(groups), 3, out=there)
     if dg is not None:
         wide["g"] = dg if terms.decay == "channel" else dg.sum(-1)
     if dbeta is not None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
+from slipstream.kernels.linear.slices import fitting
 
 ROWS = 16  # of the sum, a program
 
@@ -39,12 +40,16 @@ def sum_heads_kernel(
     tl.store(y_ptr + o_r[:, None] * K + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
-def sum_heads(x: Tensor, H: int) -> Tensor:
-    """x [B, T, HV, K], contiguous, to [B, T, H, K]; on the current device."""
+def sum_heads(x: Tensor, H: int, out: Tensor | None = None) -> Tensor:
+    """x [B, T, HV, K], contiguous, to [B, T, H, K]; on the current device.
+
+    Args:
+        out: memory for it, which is taken if it fits.
+    """
     B, T, HV, K = x.shape
     if HV == H:
         return x
-    y = x.new_empty(B, T, H, K)
+    y = fitting(out, (B, T, H, K), x.dtype, x.device)
     rows = B * T * H
     launch: Any = kept(sum_heads_kernel)[(-(-rows // ROWS),)]
     launch(x, y, rows, HV // H, K=K, BR=ROWS, BK=triton.next_power_of_2(K), num_warps=4)
