@@ -112,6 +112,7 @@ def _in_slices(
         o, final, *kept = forward(terms, scale, **more)
         marks = final.new_empty(slices.marks_shape(terms, spans))
         return o, final, marks, *(kept[0] if kept else ())
+    forward = slices.told(forward, terms, parts, launches)
     run = forward if able else partial(_copied, forward)
     dtype = torch.float32 if wide else None
     return slices.forward(run, terms, scale, parts, dtype, spans, out or (None, None))
@@ -231,7 +232,7 @@ def gradients(
             more |= {"kept": left} if left else {}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
-            run = launches.backward
+            run = slices.told(launches.backward, terms, parts, launches)
             grads = slices.backward(run, wide, do, dfinal, scale, parts, marks, left)
         if wider:
             grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}

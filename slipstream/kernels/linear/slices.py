@@ -26,6 +26,7 @@ quarter: it is not cut, and only walks in spans.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -236,6 +237,14 @@ def fitting(
     if given is not None and given.shape == tuple(shape) and given.dtype == dtype:
         return given
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def told(run: Callable, terms: Terms, slices: Sequence[Slice], launches: Any) -> Callable:
+    """run, with how many packed sequences have tokens in a span, about, where it takes that."""
+    packed = terms.cu_seqlens is not None and slices[0].tokens.stop is not None
+    if not (packed and getattr(launches, "ACTIVE", False)):
+        return run
+    return partial(run, active=max(1, terms.sequences // len(slices)))
 
 
 def _borders(terms: Terms, slices: Sequence[Slice]) -> Any:

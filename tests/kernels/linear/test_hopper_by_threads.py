@@ -310,6 +310,23 @@ def test_wide_walk_equals_the_walk(case: tuple) -> None:
         torch.testing.assert_close(got, seen, equal_nan=True)
 
 
+def test_walks_leave_states_of_no_tokens_where_they_are() -> None:
+    terms = inputs(CASES["wide"])
+    state = torch.randn(*terms.state_shape, dtype=torch.float64)
+    do = torch.randn_like(terms.v)
+    run, found = Run(terms), []
+    for skip in (False, True):
+        run.flags["SKIP"] = skip
+        for walk in (run.walk, run.wide):
+            end = state.clone()
+            found += [walk(end, end, keep=False)[0], end, *walk(state, None, keep=True)]
+        end = state.clone()
+        found += [*run.back(do, end, end), end]
+    half = len(found) // 2
+    for got, want in zip(found[half:], found[:half], strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
 def test_segments_equal_whole(case: tuple) -> None:
     terms = inputs(case)

@@ -5,6 +5,7 @@ they compute is checked on a GPU alone (tests/gpu/test_delta_hopper.py).
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ SPLIT = CASES["gated"]
 
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "ends", "ends_back", "meet",
-    "meet_back",
+    "meet_back", "span", "wide_span", "back_span",
 ]  # fmt: skip
 
 
@@ -68,12 +69,19 @@ def jobs(case: tuple, make: str) -> list[Job]:
         ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
         if make == "solve":
             delta_launch.solve(given, r, rows)
+        elif make == "span":
+            delta_launch.walk(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+        elif make == "wide_span":
+            delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+        elif make == "back_span":
+            both = {"s_in": end, "s_out": end, "skip": True}
+            delta_launch.walk_back(given, out, r, rows, 0.1, out, states, **both)
         elif make == "o":
             delta_launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
         elif make == "states":
             delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
-            kept = {"states": states} if make == "wide_states" else {"s_out": end}
+            kept: dict[str, Any] = {"states": states} if make == "wide_states" else {"s_out": end}
             delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make == "grads":
             wide = like.new_empty(B, T, HV, K)
@@ -97,12 +105,13 @@ def jobs(case: tuple, make: str) -> list[Job]:
     return trace(call, "sm_90", backward=False)
 
 
-def check(job: Job) -> Compiled:
+def check(job: Job, both_ends: bool = False) -> Compiled:
+    """both_ends: backward, of a state that is read and written."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it. The gradients' kernel, which has no
     # loop over chunks, keeps addresses of its many tiles there, the wide walk those of S and w
-    most = 352 if "grads" in job.name else 64 if "wide" in job.name else 48
+    most = 352 if "grads" in job.name else 64 if "wide" in job.name else 80 if both_ends else 48
     assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
@@ -115,7 +124,7 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
     (job,) = jobs(case, make)
-    got = check(job)
+    got = check(job, make == "back_span")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
     if make in ("solve", "grads", "meet", "meet_back"):
         return

@@ -73,8 +73,12 @@ def walk(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     segment: tuple[int, int] | None = None,
+    skip: bool = False,
 ) -> None:
-    """out: o, or w where states are wanted. segment: tokens of one, and how many there are."""
+    """out: o, or w where states are wanted. segment: tokens of one, and how many there are.
+
+    skip: s_out is s_in, or there is none, and most sequences have no tokens.
+    """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     launch: Any = kept(delta_walk_sm90_kernel)[_grid(terms, segment)]
@@ -94,6 +98,7 @@ def walk(
         *_sizes(terms, segment),
         KEEP=states is not None,
         **_flags(terms, s_in, s_out, segment),
+        SKIP=skip,
     )
 
 
@@ -107,6 +112,7 @@ def walk_wide(
     states: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
+    skip: bool = False,
 ) -> None:
     """As walk, of whole sequences, two tiles of V a program."""
     HV, V = terms.v.shape[2:]
@@ -130,6 +136,7 @@ def walk_wide(
         *_sizes(terms, None)[:4],
         KEEP=states is not None,
         **flags,
+        SKIP=skip,
     )
 
 
@@ -145,6 +152,7 @@ def walk_back(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     segment: tuple[int, int] | None = None,
+    skip: bool = False,
 ) -> None:
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
@@ -164,6 +172,7 @@ def walk_back(
         scale,
         *_sizes(terms, segment),
         **_flags(terms, s_in, s_out, segment),
+        SKIP=skip,
     )
 
 

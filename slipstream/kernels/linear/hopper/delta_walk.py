@@ -278,10 +278,12 @@ def delta_walk_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
+    SKIP: gl.constexpr = False,
 ):
     """grid (V / BV * HV * slots,), 4 warps: one program walks BV columns of V of one head.
 
-    Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens.
+    Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP:
+    where there are none its state is where it goes to, if it goes anywhere.
     """
     dtype: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = 1 + HAS_GATE
@@ -303,6 +305,8 @@ def delta_walk_sm90_kernel(
     slot = pid // NV // HV
     row, length, first, i_n, _, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
+    if SKIP and n == 0:
+        return
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C

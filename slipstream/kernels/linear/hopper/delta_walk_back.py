@@ -242,6 +242,7 @@ def delta_walk_back_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
+    SKIP: gl.constexpr = False,
 ):
     """grid (V / BV * HV * slots,), 4 warps: as delta_walk_sm90_kernel, from the last chunk."""
     dtype: gl.constexpr = k_desc.dtype
@@ -271,6 +272,8 @@ def delta_walk_back_sm90_kernel(
     slot = pid // NV // HV
     row, length, first, i_n, i_s, _ = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
+    if SKIP and n == 0:
+        return
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C

@@ -262,8 +262,12 @@ def delta_walk_wide_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
+    SKIP: gl.constexpr = False,
 ):
-    """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head."""
+    """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
+
+    SKIP as delta_walk_sm90_kernel has it.
+    """
     dtype: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = 1 + HAS_GATE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -285,6 +289,8 @@ def delta_walk_wide_sm90_kernel(
     i_n = pid // NV // HV
     row, length, first = place(cu_ptr, i_n, T, N, T, C, PACKED, False)
     n = gl.cdiv(length, C)
+    if SKIP and n == 0:
+        return
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     chunk = gl.where(n > 0, first, 0) * HV + i_h

@@ -8,6 +8,7 @@ one is taken where there are more programs than multiprocessors.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isqrt
 from types import MappingProxyType
 
@@ -24,6 +25,7 @@ from slipstream.kernels.linear.triton.delta_plan import crowded, slots_of
 from slipstream.kernels.linear.triton.launch import Split
 
 IN_SLICES = MARKS = True  # as the portable ones
+ACTIVE = True  # takes how many of the packed sequences have tokens
 PROGRAMS = 132  # multiprocessors: a walk's program takes one
 LEAST = 8  # chunks of a segment
 WORTH = 18  # chunks that a split has to take off a walk: about 30 us
@@ -34,11 +36,17 @@ def forward(
     scale: float,
     out: tuple[Tensor, Tensor] | None = None,
     marks: Tensor | None = None,
+    active: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the portable one."""
+    """As the portable one.
+
+    Args:
+        active: how many packed sequences have tokens, about; the others' states stay where they
+            are. None: all.
+    """
     if per_channel(terms):
         return dplr_portable.forward(_placed(terms), scale, dplr_launch, out, marks)
-    return portable.forward(_placed(terms), scale, _OWN, out, marks)
+    return portable.forward(_placed(terms), scale, _own(active), out, marks)
 
 
 def forward_kept(
@@ -46,11 +54,12 @@ def forward_kept(
     scale: float,
     out: tuple[Tensor, Tensor] | None = None,
     marks: Tensor | None = None,
+    active: int | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Those, and what backward takes as `kept`: empty where it would take nothing."""
     if per_channel(terms):
         return *forward(terms, scale, out, marks), []
-    o, final, solved = portable.forward_kept(_placed(terms), scale, _OWN, out, marks)
+    o, final, solved = portable.forward_kept(_placed(terms), scale, _own(active), out, marks)
     return o, final, [x for x in solved if x is not None]
 
 
@@ -61,13 +70,15 @@ def backward(
     scale: float,
     kept: Sequence[Tensor] = (),
     out: Mapping[str, Tensor] = MappingProxyType({}),
+    active: int | None = None,
 ) -> dict[str, Tensor]:
-    """As the portable one."""
+    """As the portable one; active as forward has it."""
     dout = None if dout is None else _at_16_bytes(dout)
     if per_channel(terms):
         return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch, out)
     solved = portable.Solved(*kept) if kept else None
-    return portable.backward(_placed(terms), dout, dfinal, scale, _OWN, solved, out)
+    own = _own(active)
+    return portable.backward(_placed(terms), dout, dfinal, scale, own, solved, out)
 
 
 def _placed(terms: Terms) -> Terms:
@@ -91,20 +102,24 @@ def _walk(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     split: Split | None = None,
+    active: int | None = None,
 ) -> None:
     ends = {"states": states, "s_in": s_in, "s_out": s_out}
-    if states is not None and terms.g is None and crowded(terms, slots_of(terms, split)):
+    skip = active is not None and split is None
+    slots = slots_of(terms, split) if active is None else active
+    if states is not None and terms.g is None and crowded(terms, slots):
         portable._walk(terms, solved, scale, o, **ends, split=split)
-    elif split is None and _takes_two(terms):
-        sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends)
+    elif split is None and _takes_two(terms, slots):
+        sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, skip=skip)
     else:
-        sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, segment=_segment(split))
+        segment = _segment(split)
+        sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, segment=segment, skip=skip)
 
 
-def _takes_two(terms: Terms) -> bool:
+def _takes_two(terms: Terms, sequences: int) -> bool:
     """Whether a program takes two tiles of V: with one each they would not run all at once."""
     HV, V = terms.v.shape[2:]
-    programs = V // TILE_V * HV * terms.sequences
+    programs = V // TILE_V * HV * sequences
     return V % (2 * TILE_V) == 0 and programs > PROGRAMS
 
 
@@ -118,9 +133,11 @@ def _walk_back(
     s_in: Tensor | None,
     s_out: Tensor | None,
     split: Split | None,
+    active: int | None = None,
 ) -> None:
     ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
-    sm90.walk_back(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends)
+    skip = active is not None and split is None
+    sm90.walk_back(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends, skip=skip)
 
 
 def _segment(split: Split | None) -> tuple[int, int] | None:
@@ -163,6 +180,13 @@ def _meet_back(
     segment = (split.tokens, split.slots)
     ends = sm90.ends_back(terms, do, solved, scale, dfinal, segment)
     return sm90.meet(terms, ends, *made, dfinal, segment, back=True)
+
+
+def _own(active: int | None) -> portable.Own:
+    if active is None:
+        return _OWN
+    walks = {"walk": _walk, "walk_back": _walk_back}
+    return _OWN._replace(**{name: partial(x, active=active) for name, x in walks.items()})
 
 
 _OWN = portable.Own(sm90.solve, _walk, _walk_back, sm90.grads, _split, _meet, _meet_back)
