@@ -109,17 +109,17 @@ def _walk(
     slots = slots_of(terms, split) if active is None else active
     if states is not None and terms.g is None and crowded(terms, slots):
         portable._walk(terms, solved, scale, o, **ends, split=split)
-    elif split is None and _takes_two(terms, slots):
+    elif split is None and _takes_two(terms, active):
         sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, skip=skip)
     else:
         segment = _segment(split)
         sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, segment=segment, skip=skip)
 
 
-def _takes_two(terms: Terms, sequences: int) -> bool:
+def _takes_two(terms: Terms, active: int | None = None) -> bool:
     """Whether a program takes two tiles of V: with one each they would not run all at once."""
     HV, V = terms.v.shape[2:]
-    programs = V // TILE_V * HV * sequences
+    programs = V // TILE_V * HV * (terms.sequences if active is None else active)
     return V % (2 * TILE_V) == 0 and programs > PROGRAMS
 
 
