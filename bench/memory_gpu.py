@@ -3,10 +3,14 @@
     python bench/memory_gpu.py              a line an operator
     python bench/memory_gpu.py gla gsa      these
     python bench/memory_gpu.py --peer       fla's beside them, in processes side by side
+    python bench/memory_gpu.py --packed     of 4 packed sequences
+    python bench/memory_gpu.py --shapes "4x8192 16/64" Q1   the gated delta rule, of delta_peers.py
+    ... --shapes ... --peer                 FlashQLA's beside it, whose kernels take minutes anew
 
-B1 T8192, 32 heads, K = V = 128, bf16. "forward": without gradients, in percent of inputs and
-outputs; "both": of a forward and its backward, in percent of inputs, outputs and all gradients.
-Promised: 25, and no more than fla. What fla takes does not depend on its tiles: it is not tuned.
+T8192, 32 heads, K = V = 128, bf16; B1, or 4 sequences. "forward": without gradients, in percent of
+inputs and outputs; "both": of a forward and its backward, in percent of inputs, outputs and all
+gradients. Promised: 25, and no more than fla. What fla takes does not depend on its tiles: it is
+not tuned.
 """
 
 import argparse
@@ -20,12 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from delta_peers import SHAPES, inputs
 from record import record, table
 
 from slipstream.cli.samples import Sample, Shape, chosen, flat
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # which fla calls where it is installed
 SHAPE = Shape(B=1, T=8192, H=32)
+PACKED = Shape(B=4, T=8192, H=32, packed=True)
 MIB = 2**20
 SIDE_BY_SIDE = 8
 # Where fla has it, if not in a module of its own.
@@ -78,9 +84,28 @@ def peer(sample: Sample) -> Call:
     return lambda args: flat(fn(**args, **sample.options, output_final_state=True))
 
 
-def row_of(sample: Sample, beside: bool) -> dict[str, object]:
-    args = sample.inputs(SHAPE, torch.device("cuda"))
+def shape_of(name: str, beside: bool) -> dict[str, object]:
+    """The gated delta rule's, and FlashQLA's."""
+    from slipstream.ops import chunk_gated_delta_rule
+
+    row: dict[str, object] = {"operator": "gated_delta_rule", "shape": name}
+    row |= measure(lambda args: flat(chunk_gated_delta_rule(**args)), inputs(*SHAPES[name]))
+    print(json.dumps(row), flush=True)
+    if beside:
+        import flash_qla  # pyright: ignore[reportMissingImports]
+
+        fn = flash_qla.chunk_gated_delta_rule
+        found = measure(lambda args: flat(fn(**args)[0]), inputs(*SHAPES[name]))
+        row |= {f"FlashQLA {part}": x for part, x in found.items()}
+        print(json.dumps(row), flush=True)
+    return row
+
+
+def row_of(sample: Sample, beside: bool, shape: Shape = SHAPE) -> dict[str, object]:
+    args = sample.inputs(shape, torch.device("cuda"))
     row = {"operator": sample.op, **measure(sample.call, args)}
+    if shape is not SHAPE:
+        row["shape"] = str(shape)
     if beside:
         print(json.dumps(row), flush=True)
         try:
@@ -92,9 +117,9 @@ def row_of(sample: Sample, beside: bool) -> dict[str, object]:
     return row
 
 
-def apart(sample: Sample, limit: float) -> dict[str, object]:
+def apart(name: str, limit: float, *options: str) -> dict[str, object]:
     """In a process of its own: what it has printed last when it ends, or is ended."""
-    command = [sys.executable, __file__, "--one", sample.op]
+    command = [sys.executable, __file__, "--one", *options, name]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, errors = child.communicate(timeout=limit)
@@ -103,7 +128,7 @@ def apart(sample: Sample, limit: float) -> dict[str, object]:
         out, errors = child.communicate()
     lines = [x for x in out.splitlines() if x.startswith("{")]
     if not lines:
-        return {"operator": sample.op, "fla": errors.strip()[-100:].replace("\n", " ")}
+        return {"operator": name, "fla": errors.strip()[-100:].replace("\n", " ")}
     return json.loads(lines[-1])
 
 
@@ -113,23 +138,38 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--one", action="store_true", help="with the peer, in this process")
     parser.add_argument("--limit", type=float, default=600, help="seconds of a process")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--shapes", action="store_true", help="of delta_peers.py, not operators")
     given = parser.parse_args()
+    if given.shapes and given.one:
+        shape_of(given.operators[0], True)
+        return
+    if given.shapes:
+        names = given.operators or list(SHAPES)
+        made = [shape_of(x, False) for x in names] if not given.peer else []
+        made = made or [apart(x, given.limit, "--shapes") for x in names]
+        show(made)
+        return
     samples = [x for x in chosen(given.operators) if x.op.startswith("chunk_")]
     if given.one:
         print(json.dumps(row_of(samples[0], True)), flush=True)
         return
     if given.peer:
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            rows = list(pool.map(lambda x: apart(x, given.limit), samples))
+            rows = list(pool.map(lambda x: apart(x.op, given.limit), samples))
     else:
         rows = []
         for sample in samples:
             try:
-                rows.append(row_of(sample, False))
+                rows.append(row_of(sample, False, PACKED if given.packed else SHAPE))
             except Exception as e:
                 rows.append({"operator": sample.op, "raised": str(e)[:100].replace("\n", " ")})
             print(*rows[-1].values(), flush=True)
             torch.cuda.empty_cache()
+    show(rows)
+
+
+def show(rows: list[dict[str, object]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     print(table([{name: row.get(name, "") for name in names} for row in rows]))
     print("recorded in", record("memory_gpu", rows))

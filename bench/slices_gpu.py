@@ -3,6 +3,7 @@
     python bench/slices_gpu.py --check      whether the bits are the same
     python bench/slices_gpu.py --times kda  the times, of these
     ... --narrow                            with gates in bf16
+    python bench/slices_gpu.py --packed "4x8192 16/64"   packed ones, of delta_peers.py
 
 Times: B1 T8192, 96 heads, K = V = 128, bf16, in one to five slices and in as many as memory wants,
 taking turns; and peaks beyond inputs, results and gradients in percent of those.
@@ -14,11 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 if "--check" in sys.argv:
     os.environ["SLIPSTREAM_REPLAY"] = "off"  # whose keys do not know of slices
 
 import torch
+from delta_peers import SHAPES, inputs
 from record import record, table
 
 from slipstream.cli.samples import Sample, Shape, chosen
@@ -44,6 +47,7 @@ CHECKED = (
 )
 TURNS = 2
 COUNTS = {16: 1, 32: 3, 64: 4, 128: 5, 256: None}
+PACKED = {16: 1, 32: 4, 64: 8, 128: 16, 256: None}
 GATES = ("g", "gk", "w")
 
 
@@ -101,10 +105,15 @@ def beyond(fn: Callable[[], list[torch.Tensor]], given: list[torch.Tensor]) -> f
 
 
 def times(sample: Sample, shape: Shape, narrow: bool) -> dict[str, object]:
-    """In COUNTS slices; each count has a hint of its own, by which replayed calls differ."""
     args = sample.inputs(shape, torch.device("cuda"))
     if narrow:
         args |= {name: args[name].bfloat16() for name in GATES if name in args}
+    row: dict[str, object] = {"operator": sample.op, "shape": str(shape), "narrow": narrow}
+    return row | timed(sample, args, COUNTS)
+
+
+def timed(sample: Sample, args: dict[str, Any], counts: dict[int, int | None]) -> dict[str, object]:
+    """In so many slices; each count has a hint of its own, by which replayed calls differ."""
     leaves = [x for x in args.values() if x.is_floating_point()]
     do = torch.randn_like(args["v"])
 
@@ -119,18 +128,18 @@ def times(sample: Sample, shape: Shape, narrow: bool) -> dict[str, object]:
         return [o, *torch.autograd.grad(o, leaves, do)]
 
     found: dict[str, list[float]] = {}
+    row: dict[str, object] = {}
     count_of = slices._count
-    for _ in range(TURNS):
-        for name, fn in (("fwd", forward), ("both", both)):
-            for hint, count in COUNTS.items():
+    for turn in range(TURNS):
+        for name, fn, given in (("fwd", forward, leaves), ("both", both, [*leaves, do])):
+            for hint, count in counts.items():
                 slices._count = count_of if count is None else lambda *_, n=count: n
-                found.setdefault(f"{name} {count or 'own'}", []).append(bench(partial(fn, hint)))
+                here = f"{name} {count or 'own'}"
+                found.setdefault(here, []).append(bench(partial(fn, hint)))
+                if turn == TURNS - 1:
+                    row[f"beyond {here}"] = beyond(partial(fn, hint), given)
     slices._count = count_of
-    row: dict[str, object] = {"operator": sample.op, "shape": str(shape), "narrow": narrow}
-    row |= {name: round(min(x), 4) for name, x in found.items()}
-    row["beyond fwd"] = beyond(partial(forward, 256), leaves)
-    row["beyond both"] = beyond(partial(both, 256), [*leaves, do])
-    return row
+    return {name: round(min(x), 4) for name, x in found.items()} | row
 
 
 def main() -> None:
@@ -138,9 +147,20 @@ def main() -> None:
     parser.add_argument("operators", nargs="*")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--packed", action="store_true", help="shapes of delta_peers.py, times")
     parser.add_argument("--narrow", action="store_true", help="gates in bf16, and in float32")
     parser.add_argument("--grouped", action="store_true", help="32 heads of q and k, 64 of v")
     given = parser.parse_args()
+    if given.packed:
+        (sample, *_) = [x for x in chosen(["gated_delta_rule"]) if "chunk_" in x.op]
+        rows = []
+        for name in given.operators:
+            args = {n: x for n, x in inputs(*SHAPES[name]).items() if x is not None}
+            rows.append({"shape": name, **timed(sample, args, PACKED)})
+            torch.cuda.empty_cache()
+        print(*("  ".join(f"{n} {x}" for n, x in row.items()) for row in rows), sep="\n")
+        print("recorded in", record("slices_packed", rows))
+        return
     samples = [x for x in chosen(given.operators or list(OPERATORS)) if "chunk_" in x.op]
     if given.check:
         for sample in samples:
