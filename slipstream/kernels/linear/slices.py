@@ -318,7 +318,8 @@ def _count(terms: Terms, grads: bool) -> int:
     H, K, E = terms.q.shape[2], terms.q.shape[3], terms.q.element_size()
     packed, each = terms.cu_seqlens is not None, _room(terms, grads)
     if packed and grads and H != HV:
-        each += (2 + (terms.p is not None)) * K * E  # gradients for each value head
+        of_keys = (terms.q, terms.k, terms.p, terms.a, terms.b)
+        each += sum(x is not None for x in of_keys) * K * E  # gradients for each value head
     room = B * T * HV * each
     if room <= LITTLE:
         return 1
@@ -351,4 +352,6 @@ def _room(terms: Terms, grads: bool) -> int:
     if not grads:
         return (2 + more) * W * E + more * C * E + 4 * V
     kept = 2 * more * C * E + V * E + K * V * E // C
+    if terms.cu_seqlens is not None:
+        kept += 2 * W * E  # of more chunks than their gradients have room for
     return kept + more * W * E + max(4 * V, V * E + K * V * E // C)

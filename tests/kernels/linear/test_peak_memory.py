@@ -1,0 +1,124 @@
+"""Peaks of memory on sm_90, found out without a GPU: what a call allocates there, and when.
+
+Beyond arguments, results and gradients a call takes a quarter of them at most.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.core.trace import trace
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear import op, slices
+from slipstream.kernels.linear.terms import Terms
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+PROMISED = 25.0
+ALONE, FOUR = (8192,), (8192,) * 4
+# kind, lengths of sequences, packed where they are several, and heads
+CASES = [
+    ("delta_rule", ALONE, 32),
+    ("gated", ALONE, 32),
+    ("kda", ALONE, 96),
+    ("dplr", ALONE, 96),
+    ("delta_rule", FOUR, 96),
+    ("gated", FOUR, 96),
+    ("gated", (20000, 1, 0, 3000, 9767), 64),
+    ("kda", FOUR, 96),
+    ("iplr", FOUR, 96),
+    ("dplr", FOUR, 96),
+]
+_K = 128
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes that live in storages made within it."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes = {x.untyped_storage()._cdata: 0 for x in known}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._sizes:
+                storage = x.untyped_storage()
+                self._sizes[storage._cdata] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, storage._cdata)
+        return out
+
+    def _free(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+Allocated.__torch_dispatch__ = Allocated.dispatch  # pyright: ignore
+
+
+def make(kind: str, lengths: tuple[int, ...], H: int, device: torch.device) -> Terms:
+    T = sum(lengths)
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    each, wide = (T, H), (T, H, _K)
+    given: dict[str, Tensor] = {}
+    if kind == "gated":
+        given["g"] = torch.empty(1, *each, device=device)
+    if kind in ("kda", "dplr"):
+        given["g"] = torch.empty(1, *wide, device=device)
+    if kind in ("delta_rule", "gated", "kda"):
+        given["beta"] = torch.empty(1, *each, device=device)
+    else:
+        given |= {name: torch.empty(1, *wide, **like) for name in "ab"}
+    if len(lengths) > 1:
+        given["cu_seqlens"] = torch.empty(len(lengths) + 1, device=device, dtype=torch.int32)
+    return Terms(*(torch.empty(1, *wide, **like) for _ in "qkv"), **given)
+
+
+def trained(terms: Terms) -> tuple[float, float]:
+    """Peak of forward and backward, and bytes of what they are given and leave."""
+    given = [x for x in terms if x is not None]
+    with Allocated(given) as seen:
+        spans = slices.spans_of(terms, "hopper")
+        keep = terms.transition == "delta"
+        found = op.spans_forward(*terms, 0.1, 64, "hopper", False, spans, keep=keep)
+        o, kept = found[0], found[2:]
+        do = torch.empty_like(o)
+        del found
+        grads = op._backward(*terms, do, None, 0.1, 64, "hopper", terms.g is not None, *kept)
+        made = sum(x.nbytes for x in (o, do, *grads))
+    return seen.peak - made, made + sum(x.nbytes for x in given)
+
+
+def alone(terms: Terms) -> tuple[float, float]:
+    """Of a forward pass without gradients."""
+    given = [x for x in terms if x is not None]
+    with Allocated(given) as seen:
+        o, final = op._forward(*terms, 0.1, 64, "hopper", False)
+    return seen.peak - o.nbytes - final.nbytes, o.nbytes + sum(x.nbytes for x in given)
+
+
+def percent(
+    of: Callable[[Terms], tuple[float, float]], kind: str, lengths: tuple[int, ...], H: int
+) -> float:
+    found: list[float] = []
+
+    def call(device: torch.device) -> None:
+        beyond, whole = of(make(kind, lengths, H, device))
+        found.append(100 * beyond / whole)
+
+    trace(call, "sm_90", backward=False)
+    return found[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("of", [trained, alone], ids=["trained", "alone"])
+def test_a_call_takes_a_quarter_more_at_most(
+    of: Callable[[Terms], tuple[float, float]], case: tuple[str, tuple[int, ...], int]
+) -> None:
+    assert percent(of, *case) <= PROMISED
