@@ -53,13 +53,15 @@ GATES = ("g", "gk", "w")
 
 @contextmanager
 def cutting(little: int) -> Iterator[None]:
-    """slices.LITTLE and slices.BUSY meanwhile."""
-    kept = slices.LITTLE, slices.BUSY
-    slices.LITTLE, slices.BUSY = little, 1 if little == 0 else slices.BUSY
+    """slices.LITTLE meanwhile, and with 0 no other reason against slices."""
+    kept = slices.LITTLE, slices.BUSY, slices.GROUPED
+    slices.LITTLE = little
+    if little == 0:
+        slices.BUSY = slices.GROUPED = 1
     try:
         yield
     finally:
-        slices.LITTLE, slices.BUSY = kept
+        slices.LITTLE, slices.BUSY, slices.GROUPED = kept
 
 
 def results(sample: Sample, args: dict, little: int) -> list[torch.Tensor]:

@@ -42,8 +42,9 @@ MOST = 24.0
 BORDERS = 4
 # Bytes that are not worth a slice; and how many there are at most.
 LITTLE, COUNT = 1 << 26, 8
-# Tokens of a span for each of the packed sequences, at least.
-SPARSE = 256
+# Tokens of a span, at least: for each of the packed sequences; and of grouped heads, which leave
+# so much that they would be cut most.
+SPARSE, GROUPED = 256, 1024
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
@@ -299,25 +300,26 @@ def _with_spans(terms: Terms) -> bool:
         return False
     if terms.cu_seqlens is not None:
         return True  # _most
-    (HV, V), H = terms.v.shape[2:], terms.q.shape[2]
-    return H == HV and 2 * HV * -(-V // 64) >= BUSY
+    HV, V = terms.v.shape[2:]
+    return 2 * HV * -(-V // 64) >= BUSY
 
 
 def _most(terms: Terms) -> int:
     """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
     T, HV, V = terms.v.shape[1:]
     N, programs = terms.sequences, HV * -(-V // 64)
+    most = COUNT if terms.q.shape[2] == HV else max(1, min(COUNT, T // GROUPED))
     if terms.cu_seqlens is None or N == 0:
-        return COUNT
+        return most
     busy = COUNT if programs >= BUSY else programs * N // BUSY
-    return max(1, min(COUNT, busy, T // (SPARSE * N)))
+    return max(1, min(most, busy, T // (SPARSE * N)))
 
 
 def _count(terms: Terms, grads: bool) -> int:
     B, T, HV, V = terms.v.shape
     H, K, E = terms.q.shape[2], terms.q.shape[3], terms.q.element_size()
     packed, each = terms.cu_seqlens is not None, _room(terms, grads)
-    if packed and grads and H != HV:
+    if grads and H != HV and terms.transition != "none":
         of_keys = (terms.q, terms.k, terms.p, terms.a, terms.b)
         each += sum(x is not None for x in of_keys) * K * E  # gradients for each value head
     room = B * T * HV * each
