@@ -115,7 +115,8 @@ def _in_slices(
     forward = slices.told(forward, terms, parts, launches)
     run = forward if able else partial(_copied, forward)
     dtype = torch.float32 if wide else None
-    return slices.forward(run, terms, scale, parts, dtype, spans, out or (None, None))
+    memory, plain = out or (None, None), launches is None
+    return slices.forward(run, terms, scale, parts, dtype, spans, memory, plain)
 
 
 def _copied(

@@ -96,6 +96,7 @@ def forward(
     dtype: torch.dtype | None = None,
     spans: int = 0,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
+    plain: bool = False,
 ) -> tuple[Tensor, ...]:
     """o, the final state, and the states between `spans` spans, of marks_shape; then what run
     leaves for backward, slice after slice.
@@ -106,12 +107,13 @@ def forward(
         dtype: of o; q's if None.
         spans: 0 or 1 where nobody wants the states.
         out: memory for o and the final state.
+        plain: run is in plain torch, and so is all else.
     """
     o = fitting(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
     final = fitting(out[1], terms.state_shape, torch.float32, terms.v.device)
     marks = final.new_empty(marks_shape(terms, spans))
     state, kept = terms.initial_state, []
-    goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
+    goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
     if borders is not None and state is not None:
         state = final.copy_(state)
     elif goes_on and state is None:
@@ -141,6 +143,7 @@ def backward(
     slices: Sequence[Slice],
     marks: Tensor | None,
     kept: Sequence[Tensor] = (),
+    plain: bool = False,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term.
 
@@ -150,6 +153,7 @@ def backward(
         marks: of forward, where the slices are spans.
         kept: what forward left, which run takes of each slice: of tokens, then of chunks; of packed
             sequences slice after slice.
+        plain: of forward.
     """
     named = [(name, getattr(terms, name)) for name in DIFFERENTIABLE]
     given = {name: x for name, x in named if x is not None}
@@ -159,7 +163,7 @@ def backward(
         name: x.new_empty(x.shape, dtype=torch.float32 if name in small else None)
         for name, x in given.items()
     }
-    spans, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
+    spans, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
     state, dstate, begins = terms.initial_state, grads.get("initial_state"), None
     if spans:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
@@ -248,12 +252,14 @@ def told(run: Callable, terms: Terms, slices: Sequence[Slice], launches: Any) ->
     return partial(run, active=max(1, terms.sequences // len(slices)))
 
 
-def _borders(terms: Terms, slices: Sequence[Slice]) -> Any:
-    """triton/borders.py's, where packed sequences are cut into spans."""
+def _borders(terms: Terms, slices: Sequence[Slice], plain: bool) -> Any:
+    """Where packed sequences are cut into spans."""
     if terms.cu_seqlens is None or slices[0].tokens.stop is None:
         return None
-    from slipstream.kernels.linear.triton.borders import borders
-
+    if plain:
+        from slipstream.kernels.linear.borders import borders
+    else:
+        from slipstream.kernels.linear.triton.borders import borders
     return borders(terms.cu_seqlens, [x.tokens for x in slices])
 
 

@@ -54,6 +54,33 @@ def test_spans_equal_whole(kind: str, spans: int, with_state: bool) -> None:
             assert torch.equal(x, got[name]), name
 
 
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("lengths", [(63, 0, 1, 65, 21), (0, 150), (40, 24, 1, 85, 0)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_spans_are_near_whole(kind: str, lengths: tuple[int, ...], with_state: bool) -> None:
+    q, k = torch.randn(1, T, H, K), normalize(torch.randn(1, T, H, K), dim=-1)
+    state = torch.randn(len(lengths), H, K, V) if with_state else None
+    terms = Terms(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
+    terms = terms._replace(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int())
+    o, final = op._forward(*terms, SCALE, CHUNK, "eager", False)
+    cut, end, marks = op.spans_forward(*terms, SCALE, CHUNK, "eager", False, 3)
+    assert marks.shape == (2, 1, H, K, V)
+    torch.testing.assert_close(cut, o)
+    torch.testing.assert_close(end, final)
+
+    def run(terms: Terms, do: Any, dfinal: Any, scale: float, out: dict) -> dict:
+        return chunk_backward(terms, do, dfinal, scale, CHUNK)
+
+    do = torch.randn_like(o)
+    for dfinal in (None, torch.randn_like(final)):
+        want = chunk_backward(terms, do, dfinal, SCALE, CHUNK)
+        parts = slices.of_backward(terms, marks)
+        got = slices.backward(run, terms, do, dfinal, SCALE, parts, marks, plain=True)
+        assert set(want) == set(got)
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, atol=2e-5, rtol=2e-5)
+
+
 def test_slices_hold_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "BUSY", 1)
     for B, T, count in ((1, 200, 3), (1, 64, 4), (5, 7, 2), (1, 40960, 2)):
