@@ -317,7 +317,7 @@ def _most(terms: Terms) -> int:
     most = COUNT if terms.q.shape[2] == HV else max(1, min(COUNT, T // GROUPED))
     if terms.cu_seqlens is None or N == 0:
         return most
-    busy = COUNT if programs >= BUSY else programs * N // BUSY
+    busy = COUNT if programs >= BUSY else programs * N // (3 * BUSY // 4)
     return max(1, min(most, busy, T // (SPARSE * N)))
 
 
