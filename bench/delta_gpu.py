@@ -192,7 +192,7 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
         E, M = launch._ends(terms, solved, split)
         met = torch.zeros_like(E)
         found["ends"] = lambda: launch._ends(terms, solved, split)
-        found["join"] = lambda: launch._join(terms, split, E, M, None, final)
+        found["join"] = lambda: launch.join(terms, split, E, M, None, final)
         found["back ends"] = lambda: launch._walk_back(
             terms, do, solved, scale, s_out=E, split=split
         )

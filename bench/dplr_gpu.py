@@ -231,14 +231,17 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
     kept = launch._prepare(terms, scale, keep=True, own=own(terms))
     x, states = launch._kept(terms, kept)
     walked = launch.Walked(x, torch.empty_like(x), states, torch.empty_like(states))
-    launch._walk(terms, kept, x=x, states=states, own=own(terms))
-    launch._walk_back(terms, do, kept, walked, None, None, own(terms))
+    split, state, dend, _ = launch.starts_of(terms, do, kept, None, None, own(terms))
+    there = {"s_in": state, "split": split}
+    back = {"y": walked.y, "dstates": walked.dstates, "s_in": dend, "split": split}
+    launch.walk(terms, kept, own(terms), x=x, states=states, **there)
+    launch.walk_back(terms, do, kept, own(terms), **back)
     scores, _, dbeta = launch._scores(terms, do, kept, walked, scale, own(terms))
     return {
         "prepare": lambda: launch._prepare(terms, scale, keep=True, own=own(terms)),
-        "walk": lambda: launch._walk(terms, kept, o=o, final=final, own=own(terms)),
-        "keep": lambda: launch._walk(terms, kept, x=x, states=states, own=own(terms)),
-        "back": lambda: launch._walk_back(terms, do, kept, walked, None, None, own(terms)),
+        "walk": lambda: launch.walk_to_end(terms, kept, o, final, own(terms)),
+        "keep": lambda: launch.walk(terms, kept, own(terms), x=x, states=states, **there),
+        "back": lambda: launch.walk_back(terms, do, kept, own(terms), **back),
         "scores": lambda: launch._scores(terms, do, kept, walked, scale, own(terms)),
         "grads": lambda: launch._grads(
             terms, do, walked, scores, dbeta, kept.strong, scale, own(terms)

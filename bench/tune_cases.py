@@ -99,7 +99,7 @@ FAMILIES = {
     ),
     "dplr": Family(
         f"{TRITON}.dplr_tiles",
-        (f"{TRITON}.dplr_launch:_tile",),
+        (f"{TRITON}.dplr_walks:_tile",),
         (
             Case("kda A", ("sm_90", 2, 128), "chunk_kda", _BIG),
             Case("dplr A", ("sm_90", 2, 128), "chunk_dplr_delta_rule", _BIG),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.launch import split_into
 from tests.kernels.linear import test_hopper_by_threads as delta
 from tests.kernels.softmax import gluon_by_threads as threads
 
@@ -117,17 +118,19 @@ def prepared(terms: Terms, keep: bool) -> dict[str, Tensor | None]:
 
 
 class Walk:
-    """The kernels on what is prepared."""
+    """The kernels on what is prepared. segment: tokens of one."""
 
-    def __init__(self, terms: Terms, made: dict[str, Any]) -> None:
+    def __init__(self, terms: Terms, made: dict[str, Any], segment: int | None = None) -> None:
         self.terms, self.made = terms, made
         T, self.HV, V = terms.v.shape[1:]
         self.K, self.N = terms.q.shape[-1], terms.sequences
+        split = split_into(terms, segment)
+        self.slots = self.N if split is None else split.slots
         self.columns, self.delta = (self.HV * V, 64), terms.beta is not None
         self.states = (made["q"].shape[0], self.HV, V)
-        self.sizes = (T, self.N, self.HV)
-        self.ends = (self.N, self.HV, self.K, V)
-        self.flags = {"K": self.K, "V": V, "C": C, "ST": 2}
+        self.sizes = (T, self.N, self.HV, segment or T)
+        self.ends = (self.slots, self.HV, self.K, V)
+        self.flags = {"K": self.K, "V": V, "C": C, "ST": 2, "SPLIT": segment is not None}
         self.flags |= {"HAS_GATE": terms.g is not None, "PACKED": terms.cu_seqlens is not None}
 
     def empty(self, *shape: int) -> Tensor:
@@ -138,33 +141,50 @@ class Walk:
         widths = {name: (self.made[name], *2 * [widths.get(name, self.K)]) for name in names}
         return [None if x[0] is None else x for x in widths.values()]
 
-    def launch(self, kernel: Any, tiles: list, pointers: tuple, **flags: Any) -> None:
+    def launch(self, kernel: Any, tiles: list, pointers: tuple, many: int = 1, **flags: Any):
         descriptors = [x and delta.Descriptor(x[0], x[1], C, x[2]) for x in tiles]
         pointers = (*pointers, self.terms.cu_seqlens)
         given = [None if x is None else delta.Pointer(x) for x in pointers]
         args = (*descriptors, *given, *self.sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []
-        threads.launch(kernel, self.HV * self.N, args, **self.flags, **flags)
+        threads.launch(kernel, many * self.HV * self.slots, args, **self.flags, **flags)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
         o, final = self.empty(*self.terms.v.shape), self.empty(*self.ends)
         v = None if self.delta else (self.terms.v, *self.columns)
         tiles = self.prepared("q", "w", "b", "k", "qb", "qk")
-        self._forward([*tiles, v, (o, *self.columns), None, None], o, final, False)
+        self._forward([*tiles, v, (o, *self.columns), None, None], "o", o, start, final)
         return o, final
 
-    def keep(self) -> tuple[Tensor, Tensor]:
+    def keep(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
         x, states = self.empty(*self.states, C), self.empty(*self.states, self.K)
         v = None if self.delta else (self.terms.v, *self.columns)
         tiles = [None, *self.prepared("w", "b", "k"), None, None, v, None, (x, C, C)]
-        self._forward([*tiles, (states, self.K, self.K)], None, None, True)
+        self._forward([*tiles, (states, self.K, self.K)], "states", None, start, None)
         return x, states
 
-    def _forward(self, tiles: list, o: Tensor | None, final: Tensor | None, keep: bool) -> None:
-        start = self.terms.initial_state
-        pointers = (o, self.made["u"], self.made["total"], start, final)
-        flags = {"DELTA": self.delta, "HAS_S_IN": start is not None, "KEEP": keep}
-        self.launch(kernels().walk, tiles, pointers, **flags)
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """E and M."""
+        E, M = self.empty(*self.ends), self.empty(*self.ends[:3], self.K)
+        v = None if self.delta else (self.terms.v, *self.columns)
+        tiles = [None, *self.prepared("w", "b", "k"), None, None, v, None, None, None]
+        self._forward(tiles, "ends", None, None, E, M)
+        return E, M
+
+    def _forward(
+        self,
+        tiles: list,
+        make: str,
+        o: Tensor | None,
+        start: Tensor | None,
+        final: Tensor | None,
+        m: Tensor | None = None,
+    ) -> None:
+        pointers = (o, self.made["u"], self.made["total"], start, final, m)
+        flags = {"DELTA": self.delta, "MAKE": make}
+        flags |= {"HAS_S_IN": start is not None, "HAS_S_OUT": final is not None}
+        many = 1 if m is None else 1 + -(-self.K // self.ends[3])
+        self.launch(kernels().walk, tiles, pointers, many, **flags)
 
     def back(self, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, states = self.empty(*self.states, C), self.empty(*self.states, self.K)
@@ -172,30 +192,39 @@ class Walk:
         tiles = [(do, *self.columns), *self.prepared("q", "w", "b", "qb", "r"), (y, C, C)]
         tiles.append((states, self.K, self.K))
         pointers = (self.made["total"], dfinal, dstart)
-        self.launch(kernels().back, tiles, pointers, HAS_S_IN=True, HAS_S_OUT=True)
+        self.launch(kernels().back, tiles, pointers, HAS_S_IN=True, HAS_S_OUT=True, ENDS=False)
         return y, states, dstart
+
+    def segments_back(self, do: Tensor) -> Tensor:
+        """dE"""
+        dE = self.empty(*self.ends)
+        tiles = [(do, *self.columns), *self.prepared("q", "w", "b", "qb"), None, None, None]
+        pointers = (self.made["total"], None, dE)
+        self.launch(kernels().back, tiles, pointers, HAS_S_IN=False, HAS_S_OUT=True, ENDS=True)
+        return dE
 
 
 def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
 
 
+def places_of(terms: Terms) -> list[tuple[int, int, int]]:
+    """Of sequences: first token, last one's next, first chunk."""
+    T, ends = terms.q.shape[1], terms.cu_seqlens
+    if ends is None:
+        return [(n * T, (n + 1) * T, n * -(-T // C)) for n in range(terms.q.shape[0])]
+    return [(x, y, x // C + n) for n, (x, y) in enumerate(itertools.pairwise(ends.tolist()))]
+
+
 def check(terms: Terms) -> dict[str, Any]:
     made = prepared(terms, keep=True)
-    T = terms.q.shape[1]
-    ends: Any = terms.cu_seqlens
-    if ends is None:
-        places = [(n * T, (n + 1) * T, n * -(-T // C)) for n in range(terms.q.shape[0])]
-    else:
-        ends = ends.tolist()
-        places = [(x, y, x // C + n) for n, (x, y) in enumerate(itertools.pairwise(ends))]
     walk = Walk(terms, made)
     do, dfinal = torch.randn_like(terms.v), torch.randn(*walk.ends, dtype=torch.float64)
     made |= {"do": do, "dfinal": dfinal}
-    made["o"], made["final"] = walk.forward()
-    made["x"], made["states"] = walk.keep()
+    made["o"], made["final"] = walk.forward(terms.initial_state)
+    made["x"], made["states"] = walk.keep(terms.initial_state)
     made["y"], made["dstates"], made["dstart"] = walk.back(do, dfinal)
-    for n, place in enumerate(places):
+    for n, place in enumerate(places_of(terms)):
         if place[0] < place[1]:
             check_sequence(terms, made, n, *place)
     return made
@@ -242,3 +271,32 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
     ):
         made = check(inputs(CASES[case], gates))
         assert made["strong"].nan_to_num().max() == 1
+
+
+def all_kinds(x: Tensor) -> Tensor:
+    """Gates of 0, weak and strong ones, and -inf."""
+    x = torch.where(x < 0.8, -x, -50 * x)
+    return torch.where(x < -49, -torch.inf, torch.where(x > -0.2, 0.0, x))
+
+
+@pytest.mark.parametrize("case", ["kda_packed", "dplr", "iplr", "kda gates", "dplr_packed gates"])
+def test_segments_lead_from_state_to_state(case: str) -> None:
+    """E and M from the state before a chunk to the next, and the walks from these to the same."""
+    name, *gates = case.split()
+    terms = inputs(CASES[name], all_kinds if gates else None)
+    made = check(terms)
+    walk = Walk(terms, made, segment=C)
+    E, M = walk.segments()
+    dE = walk.segments_back(made["do"])
+    # a segment is a chunk here, and so are their numbers
+    states, dstates = (made[name].nan_to_num().mT.contiguous() for name in ("states", "dstates"))
+    for n, (begin, end, first) in enumerate(places_of(terms)):
+        last = first + -(-(end - begin) // C) - 1
+        for at in range(first, last + 1):
+            after = made["final"][n] if at == last else states[at + 1]
+            near(M[at] @ states[at] + E[at], after)
+            before = made["dstart"][n] if at == first else dstates[at - 1]
+            near(M[at].mT @ dstates[at] + dE[at], before)
+    for got, name in ((walk.forward(states)[0], "o"), (walk.keep(states)[0], "x")):
+        torch.testing.assert_close(got, made[name], equal_nan=True)
+    torch.testing.assert_close(walk.back(made["do"], dstates)[0], made["y"], equal_nan=True)

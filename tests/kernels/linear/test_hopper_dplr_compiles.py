@@ -1,5 +1,7 @@
 """The Gluon kernels of per-channel decay, and of free a and b, compiled for sm_90."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -44,15 +46,19 @@ def terms(case: tuple, device: torch.device) -> Terms:
     )
 
 
-def jobs(case: tuple) -> dict[str, Job]:
+def jobs(case: tuple, split: bool) -> dict[str, Job]:
     """By name, forward and back."""
     from slipstream.core.trace import trace
-    from slipstream.kernels.linear.hopper import launch
+    from slipstream.kernels.linear.hopper import dplr_launch, launch
+    from slipstream.kernels.linear.triton.launch import split_into
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        launch.forward(given, 0.1)
-        launch.backward(given, given.v, None, 0.1)
+        with mock.patch.object(
+            dplr_launch, "split_of", lambda x: split_into(x, 64 if split else None)
+        ):
+            launch.forward(given, 0.1)
+            launch.backward(given, given.v, None, 0.1)
 
     own = ("prepare", "strong", "walk", "walk_back")
     names = {f"dplr_{name}_sm90_kernel" for name in own}
@@ -61,10 +67,20 @@ def jobs(case: tuple) -> dict[str, Job]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_dplr_kernels_compile(case: tuple) -> None:
-    found = jobs(case)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "segments"])
+def test_dplr_kernels_compile(case: tuple, split: bool) -> None:
+    found = jobs(case, split)
+    if split:  # the others are the same
+        found = {name: job for name, job in found.items() if "walk" in name}
+        assert len(found) == 5
+        check(found)
+        return
     wanted = {"prepare", "walk", "walk_back"} | ({"strong"} if case[1] else set())
     assert {name.split("_sm90")[0] for name in found} == {f"dplr_{name}" for name in wanted}
+    check(found)
+
+
+def check(found: dict[str, Job]) -> None:
     for job in found.values():
         got = job.compile()
         assert got.shared <= ARCHS["sm_90"].shared

@@ -24,14 +24,17 @@ PATHS = {
     "strong": MODULES + "dplr_strong:dplr_strong_kernel",
     "walk": MODULES + "dplr_walk:dplr_walk_kernel",
     "keep": MODULES + "dplr_walk:dplr_walk_kernel",
+    "ends": MODULES + "dplr_walk:dplr_walk_kernel",
     "back": MODULES + "dplr_walk:dplr_walk_back_kernel",
+    "back_ends": MODULES + "dplr_walk:dplr_walk_back_kernel",
     "scores": MODULES + "dplr_scores:dplr_scores_kernel",
     "grads": MODULES + "dplr_grads:dplr_grads_kernel",
     "strong_grads": MODULES + "dplr_strong_grads:dplr_strong_grads_kernel",
 }
 # kernels that take another's tile
-OF = {"strong": "prepare", "strong_grads": "grads"}
-WIDE = ("u", "u_out", "s_in", "s_out", "g", "total", "beta", "dbeta", "dg", "own")
+OF = {"strong": "prepare", "strong_grads": "grads", "ends": "keep", "back_ends": "back"}
+MAKES = {"walk": "o", "keep": "states", "back": "states", "ends": "ends", "back_ends": "ends"}
+WIDE = ("u", "u_out", "s_in", "s_out", "m", "g", "total", "beta", "dbeta", "dg", "own")
 ONLY = {
     "delta": ("beta", "dbeta"),
     "dplr": ("a", "b", "k_out", "qk", "ak", "dqk", "dak", "da", "db"),
@@ -55,17 +58,25 @@ def compile_dplr(
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
     flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
-    flags |= {"KEEP": kernel == "keep", "DELTA": delta, "HAS_GATE": gated}
-    flags |= {"CHANNEL": True, "HAS_S_IN": True, "HAS_S_OUT": True, "PACKED": packed}
+    ends = kernel in ("ends", "back_ends")
+    flags |= {"MAKE": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
+    flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "keep"}
+    flags["PACKED"] = packed
     flags |= {"EXACT": bytes_each == 4, "LIMIT": 48.0}
     inner = "tf32x3" if bytes_each == 4 else "halves" if tile.C == 64 else "tf32"
     flags |= {"PRECISION": "tf32x3", "INNER": inner}
-    if kernel in ("walk", "back") and bytes_each == 4 and wide == 256:
+    if kernel in ("walk", "back", "back_ends") and bytes_each == 4 and wide == 256:
         flags["PRECISION"] = "ieee"
     absent = {*ONLY["dplr" if delta else "delta"], *(() if gated else ONLY["gate"])}
     absent |= set() if packed else {"cu"}
-    absent |= {"walk": {"states", "x"}, "keep": {"q", "qb", "qk", "o", "s_out"}}.get(kernel, set())
-    if kernel in ("walk", "keep", "back"):
+    unread = {"q", "qb", "qk", "o"}
+    absent |= {
+        "walk": {"states", "x", "m"},
+        "keep": {*unread, "s_out", "m"},
+        "ends": {*unread, "s_in", "states", "x"},
+        "back_ends": {"s_in", "r", "y", "states"},
+    }.get(kernel, set())
+    if kernel in MAKES:
         absent -= {"b"}
         absent |= {"k", "v"} if delta else set()
     if kernel == "scores" and delta:
@@ -104,6 +115,8 @@ def variants() -> Iterator[tuple]:
         for bytes_each in (2, 4):
             for D in (64, 128, 256):
                 for kernel in PATHS:
+                    if kernel in ("ends", "back_ends") and D > 128:
+                        continue  # not split
                     for kind in ("kda", "dplr", "iplr"):
                         if kind != "iplr" or (D == 64 and kernel not in OF):
                             yield capability, bytes_each, D, D, kernel, kind, D == 64

@@ -57,6 +57,14 @@ CASES = [
     *((kind, "short", "mixed", "float16", True) for kind in ("kda", "dplr")),
 ]
 
+# transition, size, gate, states, chunks of a segment
+SEGMENTS = [
+    ("kda", "wide", "strong", True, 1),
+    ("kda", "packed", "some channels", True, 1),
+    ("dplr", "odd", "reset", False, 2),
+    ("iplr", "grouped", "none", True, 1),
+]
+
 
 def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
     """Keys of norm 1, some of them alike, and beta from 0 to 2; b = -r a with r from 0 to 1."""
@@ -115,6 +123,20 @@ def check_nothing_but_final() -> None:
             assert relative_error(x, want[name]) <= 2e-6, (kind, name)
 
 
+def check_segments() -> None:
+    """Cut into segments of one chunk, or two."""
+    from slipstream.kernels.linear.triton import delta_plan
+    from slipstream.kernels.linear.triton.dplr_walks import split_of
+
+    kept = delta_plan.segment_tokens
+    for kind, size, gate, state, chunks in SEGMENTS:
+        delta_plan.segment_tokens = lambda programs, T, C, chunks=chunks: chunks * C
+        assert split_of(make(kind, size, gate, torch.float32, state)) is not None
+        check(kind, size, gate, torch.float32, state)
+        print(kind, size, gate, "segments ok", flush=True)
+    delta_plan.segment_tokens = kept
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_dplr_matches_reference_when_interpreted():
     root = str(Path(__file__).parents[3])
@@ -132,3 +154,4 @@ if __name__ == "__main__":
         check(kind, size, gate, getattr(torch, dtype), state)
         print(kind, size, gate, dtype, "ok", flush=True)
     check_nothing_but_final()
+    check_segments()

@@ -12,10 +12,13 @@ from slipstream.kernels.linear.hopper.dplr_grads_launch import grads as grads
 from slipstream.kernels.linear.hopper.dplr_grads_launch import scores as scores
 from slipstream.kernels.linear.hopper.dplr_grads_launch import takes_grads as takes_grads
 from slipstream.kernels.linear.hopper.dplr_prepare import dplr_prepare_sm90_kernel
+from slipstream.kernels.linear.hopper.dplr_segments import split_of as split_of
 from slipstream.kernels.linear.hopper.dplr_strong import TURN, dplr_strong_sm90_kernel
 from slipstream.kernels.linear.hopper.dplr_walk import dplr_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.dplr_walk_back import dplr_walk_back_sm90_kernel
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.delta_plan import slots_of
+from slipstream.kernels.linear.triton.launch import Split
 
 CHUNK = 64
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -48,86 +51,98 @@ def prepare(
     launch(*given, *made, *sizes[:3], programs, *sizes[3:], **common, **STRONG)
 
 
-def walk(terms: Terms, prepared: Any, o: Tensor, final: Tensor) -> None:
-    """o and final are written."""
-    q, w, b, k, u, _, qb, qk, *_ = prepared
-    HV, V = terms.v.shape[2:]
-    few = STAGES if k is None or q.shape[-1] == 64 else 2
-    tiles = (q, w, b, k, qb, qk, None if k is None else (terms.v, HV * V, 64), (o, HV * V, 64))
-    _walk(terms, prepared, (*tiles, None, None), (o, u), final, ST=few, KEEP=False)
-
-
-def keep(terms: Terms, prepared: Any, x: Tensor, states: Tensor) -> None:
-    """x and the states before each chunk are written."""
-    w, b, k, u = prepared[1:5]
-    HV, V = terms.v.shape[2:]
-    v = None if k is None else (terms.v, HV * V, 64)
-    tiles = (None, w, b, k, None, None, v, None, x, states)
-    _walk(terms, prepared, tiles, (None, u), None, ST=STAGES if k is None else 2, KEEP=True)
-
-
-def _walk(
+def walk(
     terms: Terms,
     prepared: Any,
-    tiles: tuple,
-    pointers: tuple[Tensor | None, ...],
-    final: Tensor | None,
-    **flags: Any,
+    *,
+    o: Tensor | None,
+    x: Tensor | None,
+    states: Tensor | None,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    m: Tensor | None,
+    split: Split | None,
 ) -> None:
-    T, HV, V = terms.v.shape[1:]
-    launch: Any = kept(dplr_walk_sm90_kernel)[(HV * terms.sequences,)]
+    """o; or x and the states before each chunk; or m, with s_out. What is given is written."""
+    make = "ends" if m is not None else "o" if states is None else "states"
+    q, w, b, k, u, total, qb, qk, *_ = prepared if make == "o" else _unread(prepared)
+    HV, V, K = *terms.v.shape[2:], terms.q.shape[-1]
+    v = None if k is None else (terms.v, HV * V, 64)
+    tiles = (q, w, b, k, qb, qk, v, None if o is None else (o, HV * V, 64), x, states)
+    few = k is not None and (K == 128 or make != "o")
+    columns = 1 + -(-K // V) if make == "ends" else 1
+    launch: Any = kept(dplr_walk_sm90_kernel)[(columns * HV * slots_of(terms, split),)]
     launch(
         *map(_described, tiles),
-        *pointers,
-        prepared.total,
-        terms.initial_state,
-        final,
-        terms.cu_seqlens,
-        T,
-        terms.sequences,
-        HV,
+        o,
+        u,
+        total,
+        s_in,
+        s_out,
+        m,
+        *_tokens(terms, split),
+        MAKE=make,
+        ST=2 if few else STAGES,
         DELTA=terms.beta is not None,
-        HAS_S_IN=terms.initial_state is not None,
-        **_sizes(terms),
-        **flags,
-        **WALK[V],
+        **_flags(terms, s_in, s_out, split),
     )
+
+
+def _unread(prepared: Any) -> Any:
+    """Without what o alone wants."""
+    return prepared._replace(q=None, qb=None, qk=None)
 
 
 def walk_back(
     terms: Terms,
     do: Tensor,
     prepared: Any,
-    y: Tensor,
-    dstates: Tensor,
-    dfinal: Tensor | None,
-    dstate: Tensor | None,
+    y: Tensor | None,
+    dstates: Tensor | None,
+    *,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    split: Split | None,
 ) -> None:
-    """y and dstates are written, and dstate."""
-    T, HV, V = terms.v.shape[1:]
+    """What is given is written: y and dstates, or s_out alone."""
+    HV, V = terms.v.shape[2:]
     p = prepared
-    launch: Any = kept(dplr_walk_back_sm90_kernel)[(HV * terms.sequences,)]
+    r = None if y is None else p.r
+    launch: Any = kept(dplr_walk_back_sm90_kernel)[(HV * slots_of(terms, split),)]
     launch(
-        *map(_described, ((do, HV * V, 64), p.q, p.w, p.b, p.qb, p.r, y, dstates)),
+        *map(_described, ((do, HV * V, 64), p.q, p.w, p.b, p.qb, r, y, dstates)),
         p.total,
-        dfinal,
-        dstate,
-        terms.cu_seqlens,
-        T,
-        terms.sequences,
-        HV,
+        s_in,
+        s_out,
+        *_tokens(terms, split),
+        ENDS=y is None,
         ST=2,
-        HAS_S_IN=dfinal is not None,
-        HAS_S_OUT=dstate is not None,
-        **_sizes(terms),
-        **WALK[V],
+        **_flags(terms, s_in, s_out, split),
     )
 
 
-def _sizes(terms: Terms) -> dict[str, Any]:
+def _tokens(terms: Terms, split: Split | None) -> tuple[Any, ...]:
+    """cu to segment."""
+    T, HV = terms.v.shape[1:3]
+    return terms.cu_seqlens, T, terms.sequences, HV, T if split is None else split.tokens
+
+
+def _flags(
+    terms: Terms, s_in: Tensor | None, s_out: Tensor | None, split: Split | None
+) -> dict[str, Any]:
+    """What both walks are compiled for."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
-    flags = {"K": K, "V": V, "C": CHUNK}
-    return flags | {"HAS_GATE": terms.g is not None, "PACKED": terms.cu_seqlens is not None}
+    return {
+        "K": K,
+        "V": V,
+        "C": CHUNK,
+        "HAS_GATE": terms.g is not None,
+        "HAS_S_IN": s_in is not None,
+        "HAS_S_OUT": s_out is not None,
+        "SPLIT": split is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        **WALK[V],
+    }
 
 
 def _described(x: Any) -> Any:

@@ -10,7 +10,9 @@ of V in registers, and S^T and x^T go from product to product as left operands. 
 of a head: its parts read the same tiles, which one warp loads by TMA, ST chunks ahead. U comes
 straight into the registers that x is summed in, a chunk ahead too. What limits the pace is memory.
 
-KEEP writes x and S for backward, and neither o nor the final state.
+For backward x and S are written instead of o. Of sequences in segments (SPLIT) E and M are wanted
+first, as in the portable dplr_walk.py: nothing else is written then, and a program has as many
+columns of M as another has of V, for which U and v are zeros.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -29,7 +31,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, opening, ring
+from slipstream.kernels.linear.hopper.parts import NOWHERE, clear, place, ring
 
 
 @gluon.jit
@@ -37,14 +39,15 @@ def load_part(
     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
     qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr,
-    DELTA: gl.constexpr, HAS_GATE: gl.constexpr, KEEP: gl.constexpr,
+    DELTA: gl.constexpr, HAS_GATE: gl.constexpr, MAKE: gl.constexpr,
 ):  # fmt: skip
-    """chunk: of the first."""
+    """chunk: of the first. row: of v."""
+    OUT: gl.constexpr = MAKE == "o"
     layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
     wide: gl.constexpr = w_desc.block_type.nbytes
-    square: gl.constexpr = 0 if KEEP else qb_desc.block_type.nbytes
+    square: gl.constexpr = qb_desc.block_type.nbytes if OUT else 0
     columns: gl.constexpr = 0 if DELTA else NV * v_desc.block_type.nbytes
-    nbytes: gl.constexpr = (4 - DELTA - KEEP) * wide + (2 - DELTA) * square + columns
+    nbytes: gl.constexpr = (3 - DELTA + OUT) * wide + (2 - DELTA) * square + columns
     o_k = gl.arange(0, K, layout)
     if HAS_GATE:
         b_total = gl.load(total_ptr + gl.cast(chunk, gl.int64) * K + o_k)
@@ -55,7 +58,7 @@ def load_part(
         mbarrier.expect(full.index(s), nbytes)
         copy_in(w_desc, [at, 0], full.index(s), ws.index(s))
         copy_in(b_desc, [at, 0], full.index(s), bs.index(s))
-        if not KEEP:
+        if OUT:
             copy_in(q_desc, [at, 0], full.index(s), qs.index(s))
             copy_in(qb_desc, [at, 0], full.index(s), qbs.index(s))
         if not DELTA:
@@ -63,7 +66,7 @@ def load_part(
             for p in gl.static_range(NV):
                 v = vs.index(s * NV + p)
                 copy_in(v_desc, [row + i * C, v_col + p * 64], full.index(s), v)
-            if not KEEP:
+            if OUT:
                 copy_in(qk_desc, [at, 0], full.index(s), qks.index(s))
         if HAS_GATE:
             totals.index(s).store(b_total)
@@ -86,12 +89,18 @@ def put_out(desc, at, column, tile, b):
 @gluon.jit
 def walk_part(
     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs, totals, os, ss,
-    full, empty, s_in_ptr, s_out_ptr, chunk, HV, row, v_col, o_s, length, n,
+    full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
     PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr, KEEP: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, MAKE: gl.constexpr,
 ):  # fmt: skip
-    """Columns 64 PART and on of V. o_s: offset of the head's states."""
+    """Columns 64 PART and on of V, or of those of M from m_col on if that is not negative.
+
+    i_s: number of the segment's and head's states.
+    """
+    OUT: gl.constexpr = MAKE == "o"
+    KEEP: gl.constexpr = MAKE == "states"
+    ENDS: gl.constexpr = MAKE == "ends"
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -99,28 +108,32 @@ def walk_part(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_x = gl.arange(0, 64, gl.SliceLayout(1, xl))[:, None] * C
-    o_x += gl.arange(0, C, gl.SliceLayout(0, xl))[None, :] + PART * (64 * C)
-    o_s = o_s + o_k[None, :] * V + (PART * 64 + o_v)[:, None]
+    o_u = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, xl))
+    o_x = o_u[:, None] * C + gl.arange(0, C, gl.SliceLayout(0, xl))[None, :]
+    m_u = (m_col + o_u < 0)[:, None]
+    o_v += PART * 64
+    o_s = i_s * (K * V) + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
     else:
         b_s = gl.zeros([64, K], gl.float32, sl)
+    if ENDS:
+        b_s = gl.where((m_col + o_v)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([64, C], gl.float32, xl)
     p_u = u_ptr + gl.cast(chunk, gl.int64) * (V * C)
-    b_u = gl.load(p_u + o_x)
+    b_u = load_u(p_u + o_x, m_u, ENDS)
     for i in range(n):
         s = i % ST
         at = (chunk + i * HV) * V + PART * 64
         p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
-        b_next = gl.load(p_u + o_x)
+        b_next = load_u(p_u + o_x, m_u, ENDS)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         b_left = b_s.to(ws.dtype)
         left = gl.convert_layout(b_left, sa)
         b_x = warpgroup_mma(left, ws.index(s).permute((1, 0)), b_u, is_async=True)
         if KEEP:
             put_out(states_desc, at, 0, ss.index(PART), b_left)
-        else:
+        if OUT:
             q = qs.index(s).permute((1, 0))
             b_o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
         if HAS_GATE:
@@ -133,14 +146,15 @@ def walk_part(
                 gl.thread_barrier()
             b_v = v.permute((1, 0))
             b_s = warpgroup_mma(b_v, ks.index(s), b_s, is_async=True)
-            if not KEEP:
+            if OUT:
                 right = qks.index(s).permute((1, 0))
                 b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
-        b_x = warpgroup_mma_wait((1 - KEEP) + (2 - KEEP) * (1 - DELTA), deps=(b_x,))
+        b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - DELTA), deps=(b_x,))
         b_left = b_x.to(ws.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), bs.index(s), b_s, is_async=True)
-        if KEEP:
-            put_out(x_desc, at, 0, os.index(PART), b_left)
+        if not OUT:
+            if KEEP:
+                put_out(x_desc, at, 0, os.index(PART), b_left)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
@@ -154,8 +168,22 @@ def walk_part(
             )  # fmt: skip
         b_u = b_next
     store_wait(0)
-    if not KEEP:
-        gl.store(s_out_ptr + o_s, b_s)
+    if HAS_S_OUT:
+        if ENDS:
+            o_m = i_s * (K * K) + o_k[None, :] * K + (m_col + o_v)[:, None]
+            gl.store(m_ptr + o_m, b_s, mask=((m_col >= 0) & (m_col + o_v < K))[:, None])
+            gl.store(s_out_ptr + o_s, b_s, mask=(m_col + o_v < 0)[:, None])
+        else:
+            gl.store(s_out_ptr + o_s, b_s)
+
+
+@gluon.jit
+def load_u(p, m, ENDS: gl.constexpr):
+    if ENDS:
+        b = gl.load(p, mask=m, other=0.0)
+    else:
+        b = gl.load(p)
+    return b
 
 
 @gluon.jit
@@ -175,7 +203,7 @@ def write_o(o_desc, o_ptr, tile, b, row, column, left, width, C: gl.constexpr, r
         gl.store(p_o, tile.load(rows), mask=(o_t < left)[:, None])
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV"])
+@gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
 def dplr_walk_sm90_kernel(
     q_desc,  # [slots * HV * C, K] by [C, K]
     w_desc,
@@ -190,12 +218,14 @@ def dplr_walk_sm90_kernel(
     o_ptr,
     u_ptr,  # [slots, HV, V, C]: U, float32
     total_ptr,  # [slots, HV, K]
-    s_in_ptr,  # [N, HV, K, V]
-    s_out_ptr,  # [N, HV, K, V]
+    s_in_ptr,  # [segments, HV, K, V]
+    s_out_ptr,  # [segments, HV, K, V]: the final state; E
+    m_ptr,  # [segments, HV, K, K]: M
     cu_ptr,  # [N + 1]
     T,
     N,
     HV,
+    segment,
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
@@ -203,10 +233,19 @@ def dplr_walk_sm90_kernel(
     DELTA: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
-    KEEP: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    MAKE: gl.constexpr,
+    SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * N,), 4 warps: one program walks one head of one sequence."""
+    """grid (tiles * HV * segments,), 4 warps: one program walks one head of one segment.
+
+    Without SPLIT a segment is a sequence. MAKE: "o", "states" or "ends". Tiles: one of V; for
+    "ends" then those of M, V columns each.
+    """
+    OUT: gl.constexpr = MAKE == "o"
+    KEEP: gl.constexpr = MAKE == "states"
+    TILES: gl.constexpr = 1 + (K + V - 1) // V if MAKE == "ends" else 1
     NV: gl.constexpr = V // 64
     dtype: gl.constexpr = w_desc.dtype
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
@@ -223,31 +262,38 @@ def dplr_walk_sm90_kernel(
     vs = os
     if KEEP:
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], w_desc.layout)
-    else:
+    if OUT:
         qs = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
         qbs = gl.allocate_shared_memory(dtype, [ST, C, C], square)
     if not DELTA:
         ks = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
         vs = gl.allocate_shared_memory(dtype, [ST * NV, C, 64], v_desc.layout)
-        if not KEEP:
+        if OUT:
             qks = gl.allocate_shared_memory(dtype, [ST, C, C], square)
     full = ring(1 + HAS_GATE, ST)
     empty = ring(NV, ST)
-    i_h, i_n, row, length, first, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
+    pid = gl.program_id(0)
+    m_col = (pid % TILES - 1) * V
+    i_h = (pid // TILES) % HV
+    slot = pid // TILES // HV
+    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
-    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
+    v_row = gl.where(m_col < 0, row, NOWHERE)
+    i_s = slot.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [
                 (walk_part, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
-                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, chunk, HV, row, v_col, o_s,
-                    length, n, 0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, KEEP)),
+                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
+                    v_col, i_s, m_col, length, n,
+                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
                 (load_part, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
-                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, DELTA, HAS_GATE, KEEP)),
+                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
+                    K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
             ],
             [1],
             [24],
@@ -257,16 +303,18 @@ def dplr_walk_sm90_kernel(
             [
                 (walk_part, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
-                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, chunk, HV, row, v_col, o_s,
-                    length, n, 0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, KEEP)),
+                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
+                    v_col, i_s, m_col, length, n,
+                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
                 (walk_part, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
-                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, chunk, HV, row, v_col, o_s,
-                    length, n, 1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, KEEP)),
+                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
+                    v_col, i_s, m_col, length, n,
+                    1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
                 (load_part, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
-                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, DELTA, HAS_GATE, KEEP)),
+                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
+                    K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
             ],
             [4, 1],
             [240, 24],

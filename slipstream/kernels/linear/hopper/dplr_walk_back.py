@@ -4,7 +4,8 @@ By the names of dplr_walk.py, with dS' the gradient of the state after a chunk,
 
     dx = qb^T do + b^ dS'        y = R^T dx        dS = total dS' + q~^T do + W^T dx
 
-V as the rows, a part of 4 warps for 64 columns of V, as in dplr_walk.py; dS' and y are written.
+V as the rows, a part of 4 warps for 64 columns of V, as in dplr_walk.py. dS' and y are written, or,
+of sequences in segments (SPLIT), first where the walk of each ends, alone.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -31,12 +32,13 @@ def load_part(
     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs, qbs, rs, totals,
     full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr,
+    ENDS: gl.constexpr,
 ):  # fmt: skip
     """chunk: of the first."""
     layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
     nbytes: gl.constexpr = (
         3 * q_desc.block_type.nbytes
-        + 2 * qb_desc.block_type.nbytes
+        + (2 - ENDS) * qb_desc.block_type.nbytes
         + NV * do_desc.block_type.nbytes
     )
     o_k = gl.arange(0, K, layout)
@@ -56,7 +58,8 @@ def load_part(
         copy_in(b_desc, [at, 0], full.index(s), bs.index(s))
         copy_in(q_desc, [at, 0], full.index(s), qs.index(s))
         copy_in(w_desc, [at, 0], full.index(s), ws.index(s))
-        copy_in(r_desc, [at, 0], full.index(s), rs.index(s))
+        if not ENDS:
+            copy_in(r_desc, [at, 0], full.index(s), rs.index(s))
         if HAS_GATE:
             totals.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
@@ -67,19 +70,19 @@ def load_part(
 @gluon.jit
 def walk_part(
     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-    s_in_ptr, s_out_ptr, chunk, HV, o_s, length, n,
+    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
     PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
+    HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
-    """Columns 64 PART and on of V. o_s: offset of the head's states."""
+    """Columns 64 PART and on of V. i_s: number of the segment's and head's states."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_s = o_s + o_k[None, :] * V + (PART * 64 + o_v)[:, None]
+    o_s = i_s * (K * V) + o_k[None, :] * V + (PART * 64 + o_v)[:, None]
     if HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
     else:
@@ -103,22 +106,27 @@ def walk_part(
         if HAS_GATE:
             b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
         b_s = warpgroup_mma(b_do, qs.index(s), b_s, is_async=True)
-        put_out(states_desc, at, 0, ss.index(PART), b_left)
+        if not ENDS:
+            put_out(states_desc, at, 0, ss.index(PART), b_left)
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
         b_left = b_x.to(qs.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ws.index(s), b_s, is_async=True)
-        left = gl.convert_layout(b_left, sa)
-        b_y = warpgroup_mma(left, rs.index(s), zero, use_acc=False, is_async=True)
-        b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
-        mbarrier.arrive(empty.index(s), count=1)
-        put_out(y_desc, at, 0, ys.index(PART), b_y.to(qs.dtype))
+        if ENDS:
+            b_s = warpgroup_mma_wait(0, deps=(b_s,))
+            mbarrier.arrive(empty.index(s), count=1)
+        else:
+            left = gl.convert_layout(b_left, sa)
+            b_y = warpgroup_mma(left, rs.index(s), zero, use_acc=False, is_async=True)
+            b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
+            mbarrier.arrive(empty.index(s), count=1)
+            put_out(y_desc, at, 0, ys.index(PART), b_y.to(qs.dtype))
     store_wait(0)
     if HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
         gl.store(s_out_ptr + o_s, b_s)
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV"])
+@gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
 def dplr_walk_back_sm90_kernel(
     do_desc,  # [tokens, HV * V] by [C, 64]
     q_desc,  # [slots * HV * C, K] by [C, K]
@@ -129,12 +137,13 @@ def dplr_walk_back_sm90_kernel(
     y_desc,  # [slots * HV * V, C] by [64, C]
     states_desc,  # [slots * HV * V, K] by [64, K]: dS' after each chunk
     total_ptr,  # [slots, HV, K]
-    s_in_ptr,  # [N, HV, K, V]: gradient of the final state
-    s_out_ptr,  # [N, HV, K, V]: of the initial one
+    s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
+    s_out_ptr,  # [segments, HV, K, V]: of that before it; dE
     cu_ptr,  # [N + 1]
     T,
     N,
     HV,
+    segment,
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
@@ -142,9 +151,14 @@ def dplr_walk_back_sm90_kernel(
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
+    ENDS: gl.constexpr,
+    SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * N,), 4 warps: one program walks one head of one sequence."""
+    """grid (HV * segments,), 4 warps: one program walks one head of one segment.
+
+    Without SPLIT a segment is a sequence. ENDS: s_out is all that is wanted.
+    """
     NV: gl.constexpr = V // 64
     dtype: gl.constexpr = q_desc.dtype
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -153,27 +167,31 @@ def dplr_walk_back_sm90_kernel(
     ws = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     bs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     qbs = gl.allocate_shared_memory(dtype, [ST, C, C], qb_desc.layout)
-    rs = gl.allocate_shared_memory(dtype, [ST, C, C], qb_desc.layout)
-    ys = gl.allocate_shared_memory(dtype, [NV, 64, C], y_desc.layout)
-    ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
+    rs = qbs
+    ys = qbs
+    ss = qs
+    if not ENDS:
+        rs = gl.allocate_shared_memory(dtype, [ST, C, C], qb_desc.layout)
+        ys = gl.allocate_shared_memory(dtype, [NV, 64, C], y_desc.layout)
+        ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], few)
     full = ring(1 + HAS_GATE, ST)
     empty = ring(NV, ST)
-    i_h, i_n, row, length, first, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
+    i_h, slot, row, length, first, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
-    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
+    i_s = slot.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [
                 (walk_part, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-                    s_in_ptr, s_out_ptr, chunk, HV, o_s, length, n,
-                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+                    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
+                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
                 (load_part, (
                     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
                     qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, HAS_GATE)),
+                    K, C, ST, NV, HAS_GATE, ENDS)),
             ],
             [1],
             [24],
@@ -183,16 +201,16 @@ def dplr_walk_back_sm90_kernel(
             [
                 (walk_part, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-                    s_in_ptr, s_out_ptr, chunk, HV, o_s, length, n,
-                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+                    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
+                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
                 (walk_part, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-                    s_in_ptr, s_out_ptr, chunk, HV, o_s, length, n,
-                    1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+                    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
+                    1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
                 (load_part, (
                     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
                     qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, HAS_GATE)),
+                    K, C, ST, NV, HAS_GATE, ENDS)),
             ],
             [4, 1],
             [240, 24],

@@ -17,18 +17,22 @@ from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.hopper import dplr_launch
-from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, per_channel
+from slipstream.kernels.linear.hopper.plan import (
+    CHUNK,
+    LEAST,
+    PROGRAMS,
+    TILE_V,
+    WORTH,
+    per_channel,
+)
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
 from slipstream.kernels.linear.triton import dplr_launch as dplr_portable
 from slipstream.kernels.linear.triton.delta_plan import crowded, slots_of
-from slipstream.kernels.linear.triton.launch import Split
+from slipstream.kernels.linear.triton.launch import Split, split_into
 
 IN_SLICES = MARKS = True  # as the portable ones
 ACTIVE = True  # takes how many of the packed sequences have tokens
-PROGRAMS = 132  # multiprocessors: a walk's program takes one
-LEAST = 8  # chunks of a segment
-WORTH = 18  # chunks that a split has to take off a walk: about 30 us
 
 
 def forward(
@@ -149,15 +153,14 @@ def _split(terms: Terms) -> Split | None:
 
     Where states do not decay their ends take two walks' time at most, for two segments one.
     """
-    B, T, HV, V = terms.v.shape
+    T, HV, V = terms.v.shape[1:]
     programs = V // TILE_V * HV * terms.sequences
     packed = terms.cu_seqlens is not None
     chunks = T // CHUNK // (terms.sequences if packed else 1)  # packed ones have so many on average
     wanted = min(PROGRAMS // programs, isqrt(2 * chunks), chunks // LEAST)
     if wanted < 2 or chunks - chunks // wanted < WORTH:
         return None
-    tokens = -(-chunks // wanted) * CHUNK
-    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+    return split_into(terms, -(-chunks // wanted) * CHUNK)
 
 
 def _meet(

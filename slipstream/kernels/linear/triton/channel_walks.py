@@ -12,7 +12,7 @@ from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_tiles import ChannelTile, choose_walk
 from slipstream.kernels.linear.triton.channel_walk import channel_scan_kernel, channel_walk_kernel
-from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family
+from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family, split_into
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import SPAN, Tile, segment_tokens
 
@@ -87,10 +87,7 @@ def split_of(work: Work) -> Split | None:
     tile, _ = _walk_tile(work.k.device, K, V, work.k.element_size(), work.tile.C)
     packed = work.terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    tokens = segment_tokens(programs, T, work.tile.C)
-    if tokens is None:
-        return None
-    return Split(tokens, T // tokens + work.terms.sequences if packed else B * -(-T // tokens))
+    return split_into(work.terms, segment_tokens(programs, T, work.tile.C))
 
 
 def sizes(work: Work) -> tuple[int, int, int]:

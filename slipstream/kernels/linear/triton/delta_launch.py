@@ -34,7 +34,7 @@ from slipstream.kernels.linear.triton.delta_plan import (
     tiles_of,
 )
 from slipstream.kernels.linear.triton.delta_solve import BASE, delta_solve_kernel
-from slipstream.kernels.linear.triton.delta_split import delta_scan_kernel
+from slipstream.kernels.linear.triton.delta_split_launch import join
 from slipstream.kernels.linear.triton.delta_walk import delta_walk_back_kernel, delta_walk_kernel
 from slipstream.kernels.linear.triton.heads import sum_heads
 from slipstream.kernels.linear.triton.launch import Split, _contiguous, _on
@@ -121,7 +121,7 @@ def _walked(
         _walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
         return
     met, M = _ends(terms, solved, split)
-    _join(terms, split, met, M, terms.initial_state, final)
+    join(terms, split, met, M, terms.initial_state, final)
     _walk(terms, solved, scale, o, s_in=met, split=split)
 
 
@@ -166,10 +166,10 @@ def backward(
             del made
         elif split is not None:
             met, M = _ends(terms, solved, split)
-            _join(terms, split, met, M, terms.initial_state, None)
+            join(terms, split, met, M, terms.initial_state, None)
             met_back = torch.empty_like(met)
             _walk_back(terms, do, solved, scale, s_out=met_back, split=split)
-            _join(terms, split, met_back, M, dfinal, dstate, reverse=True)
+            join(terms, split, met_back, M, dfinal, dstate, reverse=True)
             del M
             after = None
         w, dv = torch.empty_like(do), fitting(out.get("v"), do.shape, do.dtype, do.device)
@@ -243,45 +243,6 @@ def _ends(terms: Terms, solved: Solved, split: Split) -> tuple[Tensor, Tensor]:
     M = solved.rows.new_empty(split.slots, HV, K, K)
     _walk(terms, solved, 1.0, None, s_out=E, m=M, split=split)
     return E, M
-
-
-def _join(
-    terms: Terms,
-    split: Split,
-    states: Tensor,
-    M: Tensor,
-    s_in: Tensor | None,
-    s_out: Tensor | None,
-    reverse: bool = False,
-) -> None:
-    """states: what each segment adds, becomes what it meets."""
-    T, HV, V = terms.v.shape[1:]
-    K = terms.q.shape[-1]
-    tile, BK = tile_of(terms)
-    BV = tile.walk.B
-    inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
-    launch: Any = kept(delta_scan_kernel)[(-(-V // BV) * HV * terms.sequences,)]
-    launch(
-        states,
-        M,
-        s_in,
-        s_out,
-        terms.cu_seqlens,
-        T,
-        HV,
-        split.tokens,
-        K=K,
-        V=V,
-        BK=BK,
-        BV=BV,
-        REVERSE=reverse,
-        HAS_S_IN=s_in is not None,
-        HAS_S_OUT=s_out is not None,
-        PACKED=terms.cu_seqlens is not None,
-        INNER="ieee" if INTERPRETED else inner,
-        num_warps=8,
-        num_stages=1,
-    )
 
 
 def _walk(

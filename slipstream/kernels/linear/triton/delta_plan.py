@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.launching import precision, shared_memory
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose, segment_tokens
-from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family
+from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family, split_into
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import FILL
 
@@ -39,16 +39,18 @@ def states_like(terms: Terms) -> Tensor:
 
 
 def split_of(terms: Terms) -> Split | None:
-    """Decided by shapes and device. Joining segments takes M and a state in shared memory."""
-    B, T, HV, V = terms.v.shape
+    """Decided by shapes and device."""
+    HV, V = terms.v.shape[2:]
+    tile, _ = tile_of(terms)
+    return cut(terms, -(-V // tile.walk.B) * HV * terms.sequences, tile.C)
+
+
+def cut(terms: Terms, programs: int, C: int) -> Split | None:
+    """Of walks of so many programs. Joining segments takes M and a state in shared memory."""
     tile, BK = tile_of(terms)
-    programs = -(-V // tile.walk.B) * HV * terms.sequences
     joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.walk.B)
-    tokens = segment_tokens(programs, T, tile.C) if joinable else None
-    if tokens is None:
-        return None
-    packed = terms.cu_seqlens is not None
-    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+    tokens = segment_tokens(programs, terms.v.shape[1], C) if joinable else None
+    return split_into(terms, tokens)
 
 
 def _shared(device: torch.device) -> int:

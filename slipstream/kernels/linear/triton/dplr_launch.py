@@ -27,29 +27,21 @@ from slipstream.kernels.linear.triton.dplr_prepare import dplr_prepare_kernel
 from slipstream.kernels.linear.triton.dplr_scores import dplr_scores_kernel
 from slipstream.kernels.linear.triton.dplr_strong import dplr_strong_kernel
 from slipstream.kernels.linear.triton.dplr_strong_grads import dplr_strong_grads_kernel
-from slipstream.kernels.linear.triton.dplr_tiles import LIMIT, WHOLE, DplrTile, choose
-from slipstream.kernels.linear.triton.dplr_walk import dplr_walk_back_kernel, dplr_walk_kernel
-from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
+from slipstream.kernels.linear.triton.dplr_tiles import LIMIT, WHOLE
+from slipstream.kernels.linear.triton.dplr_walks import (
+    Prepared,
+    launch_options,
+    starts_of,
+    tile_of,
+    walk,
+    walk_back,
+    walk_to_end,
+)
+from slipstream.kernels.linear.triton.launch import _contiguous, _on
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
 # forward and backward write to memory that they are given, and forward leaves states (op.py)
 IN_SLICES = MARKS = True
-
-
-class Prepared(NamedTuple):
-    """By the names of dplr_prepare.py."""
-
-    q: Tensor
-    w: Tensor
-    b: Tensor
-    k: Tensor | None
-    u: Tensor
-    total: Tensor | None
-    qb: Tensor
-    qk: Tensor | None
-    ak: Tensor | None
-    r: Tensor | None
-    strong: Tensor | None
 
 
 class Walked(NamedTuple):
@@ -59,16 +51,6 @@ class Walked(NamedTuple):
     y: Tensor
     states: Tensor
     dstates: Tensor
-
-
-@cache
-def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
-
-
-def _tile_of(terms: Terms) -> tuple[DplrTile, int]:
-    K, V = terms.q.shape[-1], terms.v.shape[-1]
-    return _tile(terms.q.device, K, V, terms.q.element_size())
 
 
 def forward(
@@ -81,7 +63,8 @@ def forward(
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
     Args:
-        own: what launches prepare, walk, keep, walk_back and, where takes_grads, scores and grads.
+        own: what splits, and launches prepare, walk, walk_back and, where takes_grads, scores and
+            grads.
         out: memory for both.
         marks: memory for the states between spans of tokens, as many as there are and one more.
     """
@@ -91,11 +74,11 @@ def forward(
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
     with _on(o.device):
-        prepared, C = _prepare(terms, scale, keep=False, own=own), _tile_of(terms)[0].C
+        prepared, C = _prepare(terms, scale, keep=False, own=own), tile_of(terms)[0].C
         for tokens, part, there, after in walked(terms, o, final, marks):
             chunks = chunks_of(tokens, C)
             some = Prepared._make(None if x is None else x[chunks] for x in prepared)
-            _walk(part, some, o=there, final=after, own=own)
+            walk_to_end(part, some, there, after, own)
     return o, final
 
 
@@ -123,12 +106,14 @@ def backward(
             dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
         prepared = _prepare(terms, scale, keep=True, own=own, room=out)
+        split, state, dend, after = starts_of(terms, do, prepared, dfinal, dstate, own)
         x, states = _kept(terms, prepared)
-        _walk(terms, prepared, x=x, states=states, own=own)
+        walk(terms, prepared, own, x=x, states=states, s_in=state, split=split)
         # what is not read again gives its memory to what comes after it
         prepared = prepared._replace(u=prepared.qb)
         walked = Walked(x, torch.empty_like(x), states, torch.empty_like(states))
-        _walk_back(terms, do, prepared, walked, dfinal, dstate, own)
+        back = {"y": walked.y, "dstates": walked.dstates, "s_in": dend, "s_out": after}
+        walk_back(terms, do, prepared, own, **back, split=split)
         prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
         strong = prepared.strong
         scores, dv, dbeta = _scores(terms, do, prepared, walked, scale, own, out)
@@ -152,18 +137,6 @@ def _all_contiguous(terms: Terms) -> Terms:
     return _contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
 
-def _options(terms: Terms, part: Part, walk: bool = False) -> dict[str, Any]:
-    # three products for one over 256 channels at once leave the compiler not a register
-    simple = walk and terms.q.shape[-1] > 128
-    return {
-        "C": _tile_of(terms)[0].C,
-        "PACKED": terms.cu_seqlens is not None,
-        "PRECISION": "ieee" if simple else precision(),
-        "num_warps": part.warps,
-        "num_stages": part.stages,
-    }
-
-
 def _gate_options(terms: Terms) -> dict[str, Any]:
     return {
         "DELTA": terms.beta is not None,
@@ -182,13 +155,13 @@ def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
 def _ones(terms: Terms) -> Tensor:
     """What dplr_gates.triangle reads."""
     dtype = torch.float32 if _gate_options(terms)["EXACT"] else torch.bfloat16
-    return _triangles(terms.q.device, _tile_of(terms)[0].C, dtype)
+    return _triangles(terms.q.device, tile_of(terms)[0].C, dtype)
 
 
 def _slots(terms: Terms) -> int:
     """Chunks, at most (delta_solve.find_chunk)."""
     B, T = terms.q.shape[:2]
-    C = _tile_of(terms)[0].C
+    C = tile_of(terms)[0].C
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
@@ -203,7 +176,7 @@ def _prepare(
     """room: memory that is free until the gradients are written."""
     _, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
-    tile, WIDE = _tile_of(terms)
+    tile, WIDE = tile_of(terms)
     slots, C, v = _slots(terms), tile.C, terms.v
     delta = terms.beta is not None
     size = (slots, HV, C, WIDE)
@@ -230,12 +203,12 @@ def _prepare(
     options["INNER"] = "ieee" if INTERPRETED else inner
 
     def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
-        flags |= {"BK": part.B, "BV": part.B, **options, **_options(terms, part)}
+        flags |= {"BK": part.B, "BV": part.B, **options, **launch_options(terms, part)}
         kept(kernel)[(slots * HV,)](*given, *made, *args, *sizes, **flags)
 
     gated = terms.g is not None
     if own is not None:
-        flags = {**options, **_options(terms, tile.prepare)}
+        flags = {**options, **launch_options(terms, tile.prepare)}
         flags |= {"HAS_GATE": gated, "LIMIT": WHOLE[v.dtype]}
         own.prepare(given, made, sizes, slots * HV, flags)
         return out
@@ -259,98 +232,6 @@ def _kept(terms: Terms, prepared: Prepared) -> tuple[Tensor, Tensor]:
     return v.new_empty(slots, HV, V, C), v.new_empty(slots, HV, V, prepared.q.shape[-1])
 
 
-def _walk(
-    terms: Terms,
-    prepared: Prepared,
-    o: Tensor | None = None,
-    final: Tensor | None = None,
-    x: Tensor | None = None,
-    states: Tensor | None = None,
-    own: Any = None,
-) -> None:
-    T, HV, V = terms.v.shape[1:]
-    if own is not None:
-        if o is not None and final is not None:
-            own.walk(terms, prepared, o, final)
-        else:
-            own.keep(terms, prepared, x, states)
-        return
-    tile, WIDE = _tile_of(terms)
-    keep = states is not None
-    part = tile.keep if keep else tile.walk
-    launch: Any = kept(dplr_walk_kernel)[(-(-V // part.B) * HV * terms.sequences,)]
-    launch(
-        None if prepared.k is None else terms.v,
-        None if keep else prepared.q,
-        prepared.w,
-        prepared.b,
-        prepared.k,
-        prepared.u,
-        x,
-        prepared.total,
-        None if keep else prepared.qb,
-        None if keep else prepared.qk,
-        o,
-        states,
-        terms.initial_state,
-        final,
-        terms.cu_seqlens,
-        T,
-        HV,
-        K=terms.q.shape[-1],
-        V=V,
-        WIDE=WIDE,
-        BV=part.B,
-        KEEP=keep,
-        DELTA=terms.beta is not None,
-        HAS_GATE=terms.g is not None,
-        HAS_S_IN=terms.initial_state is not None,
-        **_options(terms, part, walk=not keep),
-    )
-
-
-def _walk_back(
-    terms: Terms,
-    do: Tensor,
-    prepared: Prepared,
-    walked: Walked,
-    dfinal: Tensor | None,
-    dstate: Tensor | None,
-    own: Any = None,
-) -> None:
-    if own is not None:
-        own.walk_back(terms, do, prepared, walked.y, walked.dstates, dfinal, dstate)
-        return
-    T, HV, V = terms.v.shape[1:]
-    tile, WIDE = _tile_of(terms)
-    part = tile.back
-    launch: Any = kept(dplr_walk_back_kernel)[(-(-V // part.B) * HV * terms.sequences,)]
-    launch(
-        do,
-        prepared.q,
-        prepared.w,
-        prepared.b,
-        prepared.total,
-        prepared.qb,
-        prepared.r,
-        walked.y,
-        walked.dstates,
-        dfinal,
-        dstate,
-        terms.cu_seqlens,
-        T,
-        HV,
-        K=terms.q.shape[-1],
-        V=V,
-        WIDE=WIDE,
-        BV=part.B,
-        HAS_GATE=terms.g is not None,
-        HAS_S_IN=dfinal is not None,
-        HAS_S_OUT=dstate is not None,
-        **_options(terms, part, walk=True),
-    )
-
-
 def _scores(
     terms: Terms,
     do: Tensor,
@@ -364,7 +245,7 @@ def _scores(
     of which the first is written.
     """
     B, T, HV, V = terms.v.shape
-    tile, WIDE = _tile_of(terms)
+    tile, WIDE = tile_of(terms)
     delta = terms.beta is not None
     out = [None if delta and n > 1 else torch.empty_like(prepared.qb) for n in range(4)]
     dv, dbeta = fitting(grads.get("v"), do.shape, do.dtype, do.device), None
@@ -400,7 +281,7 @@ def _scores(
         BK=min(64, WIDE),
         BV=tile.scores.B,
         DELTA=delta,
-        **_options(terms, tile.scores),
+        **launch_options(terms, tile.scores),
     )
     return [*out, same], dv, dbeta
 
@@ -420,7 +301,7 @@ def _grads(
     in its dtype where it is of channels."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
-    tile, WIDE = _tile_of(terms)
+    tile, WIDE = tile_of(terms)
     shape = (B, T, HV, K)
     names = [n for n in "qkab" if getattr(terms, n) is not None]
     wide = {n: fitting(out.get(n), shape, do.dtype, do.device) for n in names}
@@ -438,7 +319,13 @@ def _grads(
         flags |= {"K": K, "V": V, "WIDE": WIDE, "BK": part.B, "BV": part.B}
         grid = (-(-K // part.B) * HV * walked.x.shape[0],)
         kept(kernel)[grid](
-            *ins, *outs, *args, *sizes, **flags, **_gate_options(terms), **_options(terms, part)
+            *ins,
+            *outs,
+            *args,
+            *sizes,
+            **flags,
+            **_gate_options(terms),
+            **launch_options(terms, part),
         )
 
     if own is not None and strong is not None and own.takes_grads(terms, do):

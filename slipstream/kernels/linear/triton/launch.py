@@ -33,6 +33,15 @@ class Split(NamedTuple):
     slots: int
 
 
+def split_into(terms: Terms, tokens: int | None) -> Split | None:
+    """Segments of so many tokens, of packed sequences as many as there can be; or none."""
+    if tokens is None:
+        return None
+    B, T = terms.v.shape[:2]
+    packed = terms.cu_seqlens is not None
+    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+
+
 class Walk(NamedTuple):
     """One launch: tensors by the names of walk.py; y None where only the state is wanted."""
 
@@ -202,10 +211,7 @@ def _split(terms: Terms) -> Split | None:
     tile, _ = _tile_of(terms)
     packed = terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    tokens = segment_tokens(programs, T, tile.C)
-    if tokens is None:
-        return None
-    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+    return split_into(terms, segment_tokens(programs, T, tile.C))
 
 
 def _met(walk: Walk, terms: Terms, split: Split) -> Walk:
