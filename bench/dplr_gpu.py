@@ -27,7 +27,7 @@ from bench.record import record
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import dplr_launch as launch
-from slipstream.kernels.linear.triton import dplr_tiles
+from slipstream.kernels.linear.triton import dplr_tiles, dplr_walks
 from slipstream.kernels.linear.triton.delta_tiles import Part
 
 
@@ -345,7 +345,7 @@ SWEPT = ("sm_90", 2, 128)
 def put(name: str, row: tuple) -> None:
     part: Any = {name: Part(*row)}
     dplr_tiles.TILES[SWEPT] = dataclasses.replace(dplr_tiles.TILES[SWEPT], **part)
-    launch._tile.cache_clear()
+    dplr_walks._tile.cache_clear()
 
 
 def candidate(kind: str, index: int) -> None:
@@ -363,7 +363,7 @@ def candidate(kind: str, index: int) -> None:
         put(name, row)
         got = run_ours(kind, terms, do, dfinal, 0.1)
         dplr_tiles.TILES[SWEPT] = kept
-        launch._tile.cache_clear()
+        dplr_walks._tile.cache_clear()
         off = [error(got[n], x) for n, x in want.items()]
         worst = max(worst, *(e if e == e else torch.inf for e in off))
     print(f"{worst:.0e}")
@@ -390,7 +390,7 @@ def sweep(kind: str, names: list[str]) -> None:
                 line.append(f"{row} {type(e).__name__}")
             dplr_tiles.TILES[SWEPT] = kept
         print(f"{kind} {name}:", ", ".join(line), flush=True)
-    launch._tile.cache_clear()
+    dplr_walks._tile.cache_clear()
     record("dplr_gpu_sweep", rows)
 
 

@@ -1,15 +1,17 @@
-"""One long sequence of few heads, and the same tokens as several: what splitting it would give.
+"""One long sequence of few heads, walked whole and in segments.
 
     python bench/few_heads.py            # rows go to bench/results/few_heads.csv
     python bench/few_heads.py --warm     # compiles, times nothing
+    python bench/few_heads.py --kernels  # us of each kernel, nothing recorded
 
-B1 T32768 H8, K = V = 128, bf16. Several packed sequences are what segments would take if the states
-that they begin with cost nothing; the gated delta rule is split already.
+B1 T32768, K = V = 128, bf16. "rule" is how many segments the shape is given, which is what a call
+takes.
 """
 
 import argparse
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,72 +19,119 @@ from record import record
 from triton.testing import do_bench
 
 from slipstream import ops
+from slipstream.core import replay
+from slipstream.kernels.linear.hopper import dplr_launch
+from slipstream.kernels.linear.hopper.dplr_segments import segments
+from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.launch import Split, split_into
 
-T, H, WIDTH = 32768, 8, 128
-PARTS = (1, 8, 16)
-
-
-def wide(width: int = WIDTH) -> torch.Tensor:
-    return torch.randn(1, T, H, width, device="cuda", dtype=torch.bfloat16)
-
-
-def unit() -> torch.Tensor:
-    return F.normalize(wide().float(), dim=-1).bfloat16()
+T, WIDTH, CHUNK = 32768, 128, 64
+HEADS = (1, 2, 4, 8, 16)
+SEGMENTS = (1, 2, 4, 8, 16)
 
 
-def delta(*gate: int) -> dict[str, torch.Tensor]:
-    given = {"q": unit(), "k": unit(), "v": wide(), "beta": torch.rand(1, T, H, device="cuda")}
-    return given | {"g": -0.1 * torch.rand(1, T, H, *gate, device="cuda")}
+def wide(H: int) -> torch.Tensor:
+    return torch.randn(1, T, H, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
-def rwkv7() -> dict[str, torch.Tensor]:
-    a = unit()
-    given = {"r": wide(), "k": wide(), "v": wide(), "a": -a, "b": a * torch.rand_like(a)}
-    return given | {"w": -0.6065 * torch.rand(1, T, H, WIDTH, device="cuda")}
+def unit(H: int) -> torch.Tensor:
+    return F.normalize(wide(H).float(), dim=-1).bfloat16()
 
 
-OPERATORS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
-    "gated_delta_rule": delta,
-    "kda": lambda: delta(WIDTH),
+def gates(H: int, most: float) -> torch.Tensor:
+    return -most * torch.rand(1, T, H, WIDTH, device="cuda")
+
+
+def kda(H: int) -> dict[str, torch.Tensor]:
+    given = {"q": unit(H), "k": unit(H), "v": wide(H), "g": gates(H, 0.1)}
+    return given | {"beta": torch.rand(1, T, H, device="cuda")}
+
+
+def rwkv7(H: int) -> dict[str, torch.Tensor]:
+    a = unit(H)
+    given = {"r": wide(H), "k": wide(H), "v": wide(H), "a": -a, "b": a * torch.rand_like(a)}
+    return given | {"w": gates(H, 0.6065)}
+
+
+def dplr(H: int) -> dict[str, torch.Tensor]:
+    a = unit(H)
+    given = {"q": unit(H), "k": unit(H), "v": wide(H), "a": a, "b": -a * torch.rand_like(a)}
+    return given | {"gk": gates(H, 0.1)}
+
+
+OPERATORS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
+    "kda": kda,
     "rwkv7": rwkv7,
+    "dplr_delta_rule": dplr,
 }
 
 
-def calls(name: str, parts: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    given = OPERATORS[name]()
+def calls(name: str, H: int) -> dict[str, Callable[[], Any]]:
+    given = OPERATORS[name](H)
     live = {n: x.requires_grad_() for n, x in given.items()}
-    cu = torch.arange(0, T + 1, T // parts, device="cuda", dtype=torch.int32)
-    fn, do = getattr(ops, f"chunk_{name}"), wide()
-    packed = {} if parts == 1 else {"cu_seqlens": cu}
+    fn, do = getattr(ops, f"chunk_{name}"), wide(H)
 
     def forward() -> Any:
         with torch.no_grad():
-            return fn(**given, **packed)
+            return fn(**given)
 
     def both() -> Any:
-        return torch.autograd.grad(fn(**live, **packed)[0], list(live.values()), do)
+        return torch.autograd.grad(fn(**live)[0], list(live.values()), do)
 
-    return forward, both
+    return {"ms": forward, "both_ms": both}
+
+
+def cut(n: int) -> Any:
+    def split_of(terms: Terms) -> Split | None:
+        return split_into(terms, None if n == 1 else -(-T // n))
+
+    return mock.patch.object(dplr_launch, "split_of", split_of)
+
+
+def kernels(fn: Callable[[], Any]) -> str:
+    """us of each."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            fn()
+        torch.cuda.synchronize()
+    found = [x for x in profile.key_averages() if "_kernel" in x.key and "at::" not in x.key]
+    return " ".join(f"{x.key[:-7]} {x.device_time * x.count / 5:.0f}" for x in found)
+
+
+def times(name: str, H: int, fns: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
+    timed: Any = do_bench
+    rule, rows = segments(H, 2, T // CHUNK), []
+    for n in SEGMENTS:
+        row: dict[str, Any] = {"operator": name, "T": T, "heads": H, "segments": n, "rule": rule}
+        with cut(n):
+            for label, fn in fns.items():
+                fn()
+                row[label] = round(timed(fn, warmup=5, rep=40, return_mode="median"), 4)
+        rows.append(row)
+    for label in fns:
+        line = " ".join(f"{row[label]:7.3f}" for row in rows)
+        print(f"{name:16} {H:2} heads {label:8} {line}  rule {rule}", flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warm", action="store_true")
-    warm = parser.parse_args().warm
-    timed: Any = do_bench
+    parser.add_argument("--kernels", action="store_true")
+    args = parser.parse_args()
+    replay.ON = False  # a call that is replayed is cut as it was
     for name in OPERATORS:
-        rows: list[dict[str, Any]] = []
-        for parts in PARTS:
-            row: dict[str, Any] = {"operator": name, "sequences": parts}
-            for label, fn in zip(("ms", "both_ms"), calls(name, parts), strict=True):
-                fn()
-                if not warm:
-                    took = timed(fn, warmup=10, rep=50, return_mode="median")
-                    row[label] = round(took, 4)
-            rows.append(row)
-            print(row, flush=True)
-        if not warm:
-            record("few_heads", rows)
+        for H in (1,) if args.warm else (8,) if args.kernels else HEADS:
+            fns = calls(name, H)
+            if not (args.warm or args.kernels):
+                record("few_heads", times(name, H, fns))
+                continue
+            for n in (1, 8):
+                with cut(n):
+                    for label, fn in fns.items():
+                        fn()
+                        if args.kernels:
+                            print(name, H, "heads", n, "segments", label, kernels(fn), flush=True)
 
 
 if __name__ == "__main__":

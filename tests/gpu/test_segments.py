@@ -1,0 +1,100 @@
+"""kda, dplr and iplr in segments, by the Gluon kernels and the portable ones: the oracle's numbers.
+
+How a sequence is cut does not show beyond rounding, and the bits are the same twice.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.hopper import plan
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+from tests.gpu.test_delta_hopper import BARS, channels, on_hopper
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
+
+Ends = tuple[Terms, Tensor, Tensor]
+Way = Callable[[Terms, Tensor, Tensor], dict[str, Tensor]]
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
+    """Both implementations, into segments of so many tokens."""
+    from slipstream.kernels.linear.hopper import dplr_launch
+    from slipstream.kernels.linear.triton import delta_plan
+    from slipstream.kernels.linear.triton.launch import split_into
+
+    monkeypatch.setattr(dplr_launch, "split_of", lambda terms: split_into(terms, tokens))
+    monkeypatch.setattr(delta_plan, "segment_tokens", lambda programs, T, C: tokens)
+
+
+def gluon(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.hopper import launch
+
+    o, final = launch.forward(terms, 0.1)
+    return {"o": o, "final": final, **launch.backward(terms, do, dfinal, 0.1)}
+
+
+def portable(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.triton import dplr_launch
+
+    o, final = dplr_launch.forward(terms, 0.1)
+    return {"o": o, "final": final, **dplr_launch.backward(terms, do, dfinal, 0.1)}
+
+
+def oracle(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    wide = {
+        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
+        for name, x in terms._asdict().items()
+        if x is not None
+    }
+    o, final = linear_reference(Terms(**wide), 0.1)
+    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
+    names = [name for name in wide if name != "cu_seqlens"]
+    grads = torch.autograd.grad(loss, [wide[name] for name in names])
+    return {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
+
+
+def near(got: dict[str, Tensor], want: dict[str, Tensor], label: str) -> None:
+    for name, x in got.items():
+        y = want[name].to(x.device).double()
+        error = (x.double() - y).norm() / y.norm()
+        assert error <= BARS.get(name, 8e-3), (label, name, float(error))
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 0, 200, 1, 64)], ids=["whole", "packed"])
+@pytest.mark.parametrize("kind", ["kda weak", "kda strong", "dplr weak", "dplr strong", "iplr"])
+def test_segments_match_reference(
+    kind: str, lengths: tuple | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    form, *gates = kind.split()
+    terms = channels(form, "".join(gates), torch.float32, lengths)
+    if form == "iplr":
+        terms = terms._replace(g=None)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    assert plan.refuses(terms) is None
+    want = oracle(terms, do, dfinal)
+    ways: tuple[Way, ...] = (gluon, portable)
+    for way in ways:
+        for tokens in (None, 64, 128):
+            cut(monkeypatch, tokens)
+            got = way(terms, do, dfinal)
+            near(got, want, f"{way.__name__} {tokens}")
+        for name, x in way(terms, do, dfinal).items():
+            assert torch.equal(x, got[name]), name
+
+
+@pytest.mark.parametrize("form", ["kda", "dplr"])
+def test_a_long_sequence_is_as_if_it_were_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.kernels.linear.hopper import dplr_launch
+
+    torch.manual_seed(0)
+    terms = channels(form, "weak", torch.float32, None, (1, 5000, 1, 2))
+    assert dplr_launch.split_of(terms) is not None
+    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    got = gluon(terms, do, dfinal)
+    cut(monkeypatch, None)
+    near(got, gluon(terms, do, dfinal), form)

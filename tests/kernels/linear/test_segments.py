@@ -1,0 +1,42 @@
+"""In how many segments kda, rwkv7, dplr and iplr walk, by shapes alone."""
+
+import pytest
+import torch
+
+from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.kernels.linear.terms import Terms
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
+# walks, tiles for E and M, chunks, segments
+RULE = [
+    (1, 2, 16, 1),  # too short
+    (1, 2, 64, 8),
+    (8, 2, 512, 16),  # all multiprocessors walk, E and M are two rounds of them
+    (16, 2, 512, 8),
+    (32, 2, 512, 4),
+    (48, 2, 512, 1),  # two segments, whose E and M take as long as the walk
+    (132, 2, 2048, 1),
+    (500, 2, 2048, 1),
+]
+
+
+@pytest.mark.parametrize("case", RULE, ids=str)
+def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
+    from slipstream.kernels.linear.hopper.dplr_segments import segments
+
+    *shape, n = case
+    assert segments(*shape) == n
+
+
+@pytest.mark.parametrize("lengths", [None, (20000, 0, 12768)], ids=["whole", "packed"])
+def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
+    from slipstream.kernels.linear.hopper.dplr_segments import split_of
+
+    T = 32768
+    cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+    x = torch.empty(1, T, 4, 128, device="meta")
+    split = split_of(Terms(x, x, x, g=x, cu_seqlens=cu))
+    assert split is not None and split.tokens % 64 == 0
+    wanted = sum(-(-n // split.tokens) for n in lengths or (T,))
+    assert wanted <= split.slots <= wanted + len(lengths or ())
