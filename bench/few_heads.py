@@ -4,8 +4,8 @@
     python bench/few_heads.py --warm     # compiles, times nothing
     python bench/few_heads.py --kernels  # us of each kernel, nothing recorded
 
-B1 T32768, K = V = 128, bf16. "rule" is how many segments the shape is given, which is what a call
-takes.
+B1 T32768, K = V = 128, bf16. Forward alone goes in spans (slices.py), each of which is cut in so many
+segments; forward and backward go at once. "rule" is how many segments those are given.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def calls(name: str, H: int) -> dict[str, Callable[[], Any]]:
 
 def cut(n: int) -> Any:
     def split_of(terms: Terms) -> Split | None:
-        return split_into(terms, None if n == 1 else -(-T // n))
+        chunks = -(-terms.v.shape[1] // CHUNK)
+        return split_into(terms, None if n == 1 else -(-chunks // n) * CHUNK)
 
     return mock.patch.object(dplr_launch, "split_of", split_of)
 
