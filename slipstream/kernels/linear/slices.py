@@ -18,7 +18,8 @@ Bytes a token and value head, at E bytes an element, W the power of two of K, C 
     kda, dplr           with 1 or 2 for D: forward (2 + D) W E + D C E + 4 V: q, w, b and k, scores
                         and u; backward 2 D C E + V E + K V E / C: scores, x and S; and the larger
                         of D W E + 4 V: b and k, u; and of D W E + V E + K V E / C, with y and dS'.
-                        q and w are where their gradients go later
+                        q and w are where their gradients go later. Of few heads forward up to
+                        4 K (K + V) / (8 C) more: two states of segments, of 8 chunks at least
 
 The additive family with no or one gate a token needs next to nothing. A forward pass with a
 transition whose backward pass follows takes no more than inputs, results and gradients and that
@@ -358,8 +359,16 @@ def _room(terms: Terms, grads: bool) -> int:
         return V * E + 2 * K * V * E // C if grads else 0
     more = 1 if terms.transition == "delta" else 2
     if not grads:
-        return (2 + more) * W * E + more * C * E + 4 * V
+        return (2 + more) * W * E + more * C * E + 4 * V + _segments(terms)
     kept = 2 * more * C * E + V * E + K * V * E // C
     if terms.cu_seqlens is not None:
         kept += 2 * W * E  # of more chunks than their gradients have room for
     return kept + more * W * E + max(4 * V, V * E + K * V * E // C)
+
+
+def _segments(terms: Terms) -> int:
+    B, _, HV, V = terms.v.shape
+    if 2 * B * HV * -(-V // 64) >= BUSY:
+        return 0
+    K = terms.q.shape[-1]
+    return 4 * K * (K + V) // (8 * CHUNK)

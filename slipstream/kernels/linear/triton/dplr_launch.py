@@ -114,6 +114,7 @@ def backward(
         walked = Walked(x, torch.empty_like(x), states, torch.empty_like(states))
         back = {"y": walked.y, "dstates": walked.dstates, "s_in": dend, "s_out": after}
         walk_back(terms, do, prepared, own, **back, split=split)
+        del state, dend, back
         prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
         strong = prepared.strong
         scores, dv, dbeta = _scores(terms, do, prepared, walked, scale, own, out)
