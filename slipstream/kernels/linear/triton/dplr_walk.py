@@ -204,6 +204,8 @@ def dplr_walk_back_kernel(
         b_w = tl.load(w_ptr + slot * (C * WIDE) + o_w)
         b_q = tl.load(q_ptr + slot * (C * WIDE) + o_w)
         b_qb = tl.load(qb_ptr + slot * (C * C) + o_a)  # [i, j]
+        if MAKE == "states":
+            b_r = tl.load(r_ptr + slot * (C * C) + o_a)
         p_do = do_ptr + i_v + (i_c * C).to(tl.int64) * (HV * V)
         b_do = _columns(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [BV, C]
         b_left = b_s.to(act)
@@ -216,7 +218,6 @@ def dplr_walk_back_kernel(
         b_s = tl.dot(b_do, b_q, b_s, input_precision=PRECISION)  # [BV, WIDE]
         b_s = tl.dot(b_dx, b_w, b_s, input_precision=PRECISION)
         if MAKE == "states":
-            b_r = tl.load(r_ptr + slot * (C * C) + o_a)
             b_y = tl.dot(b_dx, b_r, input_precision=PRECISION)  # [BV, C]
             p_y = y_ptr + slot * (V * C) + o_v[:, None] * C + o_c[None, :]
             tl.store(p_y, b_y.to(act), mask=m_v)
