@@ -16,7 +16,6 @@ from tests.gpu.test_delta_hopper import BARS, channels, on_hopper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
 
-Ends = tuple[Terms, Tensor, Tensor]
 Way = Callable[[Terms, Tensor, Tensor], dict[str, Tensor]]
 
 
@@ -57,11 +56,12 @@ def oracle(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     return {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
 
 
-def near(got: dict[str, Tensor], want: dict[str, Tensor], label: str) -> None:
+def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    found = {}
     for name, x in got.items():
         y = want[name].to(x.device).double()
-        error = (x.double() - y).norm() / y.norm()
-        assert error <= BARS.get(name, 8e-3), (label, name, float(error))
+        found[name] = float((x.double() - y).norm() / y.norm())
+    return found
 
 
 @pytest.mark.parametrize("lengths", [None, (5, 0, 200, 1, 64)], ids=["whole", "packed"])
@@ -79,12 +79,15 @@ def test_segments_match_reference(
     want = oracle(terms, do, dfinal)
     ways: tuple[Way, ...] = (gluon, portable)
     for way in ways:
-        for tokens in (None, 64, 128):
+        cut(monkeypatch, None)
+        whole = errors(way(terms, do, dfinal), want)
+        for tokens in (64, 128):
             cut(monkeypatch, tokens)
-            got = way(terms, do, dfinal)
-            near(got, want, f"{way.__name__} {tokens}")
-        for name, x in way(terms, do, dfinal).items():
-            assert torch.equal(x, got[name]), name
+            got, again = (way(terms, do, dfinal) for _ in range(2))
+            for name, error in errors(got, want).items():
+                limit = max(BARS.get(name, 8e-3), 1.2 * whole[name])
+                assert error <= limit, (way.__name__, tokens, name, error, whole[name])
+                assert torch.equal(got[name], again[name]), name
 
 
 @pytest.mark.parametrize("form", ["kda", "dplr"])
@@ -97,4 +100,5 @@ def test_a_long_sequence_is_as_if_it_were_whole(form: str, monkeypatch: pytest.M
     do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
     got = gluon(terms, do, dfinal)
     cut(monkeypatch, None)
-    near(got, gluon(terms, do, dfinal), form)
+    for name, error in errors(got, gluon(terms, do, dfinal)).items():
+        assert error <= 2 * BARS.get(name, 8e-3), (name, error)
