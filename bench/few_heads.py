@@ -2,14 +2,15 @@
 
     python bench/few_heads.py            # rows go to bench/results/few_heads.csv
     python bench/few_heads.py --warm     # compiles, times nothing
-    python bench/few_heads.py --kernels  # us of each kernel, nothing recorded
+    python bench/few_heads.py --kernels  # and prints us of each launch, of 8 heads
 
-B1 T32768, K = V = 128, bf16. Forward alone goes in spans (slices.py), each of which is cut in so many
-segments; forward and backward go at once. "rule" is how many segments those are given.
+B1 T32768, K = V = 128, bf16. Forward alone goes in spans (slices.py), each of which is cut in so
+many segments; forward and backward go at once. "rule" is how many segments those are given.
 """
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -90,13 +91,17 @@ def cut(n: int) -> Any:
 
 
 def kernels(fn: Callable[[], Any]) -> str:
-    """us of each."""
+    """us of each of a call's launches, in their order."""
+    for _ in range(3):
+        fn()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
-            fn()
+        fn()
         torch.cuda.synchronize()
-    found = [x for x in profile.key_averages() if "_kernel" in x.key and "at::" not in x.key]
-    return " ".join(f"{x.key[:-7]} {x.device_time * x.count / 5:.0f}" for x in found)
+    found = [
+        x for x in profile.events() or () if x.name.endswith("_kernel") and "at::" not in x.name
+    ]
+    found.sort(key=lambda x: x.time_range.start)
+    return " ".join(f"{x.name[:-7]} {x.device_time:.0f}" for x in found)
 
 
 def times(name: str, H: int, fns: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
@@ -122,17 +127,19 @@ def main() -> None:
     args = parser.parse_args()
     replay.ON = False  # a call that is replayed is cut as it was
     for name in OPERATORS:
-        for H in (1,) if args.warm else (8,) if args.kernels else HEADS:
-            fns = calls(name, H)
-            if not (args.warm or args.kernels):
-                record("few_heads", times(name, H, fns))
-                continue
-            for n in (1, 8):
+        if args.warm:
+            for H, n in product((1, 2), (1, 8)):  # two heads go in spans, which have a state
                 with cut(n):
-                    for label, fn in fns.items():
+                    for fn in calls(name, H).values():
                         fn()
-                        if args.kernels:
-                            print(name, H, "heads", n, "segments", label, kernels(fn), flush=True)
+            continue
+        for H in HEADS:
+            record("few_heads", times(name, H, calls(name, H)))
+        if args.kernels:
+            both = calls(name, 8)["both_ms"]
+            for n in (1, 8, 16):
+                with cut(n):
+                    print(name, n, "segments", kernels(both), flush=True)
 
 
 if __name__ == "__main__":
