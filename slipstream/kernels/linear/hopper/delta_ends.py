@@ -19,7 +19,7 @@ wanted: these count as M = 0, which `far` says of each segment and head. delta_m
 
 from slipstream.kernels.gluon import gl, gluon
 from slipstream.kernels.linear.hopper import delta_walk, delta_walk_back
-from slipstream.kernels.linear.hopper.parts import NOWHERE, place_in, ring
+from slipstream.kernels.linear.hopper.parts import place_in, ring
 
 walk_part = delta_walk.walk_part
 prepare_part = delta_walk.prepare_part
@@ -30,6 +30,7 @@ back_load_part = delta_walk_back.load_part
 
 FAR = gl.constexpr(32.0)
 SEEN = gl.constexpr(64)  # chunks of which the gates are looked at
+NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
 @gluon.jit

@@ -13,11 +13,14 @@ Backward has the same once more, but for M. The n of the least sum is taken, if 
 chunks of the walk itself.
 """
 
-from slipstream.kernels.linear.hopper.plan import CHUNK, LEAST, PROGRAMS, WORTH
+from slipstream.kernels.linear.hopper.plan import CHUNK
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.launch import Split, split_into
+from slipstream.kernels.linear.triton.tiles import FILL
 
-JOIN = 2
+PROGRAMS = FILL // 2  # multiprocessors
+LEAST = 8  # chunks of a segment
+JOIN, WORTH = 2, 18
 
 
 def split_of(terms: Terms) -> Split | None:

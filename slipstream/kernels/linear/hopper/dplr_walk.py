@@ -31,7 +31,9 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import NOWHERE, clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, place, ring
+
+NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
 @gluon.jit

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.hopper import dplr_launch
-from slipstream.kernels.linear.hopper.plan import (
-    CHUNK,
-    LEAST,
-    PROGRAMS,
-    TILE_V,
-    WORTH,
-    per_channel,
-)
+from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, per_channel
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
 from slipstream.kernels.linear.triton import dplr_launch as dplr_portable
@@ -33,6 +26,9 @@ from slipstream.kernels.linear.triton.launch import Split, split_into
 
 IN_SLICES = MARKS = True  # as the portable ones
 ACTIVE = True  # takes how many of the packed sequences have tokens
+PROGRAMS = 132  # multiprocessors: a walk's program takes one
+LEAST = 8  # chunks of a segment
+WORTH = 18  # chunks that a split has to take off a walk: about 30 us
 
 
 def forward(

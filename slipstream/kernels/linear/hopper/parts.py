@@ -13,8 +13,6 @@ from slipstream.kernels.gluon import (
     store_wait,
 )
 
-NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
-
 
 @gluon.jit
 def place(cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr):

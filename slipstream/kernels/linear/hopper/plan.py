@@ -12,9 +12,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (64, 128)
 CHUNK = 64
 TILE_V = 64
-PROGRAMS = 132  # multiprocessors: a walk's program takes one
-LEAST = 8  # chunks of a segment
-WORTH = 18  # chunks that a split has to take off a walk: about 30 us
 
 
 def per_channel(terms: Terms) -> bool:
