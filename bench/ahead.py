@@ -29,6 +29,11 @@ def ahead(run: Callable[[], Any], runs: int = 20) -> float:
 
 def in_turns(calls: Sequence[Callable[[], Any]], runs: int = 20) -> list[float]:
     """As ahead, of several that take turns, so that all see the card as warm as the others do."""
+    return [sorted(x)[runs // 2] for x in turns(calls, runs)]
+
+
+def turns(calls: Sequence[Callable[[], Any]], runs: int) -> list[list[float]]:
+    """Milliseconds of each call's runs, turn by turn."""
     for run in calls:
         run()
     torch.cuda.synchronize()
@@ -49,5 +54,4 @@ def in_turns(calls: Sequence[Callable[[], Any]], runs: int = 20) -> list[float]:
         calls[i]()
         end.record()
     torch.cuda.synchronize()
-    times = [sorted(b.elapsed_time(e) for j, (b, e) in events if j == i) for i in range(len(calls))]
-    return [x[runs // 2] for x in times]
+    return [[b.elapsed_time(e) for j, (b, e) in events if j == i] for i in range(len(calls))]
