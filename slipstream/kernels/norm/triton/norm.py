@@ -104,7 +104,8 @@ def norm_fwd_kernel(
     i_g = tl.program_id(0) % G
     N: tl.constexpr = 1 if L2 else D
     o_d, o_r = tl.arange(0, BD), tl.program_id(0) // G * BR + tl.arange(0, BR)
-    m_r = o_r < R
+    # a program of one row has it
+    m_r = o_r < R if BR > 1 else tl.full([1], True, tl.int1)
     row = o_r.to(tl.int64) * G + i_g
     m = m_r[:, None] & (o_d < D)[None, :]
     o = row[:, None] * D + o_d[None, :]
