@@ -31,7 +31,8 @@ def compile_norm(
     gate: bool = False,
 ) -> Compiled:
     each = 4 if dtype == "*fp32" else 2
-    tile = tiles.choose(D, each, SHARED[arch], backward, gate or bias)
+    lean = each == 2 and not (centre or residual)
+    tile = tiles.choose(D, each, SHARED[arch], backward, gate or bias, lean=lean)
     names = ["w", *(["b"] if bias else []), *(["gate"] if gate else [])]
     names += ["dy", "h", "dx"] if backward else ["x", "y"]
     if residual:
@@ -47,7 +48,7 @@ def compile_norm(
     flags: dict[str, Any] = {"G": 1, "D": D, "BR": tile.BR, "BD": tile.BD}
     flags |= {"CENTRE": centre, "L2": False, "ZERO_CENTERED": False, "SILU": True}
     flags |= {"GATE_FIRST": False}
-    flags |= {"STAGES": tile.stages} if backward else {"ROUND": True}
+    flags |= {"STAGES": tile.stages} if backward else {"ROUND": True, "LEAN": tile.lean}
     kernel = "norm_bwd_kernel" if backward else "norm_fwd_kernel"
     return compile_kernel(
         f"slipstream.kernels.norm.triton.norm:{kernel}",

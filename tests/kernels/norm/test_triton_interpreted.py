@@ -65,7 +65,7 @@ def check(n: Norm, names: tuple[str, ...], dtype: torch.dtype, other: torch.dtyp
 def small_tiles() -> None:
     from slipstream.kernels.norm.triton import launch, tiles
 
-    tiles.FORWARD = (tiles.Row(8, 16, 4, 1, 1),)
+    tiles.FORWARD = (tiles.Row(8, 16, 4, 1, 1), tiles.Row(32, 64, 4, 0, 1, lean=True))
     tiles.BACKWARD = (tiles.Row(8, 16, 4, 1, 1),)
     tiles.LOOPED = tiles.SPLIT = tiles.Row(8, 16, 4, 1, 1)
     launch._tile.cache_clear()
@@ -89,9 +89,21 @@ def main() -> None:
             check(n._replace(wide_h=True), ("bias",), half, single)
             check(n._replace(keep_h=False), ("residual",), half, single)
         check(Norm(1e-6, l2=True), (), single, single)
+        check_lean()
         small_tiles()
     check_strides()
     check_operators()
+
+
+def check_lean() -> None:
+    """Rows of 16 bits that may stay as they were loaded, and a row of zeros."""
+    half, n = torch.float16, Norm(1e-5)
+    check(n, ("weight", "bias"), half, torch.float32)
+    check(n._replace(groups=3, zero_centered=True), ("weight",), half, half)
+    check(n._replace(activation="sigmoid"), ("gate", "weight"), half, half)
+    check(n._replace(l2=True), (), half, half)
+    y, _ = norm(torch.zeros(3, 24, dtype=half), None, None, None, None, n, "triton")
+    assert (y == 0).all()
 
 
 def check_strides() -> None:

@@ -39,8 +39,8 @@ class Grads(NamedTuple):
 
 
 @cache
-def _tile(index: int, D: int, bytes_each: int, backward: bool, *of_backward: bool) -> tiles.Tile:
-    tile = tiles.choose(D, bytes_each, shared_memory(index), backward, *of_backward)
+def _tile(index: int, D: int, bytes_each: int, backward: bool, **options: bool) -> tiles.Tile:
+    tile = tiles.choose(D, bytes_each, shared_memory(index), backward, **options)
     # AMD's warps have 64 threads, of which a program takes 1024
     return replace(tile, warps=min(tile.warps, 16)) if torch.version.hip else tile
 
@@ -68,7 +68,10 @@ class _Forward:
         wide = h_dtype(x, residual, n)
         self.h_dtype = wide if stores_h(x, residual, n, save) else None
         self.stats = (1 + n.centre, self.R * groups) if save else None
-        tile = _tile(x.get_device(), D, x.element_size(), False)
+        # what is normalised is x itself, which comes two features to a register
+        lean = residual is None and wide == x.dtype and not n.centre and not n.gate_first
+        lean = lean and x.element_size() == 2 and D % 8 == 0
+        tile = _tile(x.get_device(), D, x.element_size(), False, lean=lean)
         self.grid = (-(-self.R // tile.BR) * groups, 1, 1)
         self.warps = tile.warps
         self.rest = (
@@ -84,6 +87,7 @@ class _Forward:
             n.activation == "silu",
             n.gate_first,
             wide == x.dtype,
+            tile.lean,
         )
         self.found: Found | None = None
 
@@ -163,7 +167,7 @@ def backward(
     dh = None if dh is None else dh.contiguous()
     gate = None if gate is None else gate.contiguous()
     heavy, sums_wanted = gate is not None or needs_bias, needs_weight or needs_bias
-    tile = _tile(h.get_device(), D, h.element_size(), True, heavy, sums_wanted)
+    tile = _tile(h.get_device(), D, h.element_size(), True, heavy=heavy, sums=sums_wanted)
     blocks = -(-D // tile.BD)
     P = _programs(R, tile, groups * blocks, h.get_device())
     dx = torch.empty_like(dy)

@@ -16,9 +16,11 @@ d = dy w, dy times f(gate) first unless gate_first,
     dw = sum over tokens of dy u        db = sum of dy
     dgate = dy (u w + b) f'(gate)       or dz h f'(gate) if gate_first
 
-A row is in registers, so it is read once. One that is too long for them (BD < D) goes through
-in a loop, forward two or three times, of which the later ones find it in the L1 cache, and twice
-backward, by a kernel for the two sums and one that has columns of its own.
+A row is in registers, so it is read once; LEAN: as it was loaded, in half of the registers that its
+float32 would take, so that more programs are at work, and is converted again after the sums. One
+that is too long for them (BD < D) goes through in a loop, forward two or three times, of which the
+later ones find it in the L1 cache, and twice backward, by a kernel for the two sums and one that
+has columns of its own.
 dw and db are sums of a few programs' partial sums, each over a fixed share of the tokens.
 
 Symbols: BR rows and BD columns of a tile, P programs a group, i_g group, o_d column.
@@ -74,6 +76,14 @@ def _load_z(
 
 
 @triton.jit
+def _again(b_x, b_rstd):
+    """x as float32 once more, by way of a 0 that is not known before rstd is: the compiler would
+    convert it once, and keep that."""
+    zero = (b_rstd.to(tl.int32, bitcast=True) >> 31).to(tl.int16)
+    return (b_x.to(tl.int16, bitcast=True) ^ zero).to(b_x.dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _load_last(gate_ptr, o, m, GATE_FIRST: tl.constexpr):
     """The gate of what is normalised, None where there is none: before a row's sums are awaited, so
     that it is on its way with the row."""
@@ -97,7 +107,7 @@ def norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, gate_ptr, y_ptr, h_ptr, stats_ptr, R, eps,
     G: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     CENTRE: tl.constexpr, L2: tl.constexpr, ZERO_CENTERED: tl.constexpr, SILU: tl.constexpr,
-    GATE_FIRST: tl.constexpr, ROUND: tl.constexpr,
+    GATE_FIRST: tl.constexpr, ROUND: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """Grid (R / BR G). x, r, gate, y, h [R, G, D]; w, b [G, D]; stats [1 or 2, R, G]: rstd, mean
     of rows."""
@@ -111,7 +121,11 @@ def norm_fwd_kernel(
     o = row[:, None] * D + o_d[None, :]
     b_mean = tl.zeros([BR], tl.float32)
     if BD >= D:
-        b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o, m, SILU, GATE_FIRST, ROUND)
+        if LEAN:
+            b_x = tl.load(x_ptr + o, mask=m, other=0.0)
+            b_z = b_x.to(tl.float32)
+        else:
+            b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o, m, SILU, GATE_FIRST, ROUND)
         b_g = _load_last(gate_ptr, o, m, GATE_FIRST)
         if BD <= KEPT:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
@@ -121,6 +135,8 @@ def norm_fwd_kernel(
         b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / N + eps)
         if BD > KEPT:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
+        if LEAN:
+            b_z = _again(b_x, b_rstd[:, None])
         _store_y(y_ptr, b_g, b_z * b_rstd[:, None], b_w, b_b, o, m, SILU)
     else:
         if CENTRE:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 class Row:
     """widest: row of the table for BD up to this. per_processor: programs at a time on each
     multiprocessor, which then go on to the next tile; 0 is a program for each tile.
-    stages: of the loads ahead of their use, 1 is none."""
+    stages: of the loads ahead of their use, 1 is none. lean: a forward row of 16 bits stays as it
+    was loaded while its sums are awaited, for norms that allow it (launch.py)."""
 
     widest: int
     elements: int
     warps: int
     per_processor: int
     stages: int
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Tile:
     warps: int
     per_processor: int
     stages: int
+    lean: bool = False
 
 
 FORWARD = (
@@ -64,6 +67,7 @@ def choose(
     backward: bool,
     heavy: bool = False,
     sums: bool = True,
+    lean: bool = False,
 ) -> Tile:
     """The tile for rows of D features; BD < D if they take more than one.
 
@@ -71,11 +75,13 @@ def choose(
         shared: bytes of shared memory that a program may use.
         heavy: there is a gate or a bias, whose sums or factors take registers in backward.
         sums: of a weight's or a bias's gradient are made in backward.
+        lean: rows of the table for forward rows that stay as they were loaded may be taken.
     """
     table = FORWARD if not backward else BACKWARD if sums else SINGLE
     BD = 1 << max(D - 1, 0).bit_length()
     most = HEAVY if heavy and backward else BD
-    row = next((row for row in table if row.widest >= BD and most >= BD), None)
+    rows = [row for row in table if lean or not row.lean]
+    row = next((row for row in rows if row.widest >= BD and most >= BD), None)
     if row is None:
         row = SPLIT if backward else UNEVEN if D * bytes_each % 16 else LOOPED
         BD = row.widest
@@ -83,4 +89,4 @@ def choose(
     # one tile ahead is slower than none
     ahead = (row.stages - 1) * AHEAD * BR * BD * bytes_each
     stages = row.stages if ahead <= shared else 1
-    return Tile(BR, BD, row.warps, row.per_processor, stages)
+    return Tile(BR, BD, row.warps, row.per_processor, stages, row.lean)
