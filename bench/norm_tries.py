@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false
 """Other ways to compute three of the norms, each beside what is called and beside fla's kernels.
 
 python bench/norm_tries.py           # right by float64, then times in turns, to a CSV
@@ -12,19 +13,24 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
+from unittest import mock
 
 import torch
 from ahead import turns
+from norm_tries_list import TRIES, Try
 from record import record, table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from slipstream.kernels.norm.terms import Norm
+from slipstream.kernels.norm.triton import launch as norm_launch
+from slipstream.kernels.norm.triton.tiles import Tile
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 
 BF16, WORD = torch.bfloat16, torch.int32
@@ -37,115 +43,6 @@ LIMIT = 2.5e-3
 RUNS = 101
 # of shared memory that a program takes beside its own, and what there is
 RESERVED, SHARED = 1024, 233472
-
-
-@dataclass(frozen=True)
-class Try:
-    """kernel: of norm_tries_rows, or of norm_tries_tma if it takes TMA or warps. rows: of a tile.
-    per: programs a multiprocessor of a walk, 0: a program a tile. registers: at most."""
-
-    name: str
-    kernel: str
-    warps: int
-    rows: int = 1
-    per: int = 0
-    registers: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def row(name: str, warps: int, rows: int = 1, registers: int | None = None, **options: Any) -> Try:
-    options = {"EARLY": False, "LEAN": True, "APART": 1, "LOAD": "", "STORE": "", **options}
-    return Try(name, "norm_rows_kernel", warps, rows, registers=registers, options=options)
-
-
-def walk(
-    name: str, warps: int, per: int, rows: int = 1, registers: int | None = None, **options: Any
-) -> Try:
-    options = {"BLOCKED": False, "LOAD": "", "STORE": "", **options}
-    return Try(name, "norm_walk_kernel", warps, rows, per, registers, options)
-
-
-def by_tma(
-    name: str, warps: int, rows: int = 1, pieces: int = 1, registers: int | None = None
-) -> Try:
-    return Try(name, "norm_tma_kernel", warps, rows, 0, registers, {"PIECES": pieces})
-
-
-def ring(name: str, warps: int, per: int, slots: int, rows: int = 1, lag: int = 1) -> Try:
-    return Try(name, "norm_ring_kernel", warps, rows, per, options={"SLOTS": slots, "LAG": lag})
-
-
-def l2_rows(name: str, warps: int, rows: int, again: bool = True, **options: Any) -> Try:
-    options = {"AGAIN": again, "LOAD": "", "STORE": "", **options}
-    return Try(name, "l2_rows_kernel", warps, rows, options=options)
-
-
-def l2_walk(name: str, warps: int, rows: int, per: int, **options: Any) -> Try:
-    options = {"LOAD": "", "STORE": "", **options}
-    return Try(name, "l2_walk_kernel", warps, rows, per, options=options)
-
-
-TRIES: dict[str, list[Try]] = {
-    "rms": [
-        row("float32, no mask, 16 warps", 16, LEAN=False),
-        row("words, 16 warps, 40 registers", 16, registers=40),
-        row("words, 8 warps", 8),
-        row("words, 8 warps, w early", 8, registers=80, EARLY=True),
-        row("words, 4 warps", 4),
-        row("words, 16 warps, two rows", 16, 2, 64),
-        row("words, 8 warps, x .cg", 8, LOAD="cg"),
-        row("words, 8 warps, x y evict first", 8, LOAD="first", STORE="first"),
-        row("words, 8 warps, y evict first", 8, STORE="first"),
-        row("words, 8 warps, y .wt", 8, STORE="wt"),
-        row("words, 8 warps, rows apart", 8, APART=64),
-        walk("next row in registers, 16 warps", 16, 2, registers=64),
-        walk("next row in registers, 8 warps", 8, 2),
-        walk("next row in registers, 8 warps, blocks", 8, 2, BLOCKED=True),
-        by_tma("TMA, 4 warps, 4 pieces", 4, 1, 4, 80),
-        by_tma("TMA, 8 warps, 2 pieces", 8, 1, 2, 64),
-        by_tma("TMA, 8 warps, 4 pieces", 8, 1, 4, 40),
-        ring("TMA ring of 3, two a processor", 8, 2, 3),
-        ring("TMA ring of 6", 16, 1, 6, lag=2),
-    ],
-    "gated": [
-        row("float32, no mask, w late", 4, LEAN=False),
-        row("float32, no mask, 8 warps", 8, LEAN=False),
-        row("words, 4 warps", 4),
-        row("words, 2 warps", 2),
-        row("words, 4 warps, w early", 4, EARLY=True),
-        row("words, 4 warps, two rows", 4, 2),
-        row("words, 8 warps, four rows", 8, 4),
-        row("words, 4 warps, all evict first", 4, LOAD="first", STORE="first"),
-        row("words, 4 warps, y evict first", 4, STORE="first"),
-        row("words, 4 warps, x .cg", 4, LOAD="cg"),
-        row("words, 4 warps, rows apart", 4, APART=64),
-        Try("a warp a row, 4 warps", "norm_warps_kernel", 4, 4),
-        Try("a warp a row, 2 warps", "norm_warps_kernel", 2, 2),
-        walk("next row in registers, 4 warps", 4, 8),
-        walk("next two rows in registers, 8 warps", 8, 4, 2),
-        by_tma("TMA, 4 warps", 4),
-        by_tma("TMA, 4 warps, two rows", 4, 2),
-        by_tma("TMA, 8 warps, four rows", 8, 4),
-        ring("TMA ring of 4, four rows", 8, 1, 4, 4, 2),
-        ring("TMA ring of 4, two rows, three a processor", 8, 3, 4, 2, 2),
-    ],
-    "l2": [
-        l2_rows("no mask, 16 rows, 8 warps", 8, 16, again=False),
-        l2_rows("r again, 16 rows, 8 warps", 8, 16),
-        l2_rows("r again, 16 rows, 4 warps", 4, 16),
-        l2_rows("r again, 32 rows, 8 warps", 8, 32),
-        l2_rows("r again, 8 rows, 4 warps", 4, 8),
-        l2_rows("r again, 64 rows, 8 warps", 8, 64),
-        l2_rows("r again, all evict first", 4, 16, LOAD="first", STORE="first"),
-        l2_rows("r again, dx evict first", 4, 16, STORE="first"),
-        l2_rows("r again, x dy .cg", 4, 16, LOAD="cg"),
-        l2_walk("next rows in registers, 32, 4 warps", 4, 32, 7),
-        l2_walk("next rows in registers, 16, 4 warps", 4, 16, 12),
-        Try("TMA, 32 rows, 4 warps", "l2_tma_kernel", 4, 32),
-        Try("TMA, 64 rows, 4 warps", "l2_tma_kernel", 4, 64),
-        Try("TMA, 64 rows, 8 warps", "l2_tma_kernel", 8, 64),
-    ],
-}
 
 
 @dataclass
@@ -203,9 +100,36 @@ def lines(t: Tensor, rows: int) -> Any:
     return TensorDescriptor(v, v.shape, v.stride(), block, layout)
 
 
+def with_tile(work: str, t: Try, d: Data) -> Callable[[], Tensor]:
+    """What is called, but for its tile."""
+    n = Norm(EPS[work], l2=work == "l2")
+    chosen = Tile(t.rows, d.x.shape[1], t.warps, 0, 1, t.options["lean"])
+    place = mock.patch.object(norm_launch, "_tile", return_value=chosen)
+    if work == "l2":
+        assert d.r is not None and d.other is not None
+        given = d.other, None, d.x, None, None, None, d.r[None], None, n, False, False
+
+        def back() -> Tensor:
+            with place:
+                return norm_launch.backward(*given).x
+
+        return back
+    with place:
+        run = norm_launch._Forward(d.x, None, n, False)
+
+    def forward() -> Tensor:
+        run(d.x, None, d.w, None, d.other, d.out, None, None)
+        return d.out
+
+    return forward
+
+
 def launch(work: str, t: Try, d: Data, processors: int) -> Callable[[], Any]:
-    """A call that computes d.out."""
+    """A call that computes d.out, or its result."""
     from slipstream.kernels.kept import kept
+
+    if not t.kernel:
+        return with_tile(work, t, d)
 
     R, D = d.x.shape
     count, eps = R // t.rows, EPS[work]
@@ -270,8 +194,8 @@ def ways(work: str, d: Data) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     for t in TRIES[work]:
 
         def run(call: Callable[[], Any]) -> Tensor:
-            call()
-            return d.out
+            made = call()
+            return made if isinstance(made, Tensor) else d.out
 
         yield t.name, partial(run, launch(work, t, d, processors))
 

@@ -1,5 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 """Kernels of norm_tries.py in Triton: rows of bf16 that are read two features a word.
 
     norm   y = x rstd w f(gate)       rstd = 1 / sqrt(mean(x^2) + eps), f(gate) = silu or none

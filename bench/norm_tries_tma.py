@@ -1,5 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 # pyright: reportCallIssue=false
 """Kernels of norm_tries.py in Gluon: rows by TMA through shared memory, and rows of one warp each.
 
@@ -105,6 +106,7 @@ def norm_tma_kernel(
         mbarrier.expect(bar, x_desc.block_type.nbytes)
         copy_in(x_desc, at, bar, x_s)
     mbarrier.wait(bar, 0)
+    mbarrier.invalidate(bar)
     b_rstd = _rstd(x_s, eps, BR, PIECES, WARPS)
     PIECE: gl.constexpr = LINES // PIECES
     for p in gl.static_range(PIECES):
@@ -147,9 +149,8 @@ def norm_ring_kernel(
     for j in gl.static_range(SLOTS - LAG):
         _fetch(x_desc, g_desc, x_s, g_s, bars, first + j * P, j, first + j * P < count)
     b_w = _weight(w_ptr, 0, LINES, LINES // BR, WARPS)
-    step = 0
-    for i in range(first, count, P):
-        s = step % SLOTS
+    for step in range(gl.cdiv(count - first, P)):
+        i, s = first + step * P, step % SLOTS
         store_wait(LAG - 1)
         later = i + (SLOTS - LAG) * P
         _fetch(x_desc, g_desc, x_s, g_s, bars, later, (step + SLOTS - LAG) % SLOTS, later < count)
@@ -158,7 +159,6 @@ def norm_ring_kernel(
         _normed(x_s.index(s), None if g_s is None else g_s.index(s), b_w, b_rstd, BR, WARPS)
         fence_async_shared()
         copy_out(y_desc, [i * LINES, 0], x_s.index(s))
-        step += 1
     store_wait(0)
 
 
@@ -202,6 +202,7 @@ def l2_tma_kernel(x_desc, dy_desc, dx_desc, eps, BR: gl.constexpr, WARPS: gl.con
     copy_in(x_desc, at, bar, x_s)
     copy_in(dy_desc, at, bar, d_s)
     mbarrier.wait(bar, 0)
+    mbarrier.invalidate(bar)
     b_low, b_high = _pair(_rows(x_s.load(layout), BR), 0)
     d_low, d_high = _pair(_rows(d_s.load(layout), BR), 0)
     b_r = gl.rsqrt(gl.sum(b_low * b_low + b_high * b_high, 1) + eps)[:, None]
