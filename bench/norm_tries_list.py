@@ -85,6 +85,14 @@ TRIES: dict[str, list[Try]] = {
         ring("TMA ring of 3, two a processor", 8, 2, 3),
         ring("TMA ring of 6", 16, 1, 6, lag=2),
     ],
+    "short": [
+        tile(4, False),
+        tile(4, True),
+        tile(2, True),
+        row("words, 4 warps", 4),
+        walk("next row in registers, 4 warps", 4, 8),
+        by_tma("TMA, 4 warps", 4),
+    ],
     "gated": [
         tile(4, False),
         tile(4, True),
