@@ -35,6 +35,7 @@ class Tile:
 FORWARD = (
     Row(4096, 2048, 4, 0, 1),
     Row(8192, 8192, 8, 0, 1),
+    Row(16384, 16384, 8, 0, 1, lean=True),
     Row(32768, 16384, 16, 0, 1),
 )
 BACKWARD = (
