@@ -33,6 +33,7 @@ class Tile:
 
 
 FORWARD = (
+    Row(4096, 2048, 4, 0, 1, lean=True),
     Row(4096, 2048, 4, 0, 1),
     Row(8192, 8192, 8, 0, 1),
     Row(16384, 16384, 8, 0, 1, lean=True),
