@@ -29,7 +29,7 @@ def reduced(logits: Tensor, target: Tensor, terms: Terms, mean: bool, impl: str)
     """logits [N, V], target [N] -> loss []."""
     grads = torch.is_grad_enabled() and logits.requires_grad
     args = _rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl
-    loss = _Reduced.apply(*args) if grads else _made(*args)[0]
+    loss = _Reduced.apply(*args) if grads else _made(*args)
     launched()
     return loss
 
@@ -83,17 +83,17 @@ class _Reduced(torch.autograd.Function):
         return _again(logits, target, lse, dloss, ctx.terms, ctx.impl), *[None] * 5
 
 
-def _make(
-    logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool, impl: str
-) -> tuple[Tensor, ...]:
-    """The loss, each row's lse, 1 / how many targets count, and with `grads` the gradient."""
-    loss, lse = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-    grad = logits.new_empty(logits.shape if grads else 0)
+def _make(logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool, impl: str) -> Any:
+    """The loss; with `grads` also each row's lse, 1 / how many targets count, and the gradient."""
+    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    made: dict[str, Any] = {}
+    if grads:
+        made = {"lse": torch.empty_like(loss), "grad": logits.new_empty(logits.shape)}
     factor = guarded.inverse_count(impl, target, terms.ignore_index, logits.shape[1])
-    made = {"loss": loss, "lse": lse, "grad": grad if grads else None}
-    guarded.cross_entropy(impl, logits, target, terms, **made, weight=factor if mean else None)
-    total = loss.sum()
-    return total * factor if mean else total, lse, factor, grad
+    weight = factor if mean else None
+    guarded.cross_entropy(impl, logits, target, terms, loss=loss, **made, weight=weight)
+    total = guarded.total(impl, loss, weight)
+    return (total, made["lse"], factor, made["grad"]) if grads else total
 
 
 # a later call of its kind is played from its record

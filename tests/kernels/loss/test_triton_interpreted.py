@@ -86,6 +86,16 @@ def check_targets() -> None:
     raise_pending()
 
 
+def check_totals() -> None:
+    from slipstream.kernels.loss.triton import launch
+
+    for N in (0, 1, 4096, 9001):
+        x = torch.randn(N)
+        for factor in (None, torch.tensor(0.3)):
+            want = x.double().sum() * (1.0 if factor is None else factor)
+            assert error(launch.total(x, factor), want) < 1e-6
+
+
 def main() -> None:
     from slipstream.kernels.loss import op
     from slipstream.kernels.loss.triton import launch
@@ -110,6 +120,7 @@ def main() -> None:
         assert float(loss) == 0
         assert not torch.autograd.grad(loss, x)[0].any()
     check_targets()
+    check_totals()
     wide = torch.randn(10, 7).t()[:, ::2]  # no row's elements are adjacent
     ids = torch.randint(0, 5, (14,))[::2]
     want = torch.nn.functional.cross_entropy(wide, ids)

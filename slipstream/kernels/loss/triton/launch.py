@@ -18,6 +18,7 @@ from slipstream.kernels.loss.triton.cross_entropy import (
     cross_entropy_kernel,
     inverse_count_kernel,
     scale_kernel,
+    total_kernel,
 )
 
 # largest V, columns of a block, warps: 32 elements a thread, whose loads are all on their way
@@ -103,6 +104,14 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
             target, out, slots, target.shape[0], ignore_index, size or 0, NAMES.index("target"),
             4096, num_warps=8,
         )  # fmt: skip
+    return out
+
+
+def total(x: Tensor, factor: Tensor | None) -> Tensor:
+    """sum(x) * factor, float32 []; x [N] float32, factor [] float32, None is 1."""
+    out = torch.empty((), dtype=torch.float32, device=x.device)
+    with on(x.device):
+        kept(total_kernel)[(1,)](x, factor, out, x.shape[0], 4096, num_warps=8)
     return out
 
 
