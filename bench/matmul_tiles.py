@@ -1,10 +1,11 @@
 """Tiles of the matmul on a GPU: whether each runs or is refused, and which is best.
 
-python bench/matmul_tiles.py --every 200 --seed 0   # so many that are allowed, twice as many others
+python bench/matmul_tiles.py --every 300   # so many that are allowed, twice as many others
 python bench/matmul_tiles.py --rows                 # bf16 in turns with the library, to a CSV
 
 --every: each configuration must give the right numbers, or be refused before anything is compiled
-by an error that names one that is allowed. --seconds is how long it goes on.
+by an error that names one that is allowed. Processes compile and run them side by side, each the
+next one, for so many --seconds; they are drawn anew each time, or as a --seed has them.
 """
 
 import argparse
@@ -101,21 +102,36 @@ def judge(case: tuple) -> tuple[str, float]:
     return ("ran" if e <= limit(dtype, precision) else f"wrong by {e:.1e}"), e
 
 
-def some(part: int, parts: int, seed: int, allowed: int, until: float) -> list[tuple]:
-    """Case, verdict and error of every parts-th case, until it is late."""
-    torch.manual_seed(0)
-    found = []
-    for case in plan(seed, allowed)[part::parts]:
-        if time.time() > until:
+# number of the next case, of all processes
+_NEXT: Any = None
+
+
+def _share(number: Any) -> None:
+    global _NEXT
+    _NEXT = number
+
+
+def some(part: int, seed: int, allowed: int, until: float) -> list[tuple]:
+    """Case, verdict and error of the cases that this process took."""
+    cases, found = plan(seed, allowed), []
+    torch.manual_seed(part)
+    while time.time() < until:
+        with _NEXT.get_lock():
+            i = _NEXT.value
+            _NEXT.value += 1
+        if i >= len(cases):
             break
-        found.append((case, *judge(case)))
+        found.append((cases[i], *judge(cases[i])))
+        if "CUDA error" in found[-1][1]:
+            break  # nothing runs in this process any more
     return found
 
 
 def every(allowed: int, seed: int, seconds: float, workers: int) -> bool:
     # nothing here has touched the device, so that processes may be forked, which takes no time
-    run = partial(some, parts=workers, seed=seed, allowed=allowed, until=time.time() + seconds)
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+    context = get_context("fork")
+    run = partial(some, seed=seed, allowed=allowed, until=time.time() + seconds)
+    with ProcessPoolExecutor(workers, context, _share, (context.Value("q", 0),)) as pool:
         found = [x for part in pool.map(run, range(workers)) for x in part]
     counts: dict[tuple, Counter] = {}
     worst: dict[tuple, float] = {}
@@ -133,7 +149,7 @@ def every(allowed: int, seed: int, seconds: float, workers: int) -> bool:
         rows.append({**row, "error": f"{worst[kind]:.1e}"})
     record("matmul_configs", rows)
     total = sum(counts.values(), Counter())
-    print(f"configurations: {dict(total)} of {3 * allowed}", flush=True)
+    print(f"seed {seed}, configurations: {dict(total)} of {3 * allowed}", flush=True)
     return not total["fault"]
 
 
@@ -172,9 +188,9 @@ def by_rows() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
+    parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--rows", action="store_true")
     options = parser.parse_args()
     if options.rows:
