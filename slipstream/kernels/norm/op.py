@@ -15,7 +15,7 @@ from slipstream.core import guard, probe
 from slipstream.core.library import define, direct
 from slipstream.core.machine import Kind
 from slipstream.kernels.norm import plain
-from slipstream.kernels.norm.terms import Norm, h_dtype, stores_h
+from slipstream.kernels.norm.terms import Norm, h_dtype, stats_shape, stores_h
 
 _NORM = (
     "float eps, bool centre, bool l2, int groups, bool zero_centered, str activation, "
@@ -190,9 +190,8 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     h, stats = x.new_empty(0), x.new_empty(0)
     if stores_h(x, residual, n, save):
         h = x.new_empty(x.shape, dtype=h_dtype(x, residual, n))
-    if save:
-        rows = x.numel() // x.shape[-1] * (n.groups or 1)
-        stats = x.new_empty(1 + n.centre, rows, dtype=torch.float32)
+    if (shape := stats_shape(x, n, save)) is not None:
+        stats = x.new_empty(shape, dtype=torch.float32)
     return x.new_empty(x.shape), h, stats
 
 
@@ -219,7 +218,7 @@ _forward_op: Any = define(
 )
 _backward_op: Any = define(
     "norm_backward",
-    f"(Tensor dy, Tensor? dh, Tensor h, {_GIVEN}, Tensor stats, ScalarType? residual_dtype, "
+    f"(Tensor dy, Tensor? dh, Tensor h, {_GIVEN}, Tensor? stats, ScalarType? residual_dtype, "
     f"{_NORM}, bool needs_weight, bool needs_bias, str impl) -> Tensor[]",
     _backward_impl,
     _backward_fake,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.core.guard import apart
 from slipstream.kernels.norm import eager
-from slipstream.kernels.norm.terms import Norm, stores_h
+from slipstream.kernels.norm.terms import Norm, stats_shape, stores_h
 
 
 def norm(
@@ -34,9 +34,8 @@ def forward(
     """The statistics are left 0: `backward` makes them again."""
     y, h = eager.compose(x, weight, bias, gate, residual, n, eager.rms, eager.layer)
     stats = None
-    if save:
-        rows = x.numel() // x.shape[-1] * (n.groups or 1)
-        stats = torch.zeros(1 + n.centre, rows, dtype=torch.float32, device=x.device)
+    if (shape := stats_shape(x, n, save)) is not None:
+        stats = torch.zeros(shape, dtype=torch.float32, device=x.device)
     return y.contiguous(), h if stores_h(x, residual, n, save) else None, stats
 
 
@@ -47,7 +46,7 @@ def backward(
     weight: Tensor | None,
     bias: Tensor | None,
     gate: Tensor | None,
-    stats: Tensor,
+    stats: Tensor | None,
     residual_dtype: torch.dtype | None,
     n: Norm,
     needs_weight: bool,

@@ -33,6 +33,19 @@ def h_dtype(x: Tensor, residual: Tensor | None, n: Norm) -> torch.dtype:
     return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
 
 
+# Widest row of the l2 norm whose backward makes rstd again: its sum is within a warp, and costs
+# less than to write and read it.
+AGAIN = 256
+
+
+def stats_shape(x: Tensor, n: Norm, save: bool) -> tuple[int, int] | None:
+    """Of what a forward keeps for its backward, [1 or 2, rows]: rstd, mean; None: nothing."""
+    width, groups = x.shape[-1], n.groups or 1
+    if not save or (n.l2 and width <= AGAIN):
+        return None
+    return 1 + n.centre, x.numel() // width * groups
+
+
 def stores_h(x: Tensor, residual: Tensor | None, n: Norm, save: bool) -> bool:
     """Whether a kernel writes h: it is a result or wanted for backward, and is not x itself."""
     if residual is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.kernels.norm.call import run as norm
-from slipstream.kernels.norm.terms import Norm
+from slipstream.kernels.norm.terms import AGAIN, Norm
 from tests.kernels.interpreted import error, run
 
 NAMES = ("rms_norm", "layer_norm", "l2_norm", "group_norm", "rms_norm_gated")
@@ -46,10 +46,12 @@ def outputs(given: dict[str, Tensor | None], n: Norm, impl: str) -> tuple[list[T
     return [x.detach() for x in kept], list(grads)
 
 
-def check(n: Norm, names: tuple[str, ...], dtype: torch.dtype, other: torch.dtype) -> None:
+def check(
+    n: Norm, names: tuple[str, ...], dtype: torch.dtype, other: torch.dtype, D: int = 24
+) -> None:
     given: dict[str, Tensor | None] = {
         name: x if name in names or name == "x" else None
-        for name, x in inputs((2, 3, 24), dtype, other).items()
+        for name, x in inputs((2, 3, D), dtype, other).items()
     }
     wide = {name: None if x is None else x.double() for name, x in given.items()}
     ours, theirs = outputs(given, n, "triton"), outputs(wide, n, "reference")
@@ -89,6 +91,8 @@ def main() -> None:
             check(n._replace(wide_h=True), ("bias",), half, single)
             check(n._replace(keep_h=False), ("residual",), half, single)
         check(Norm(1e-6, l2=True), (), single, single)
+        # wider rows keep what backward wants
+        check(Norm(1e-6, l2=True), (), single, single, AGAIN + 8)
         check_lean()
         small_tiles()
     check_strides()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.kept import Found, found, kept
 from slipstream.kernels.launching import on, processors, shared_memory
-from slipstream.kernels.norm.terms import Norm, h_dtype, stores_h
+from slipstream.kernels.norm.terms import Norm, h_dtype, stats_shape, stores_h
 from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import (
     norm_bwd_kernel,
@@ -67,7 +67,7 @@ class _Forward:
         D, self.R = width // groups, x.numel() // width
         wide = h_dtype(x, residual, n)
         self.h_dtype = wide if stores_h(x, residual, n, save) else None
-        self.stats = (1 + n.centre, self.R * groups) if save else None
+        self.stats = stats_shape(x, n, save)
         # what is normalised is x itself, which comes two features to a register
         lean = residual is None and wide == x.dtype and not n.centre and not n.gate_first
         lean = lean and x.element_size() == 2 and D % 8 == 0
@@ -153,7 +153,7 @@ def backward(
     weight: Tensor | None,
     bias: Tensor | None,
     gate: Tensor | None,
-    stats: Tensor,
+    stats: Tensor | None,
     residual_dtype: torch.dtype | None,
     n: Norm,
     needs_weight: bool,
@@ -192,7 +192,7 @@ def backward(
             weight,
             bias,
             gate,
-            stats,
+            None if stats_shape(h, n, True) is None else stats,
             sums,
             dx,
             None if dr is dx else dr,
@@ -200,6 +200,7 @@ def backward(
             parts[0] if needs_weight else None,
             parts[-1] if needs_bias else None,
             R,
+            n.eps,
             groups,
             D,
             tile.BR,
