@@ -39,8 +39,8 @@ EPS = {"rms": 1e-5, "short": 1e-5, "gated": 1e-5, "l2": 1e-6}
 SHAPES = {"rms": (8192, 16384), "short": (32768, 2048), "gated": (32768, 2048), "l2": (262144, 128)}
 # tensors that must move
 UNITS = {"rms": 2, "short": 2, "gated": 3, "l2": 3}
-# relative RMS error of bf16 results; what rounding alone leaves is 1.7e-3
-LIMIT = 2.5e-3
+# relative RMS error of bf16 results; what rounding leaves is 1.7e-3, twice (Liger) 2.4e-3
+LIMIT = 3e-3
 RUNS = 121
 # of shared memory that a program takes beside its own, and what there is
 RESERVED, SHARED = 1024, 233472
@@ -188,25 +188,32 @@ def peers(work: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
             yield who, known[name]
 
 
-def ways(work: str, d: Data) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def ways(work: str, d: Data) -> Iterator[tuple[str, Callable[[], Callable[[], Tensor]]]]:
+    """Names, and what makes a call."""
     for who, norm in peers(work):
-        yield who, called(work, d, norm)
+        yield who, partial(called, work, d, norm)
     processors = torch.cuda.get_device_properties(d.x.device).multi_processor_count
     for t in TRIES[work]:
 
-        def run(call: Callable[[], Any]) -> Tensor:
-            made = call()
-            return made if isinstance(made, Tensor) else d.out
+        def make(t: Try = t) -> Callable[[], Tensor]:
+            call = launch(work, t, d, processors)
 
-        yield t.name, partial(run, launch(work, t, d, processors))
+            def run() -> Tensor:
+                made = call()
+                return made if isinstance(made, Tensor) else d.out
+
+            return run
+
+        yield t.name, make
 
 
 def right(work: str, d: Data) -> tuple[dict[str, Callable[[], Tensor]], bool]:
     """The ways whose results are right, and whether that is all of them."""
     want, good, every = wanted(work, d), {}, True
-    for name, call in ways(work, d):
+    for name, make in ways(work, d):
         d.out.fill_(float("nan"))
         try:
+            call = make()
             e = error(call(), want)
             said = "" if e <= LIMIT else f"WRONG by {e:.1e}"
         except Exception as fault:  # too many resources is a row too
