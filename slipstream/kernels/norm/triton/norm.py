@@ -119,6 +119,17 @@ def norm_fwd_kernel(
     row = o_r.to(tl.int64) * G + i_g
     m = m_r[:, None] & (o_d < D)[None, :]
     o = row[:, None] * D + o_d[None, :]
+    if BR == 1:
+        # one address a pointer, and small offsets: all loads of a row are issued at once
+        first, o = tl.program_id(0).to(tl.int64) * D, o_d[None, :]
+        x_ptr += first
+        y_ptr += first
+        if r_ptr is not None:
+            r_ptr += first
+        if gate_ptr is not None:
+            gate_ptr += first
+        if h_ptr is not None:
+            h_ptr += first
     b_mean = tl.zeros([BR], tl.float32)
     if BD >= D:
         if LEAN:
