@@ -133,7 +133,7 @@ def launch(work: str, t: Try, d: Data, processors: int) -> Callable[[], Any]:
         return with_tile(work, t, d)
 
     R, D = d.x.shape
-    count, eps = R // t.rows, EPS[work]
+    count, eps = R // (2 * t.rows if "pairs" in t.kernel else t.rows), EPS[work]
     grid = (min(t.per * processors, count) if t.per else count,)
     last = {**t.options, "num_warps": t.warps}
     if t.registers:
@@ -154,9 +154,9 @@ def launch(work: str, t: Try, d: Data, processors: int) -> Callable[[], Any]:
         import norm_tries_rows as kernels
 
         if work == "l2":
-            args = (x, g, out, R, eps) if t.per else (x, g, d.r, out, eps)
+            args = (x, g, out, 0, eps) if "pairs" in t.kernel else (x, g, d.r, out, eps)
         else:
-            args = (x, g, w, out, R, eps) if t.per else (x, g, w, out, eps)
+            args = (x, g, w, out, R, eps) if t.per else (x, g, w, out, 0, eps)
         args = (*args, D // 2, t.rows)
     kernel = kept(getattr(kernels, t.kernel))
     return lambda: kernel[grid](*args, **last)

@@ -49,9 +49,9 @@ def l2_rows(name: str, warps: int, rows: int, again: bool = True, **options: Any
     return Try(name, "l2_rows_kernel", warps, rows, options=options)
 
 
-def l2_walk(name: str, warps: int, rows: int, per: int, **options: Any) -> Try:
+def l2_pairs(name: str, warps: int, rows: int, **options: Any) -> Try:
     options = {"LOAD": "", "STORE": "", **options}
-    return Try(name, "l2_walk_kernel", warps, rows, per, options=options)
+    return Try(name, "l2_pairs_kernel", warps, rows, options=options)
 
 
 def tile(warps: int, lean: bool, rows: int = 1) -> Try:
@@ -127,15 +127,15 @@ TRIES: dict[str, list[Try]] = {
         tile(8, False, 32),
         l2_rows("no mask, 16 rows, 8 warps", 8, 16, again=False),
         l2_rows("r again, 16 rows, 8 warps", 8, 16),
-        l2_rows("r again, 16 rows, 4 warps", 4, 16),
-        l2_rows("r again, 32 rows, 8 warps", 8, 32),
         l2_rows("r again, 8 rows, 4 warps", 4, 8),
-        l2_rows("r again, 64 rows, 8 warps", 8, 64),
-        l2_rows("r again, all evict first", 4, 16, LOAD="first", STORE="first"),
-        l2_rows("r again, dx evict first", 4, 16, STORE="first"),
-        l2_rows("r again, x dy .cg", 4, 16, LOAD="cg"),
-        l2_walk("next rows in registers, 32, 4 warps", 4, 32, 7),
-        l2_walk("next rows in registers, 16, 4 warps", 4, 16, 12),
+        l2_rows("r again, 32 rows, 16 warps", 16, 32),
+        l2_pairs("two tiles of 8 rows, 4 warps", 4, 8),
+        l2_pairs("two tiles of 16 rows, 8 warps", 8, 16),
+        l2_pairs("two tiles of 4 rows, 2 warps", 2, 4),
+        l2_pairs("two tiles of 16 rows, 8 warps, dx evict first", 8, 16, STORE="first"),
+        l2_rows("r again, all evict first", 8, 16, LOAD="first", STORE="first"),
+        l2_rows("r again, dx evict first", 8, 16, STORE="first"),
+        l2_rows("r again, x dy .cg", 8, 16, LOAD="cg"),
         Try("TMA, 32 rows, 4 warps", "l2_tma_kernel", 4, 32),
         Try("TMA, 64 rows, 4 warps", "l2_tma_kernel", 4, 64),
         Try("TMA, 64 rows, 8 warps", "l2_tma_kernel", 8, 64),

@@ -8,7 +8,9 @@
 
 A row is kept as it was loaded, in half of the registers that its float32 would take, and is
 unpacked twice: before the sums and after them. A 0 that is only known when the sums are keeps the
-compiler from doing it once. Sizes are those of the benchmark: no masks but for the walk's end.
+compiler from doing it once. Another one, `none`, makes something seem to need what is loaded ahead:
+ptxas loads late what is wanted late. Sizes are those of the benchmark: no masks but for the walk's
+end.
 
 Symbols: BR rows of a tile, D2 words of a row, LOAD and STORE what caches are told.
 """
@@ -71,9 +73,9 @@ def _normed(b_v, b_g, b_w, b_rstd, zero):
     return _word(b_low, b_high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none"])
 def norm_rows_kernel(
-    x_ptr, g_ptr, w_ptr, y_ptr, eps, D2: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, g_ptr, w_ptr, y_ptr, none, eps, D2: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
     LEAN: tl.constexpr, APART: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Grid (R / BR). EARLY: w is loaded before the sums. LEAN: rows are kept as words. APART: rows
@@ -84,11 +86,14 @@ def norm_rows_kernel(
     o_d = tl.arange(0, D2)[None, :]
     o, place = tl.arange(0, BR)[:, None] * D2 + o_d, i.to(tl.int64) * BR * D2
     b_v, b_g = _load(x_ptr + place, o, None, LOAD), None
+    b_sum = b_v
     if g_ptr is not None:
         b_g = _load(g_ptr + place, o, None, LOAD)
+        b_sum ^= b_g & none
     if EARLY:
         b_w = tl.load(w_ptr + o_d)
-    b_rstd = _rstd(b_v, 2 * D2, eps)
+        b_sum ^= b_w & none
+    b_rstd = _rstd(b_sum, 2 * D2, eps)
     if not EARLY:
         b_w = tl.load(w_ptr + o_d)
     zero = _zero(b_rstd)[:, None] if LEAN else 0
@@ -148,19 +153,18 @@ def l2_rows_kernel(
     _store(dx_ptr + place, o, _l2_grad(b_v, b_dv, b_r), STORE)
 
 
-@triton.jit(do_not_specialize=["R"])
-def l2_walk_kernel(
-    x_ptr, dy_ptr, dx_ptr, R, eps, D2: tl.constexpr, BR: tl.constexpr, LOAD: tl.constexpr,
+@triton.jit(do_not_specialize=["none"])
+def l2_pairs_kernel(
+    x_ptr, dy_ptr, dx_ptr, none, eps, D2: tl.constexpr, BR: tl.constexpr, LOAD: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P): every P-th tile, with the next one on its way."""
+    """Grid (R / 2 BR): two tiles a program, both on their way at once."""
+    place = tl.program_id(0).to(tl.int64) * (2 * BR) * D2
     o = tl.arange(0, BR)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    count, i_p, P = R // BR, tl.program_id(0), tl.num_programs(0)
-    place = i_p.to(tl.int64) * BR * D2
+    later = o + BR * D2
     b_v, b_dv = _load(x_ptr + place, o, None, LOAD), _load(dy_ptr + place, o, None, LOAD)
-    for i in tl.range(i_p, count, P, num_stages=1):
-        m, place = i + P < count, tl.cast(i + P, tl.int64) * BR * D2
-        next_v, next_d = _load(x_ptr + place, o, m, LOAD), _load(dy_ptr + place, o, m, LOAD)
-        b_dx = _l2_grad(b_v, b_dv, _rstd(b_v, 1, eps))
-        _store(dx_ptr + tl.cast(i, tl.int64) * BR * D2, o, b_dx, STORE)
-        b_v, b_dv = next_v, next_d
+    next_v = _load(x_ptr + place, later, None, LOAD)
+    next_d = _load(dy_ptr + place, later, None, LOAD)
+    b_v ^= (next_v | next_d) & none
+    _store(dx_ptr + place, o, _l2_grad(b_v, b_dv, _rstd(b_v, 1, eps)), STORE)
+    _store(dx_ptr + place, later, _l2_grad(next_v, next_d, _rstd(next_v, 1, eps)), STORE)
