@@ -11,6 +11,7 @@ from slipstream.kernels.gluon import copy_out, gl, gluon, mbarrier, store_wait
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     PACKED_Q,
+    anew,
     place,
     queries_seen,
     ready,
@@ -39,16 +40,18 @@ def _add(parity: gl.constexpr, desc_dq, turns_ptr, buffers, full, empty, offsets
         i_kv, i_b, begin, queries, _, _, keys, _, row, i_n = place(
             unit, offsets, sizes, 128, True, FLAGS
         )
-        low, count, _, _ = queries_seen(row, queries, keys, window, BM, 128, FLAGS, 0)
+        sides = anew(window, turn)
+        low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
         for i_g in range(group):
-            first = tile_of_sequence(i_b, i_kv * group + i_g, i_n, begin, sizes, BM, FLAGS)
+            there = anew(sizes, turn)
+            first = tile_of_sequence(i_b, i_kv * group + i_g, i_n, begin, there, BM, FLAGS)
             for i in range(count):
                 if turn % 2 == parity:
                     query = low + (count - 1 - i) * BM
                     tile = first + query // BM
                     rank = row // 128
                     if FLAGS & LEFT:  # the first keys that these queries see
-                        rank -= gl.maximum(query + keys - queries - window[0], 0) // 128
+                        rank -= gl.maximum(query + keys - queries - sides[0], 0) // 128
                     while turn_of(turns_ptr + tile) < rank:
                         pass
                     ready(full, turn, 2)

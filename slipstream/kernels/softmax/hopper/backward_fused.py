@@ -34,6 +34,7 @@ from slipstream.kernels.softmax.hopper.backward_kv import weights
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     RIGHT,
+    anew,
     barriers,
     clean,
     corner,
@@ -71,7 +72,8 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = place(
             unit, offsets, sizes, 128, True, FLAGS
         )
-        low, count, _, _ = queries_seen(row, queries, keys, window, BM, 128, FLAGS, 0)
+        sides = anew(window, turn)
+        low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
         row_k, col_k = corner(at_k, i_kb, i_kv, begin_k + row)
         row_v, col_v = corner(at_v, i_kb, i_kv, begin_k + row)
         mbarrier.wait(empty_k.index(0), (mine & 1) ^ 1)
@@ -81,7 +83,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
             i_h = i_kv * group + i_g
             row_q, col_q = corner(at_q, i_b, i_h, begin + low)
             row_do, col_do = corner(at_do, i_b, i_h, begin + low)
-            i_r = tile_of_sequence(i_b, i_h, i_n, begin, sizes, BM, FLAGS) * BM + low
+            i_r = tile_of_sequence(i_b, i_h, i_n, begin, anew(sizes, turn), BM, FLAGS) * BM + low
             for i in range(count):
                 slot = turn % ST
                 on = (count - 1 - i) * BM
@@ -190,7 +192,7 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
 def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
           window, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
-    S, H, group, units = sizes[1], sizes[2], sizes[4], sizes[8]
+    group, units = sizes[4], sizes[8]
     k, v = buffers[0].index(0).slice(c * 64, 64), buffers[1].index(0).slice(c * 64, 64)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -205,15 +207,16 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
         i_kv, _, _, queries, i_kb, begin_k, keys, room, row, _ = place(
             unit, offsets, sizes, 128, True, FLAGS
         )
-        query, count, inner, outer = queries_seen(row, queries, keys, window, BM, 128, FLAGS, 0)
+        sides = anew(window, turn)
+        query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
         row += c * 64
         # each key is seen by the queries from `low` to before `high`
         low = o_n * 0
         high = low
         if FLAGS & LEFT:
-            high = row + o_n - (keys - queries) + window[0] + 1
+            high = row + o_n - (keys - queries) + sides[0] + 1
         if FLAGS & RIGHT:
-            low = row + o_n - (keys - queries) - window[1]
+            low = row + o_n - (keys - queries) - sides[1]
         if row - c * 64 + 128 > keys:  # keys that are not there are to add nothing to dq
             outer = inner
             low = gl.where(row + o_n < keys, low, 1 << 30)
@@ -262,7 +265,8 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
         out_k = stage(k, (dk * scale).to(k.dtype), D)
         out_v = stage(v, dv.to(k.dtype), D)
         mbarrier.arrive(empty[0].index(0))
-        HKV = H // group
+        S, H, each = anew((sizes[1], sizes[2], group), turn)
+        HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
         put(dk_ptr + at, out_k, HKV * D, room - row, D)
         put(dv_ptr + at, out_v, HKV * D, room - row, D)

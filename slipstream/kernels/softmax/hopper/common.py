@@ -28,6 +28,19 @@ SOFTCAP = gl.constexpr(4)
 LENGTHS = gl.constexpr(8)
 PACKED_Q = gl.constexpr(16)
 PACKED_K = gl.constexpr(32)
+# rows that are cleaned or stored at a time
+STEP = gl.constexpr(16)
+
+
+@gluon.jit
+def anew(numbers, turn):
+    """The same numbers, to no compiler's knowledge, since it does not know that turn >> 30 is 0:
+    what is made of them is made where it is wanted, and not kept from turn to turn in registers
+    that the loops over tiles lack."""
+    made = ()
+    for i in gl.static_range(len(numbers)):
+        made = made + (numbers[i] ^ (turn >> 30),)
+    return made
 
 
 @gluon.jit
@@ -44,7 +57,7 @@ def place(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.c
     """Head, batch row and first row of queries and of keys, how many, room for keys, tile's row,
     and the sequence."""
     cu_q_ptr, cu_k_ptr, lengths_ptr = offsets
-    T, S, H, N, group, tiles, steps, section, _ = sizes
+    T, S, H, N, group, tiles, steps, section, _ = anew(sizes, unit)
     if KEYS:
         H = H // group
         PACKED: gl.constexpr = FLAGS & PACKED_K
@@ -165,7 +178,6 @@ def clean(buffer, rows, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
     Every consumer does it for itself, with the same outcome.
     """
-    STEP: gl.constexpr = 16
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     if rows < ROWS:
@@ -178,18 +190,23 @@ def clean(buffer, rows, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def stage(buffer, values, WIDTH: gl.constexpr):
-    """Values in an accumulator's layout by way of shared memory into that of wide stores."""
+    """64 rows in an accumulator's layout by way of shared memory into that of wide stores, STEP at
+    a time: addresses are those of the first, and steps."""
     buffer.store(values)
-    rows = buffer.load(rows_layout(WIDTH))
+    rows = ()
+    for i in gl.static_range(0, 64, STEP):
+        rows = rows + (buffer.slice(i, STEP).load(rows_layout(WIDTH)),)
     fence_async_shared()
     return rows
 
 
 @gluon.jit
 def put(ptr, values, stride, rows, WIDTH: gl.constexpr):
-    """Stores 64 rows, of which there are `rows`, `stride` apart."""
+    """Stores what stage() returned, of which there are `rows`, `stride` apart."""
     layout: gl.constexpr = rows_layout(WIDTH)
-    o_r = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     p = ptr + o_r.to(gl.int64)[:, None] * stride + o_c[None, :]
-    gl.store(p, values, mask=(o_r < rows)[:, None] & (o_c >= 0)[None, :])
+    for i in gl.static_range(64 // STEP):
+        gl.store(p, values[i], mask=(o_r < rows - i * STEP)[:, None] & (o_c >= 0)[None, :])
+        p += STEP * stride

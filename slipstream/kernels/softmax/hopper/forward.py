@@ -20,7 +20,7 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
-    RIGHT,
+    anew,
     barriers,
     clean,
     keys_seen,
@@ -69,7 +69,6 @@ def _step(at_q, bufs_q, zero, ring_k, ring_v, state, turn, sight, key, ST: gl.co
     """q k^T of this turn beside p v of the one before, and that beside the exponentials."""
     bufs_k, full_k, empty_k = ring_k
     bufs_v, full_v, empty_v = ring_v
-    low, high, factor, cap = sight
     e, m, l, acc, shrink = state
     before = turn - 1
     ready(full_k, turn, ST)
@@ -80,7 +79,7 @@ def _step(at_q, bufs_q, zero, ring_k, ring_v, state, turn, sight, key, ST: gl.co
     acc = warpgroup_mma(p, bufs_v.index(before % ST), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(empty_k.index(turn % ST))
-    e, m, shrink = weights(s, m, low, high, key, factor, cap, MASKED, FLAGS)
+    e, m, shrink = weights(s, m, sight, turn, key, MASKED, FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # the assembler lifts the wait for p v over the exponentials, but not over another wait
     ready(full_v, before, ST)
@@ -95,7 +94,6 @@ def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexp
           FLAGS: gl.constexpr):  # fmt: skip
     """All tiles but p v of the last."""
     bufs_k, full_k, empty_k = ring_k
-    low, high, factor, cap = sight
     key, count, inner, outer = span
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     ready(full_k, turn, ST)
@@ -104,9 +102,9 @@ def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexp
     mbarrier.arrive(empty_k.index(turn % ST))
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     if (inner == 0) & (outer > 0):
-        e, m, _ = weights(s, m, low, high, key, factor, cap, False, FLAGS)
+        e, m, _ = weights(s, m, sight, turn, key, False, FLAGS)
     else:
-        e, m, _ = weights(s, m, low, high, key, factor, cap, True, FLAGS)
+        e, m, _ = weights(s, m, sight, turn, key, True, FLAGS)
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
@@ -138,7 +136,7 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
     o_ptr, lse_ptr, sinks_ptr = out
     i_h, i_b, begin, queries, row = spot
     m, l, acc = sums
-    T, H = sizes[0], sizes[2]
+    T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
     o_m = gl.arange(0, 64, m.type.layout)
     if FLAGS & SINKS:
@@ -165,17 +163,15 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
 
 @gluon.jit
 def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, sizes,
-            window, board, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+            given, board, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
             ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_q, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
     ROOM: gl.constexpr = bufs_q.shape[0] // (NC * panels(D))
     units = sizes[8]
-    left, right = window
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
     unit = gl.program_id(0)
@@ -183,18 +179,14 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
+        window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
         row += c * 64
-        # each query sees the keys from `low` to before `high`
-        low = row + keys - queries + o_m - left
-        high = keys + o_m * 0
-        if FLAGS & RIGHT:
-            high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
             at_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), turn,
-            (key, count, inner, outer), (low, high, factor, cap), BN, DV, ST, panels(D), FLAGS,
+            (key, count, inner, outer), (row + keys - queries, keys, window, factor, cap), BN, DV, ST, panels(D), FLAGS,
         )  # fmt: skip
         turn += count
         last = bufs_v.index((turn - 1) % ST)
@@ -204,7 +196,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
         spot = (i_h, i_b, begin, queries, row)
-        _finish(at_q, out, bufs_q, empty_q, spot, (m, l, acc), sizes, DV, FLAGS)
+        shape = anew((sizes[0], sizes[2]), turn)
+        _finish(at_q, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
         unit = hear(unit, board, mine, FLAGS)
         mine += 1
 

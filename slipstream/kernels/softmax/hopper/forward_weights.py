@@ -11,7 +11,7 @@ first.
 """
 
 from slipstream.kernels.gluon import gl, gluon
-from slipstream.kernels.softmax.hopper.common import LEFT, SOFTCAP
+from slipstream.kernels.softmax.hopper.common import LEFT, RIGHT, SOFTCAP, anew
 
 # how far, in powers of two, a maximum may grow before what there is of a row is scaled anew
 SLACK = gl.constexpr(8.0)
@@ -73,18 +73,32 @@ def _where_below(s, a, b):
 
 
 @gluon.jit
-def weights(s, m, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """p of a tile whose first key is `key`, the new m, and what shrinks what was before."""
+def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """p of a tile whose first key is `key`, the new m, and what shrinks what was before.
+
+    sight: the first query's position, how many keys there are, and what the scores are to be.
+    """
     layout: gl.constexpr = s.type.layout
+    at, keys, window, factor, cap = sight
     under = factor
     if FLAGS & SOFTCAP:
         s = cap - 2.0 * cap / (1.0 + gl.exp2(s * factor))
         under = 1.0
     if MASKED:
+        o_m = gl.arange(0, 64, gl.SliceLayout(1, layout))
         o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        low, high = at - window[0] - 1, at + window[1] + 1
+        if FLAGS & LEFT:  # bounds on both sides would take registers between masked tiles
+            low, high = anew((low, high), turn)
+        if FLAGS & RIGHT:
+            high = gl.minimum(high + o_m, keys)
+        elif FLAGS & SOFTCAP:  # 0 as well, lest comparisons that rows share are kept as bits
+            high = keys + (o_m & (turn >> 30))
+        else:
+            high = keys + o_m * 0
         s = _where_below(s, o_n[None, :], high[:, None])
         if FLAGS & LEFT:
-            s = _where_below(s, low[:, None] - 1, o_n[None, :])
+            s = _where_below(s, (low + o_m)[:, None], o_n[None, :])
     top = _most(s, m) * under
     top = gl.where(top > m + SLACK, top, m)
     base = top
