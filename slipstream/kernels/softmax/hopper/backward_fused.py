@@ -171,7 +171,7 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
     base = bufs_base.index(slot).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, w = weights(s, base, sight[0], sight[1], query, factor, cap, MASKED, FLAGS)
+    p, w = weights(s, base, sight, query, factor, cap, MASKED, FLAGS)
     dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), a_layout), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     dx = (w * dp).to(q.dtype)

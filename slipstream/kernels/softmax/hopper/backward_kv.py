@@ -25,6 +25,7 @@ from slipstream.kernels.softmax.hopper.common import (
     LENGTHS,
     RIGHT,
     SOFTCAP,
+    anew,
     barriers,
     clean,
     corner,
@@ -35,6 +36,7 @@ from slipstream.kernels.softmax.hopper.common import (
     queries_seen,
     ready,
     stage,
+    where_below,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 
@@ -51,7 +53,23 @@ def numbers(ptr, there, other, BM: gl.constexpr, layout: gl.constexpr, MASKED: g
 
 
 @gluon.jit
-def weights(s, base, low, high, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
+    """The queries that see each of 64 keys: from `low` to before `high`.
+
+    sight: the query at the place of the first key, and the window.
+    """
+    at, window = sight
+    o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    low, high = anew((at - window[1], at + window[0] + 1), turn)
+    if FLAGS & RIGHT:
+        low += o_n
+    else:
+        low = o_n * 0
+    return low, high + o_n
+
+
+@gluon.jit
+def weights(s, base, sight, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p, keys by queries from `query` on, and what dp - delta is to be multiplied by for dx."""
     if FLAGS & SOFTCAP:
         t = 1.0 - 2.0 / (1.0 + gl.exp2(s * factor))
@@ -59,11 +77,11 @@ def weights(s, base, low, high, query, factor, cap, MASKED: gl.constexpr, FLAGS:
     else:
         s = s * factor
     if MASKED:
+        low, high = sight
         o_m = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        seen = o_m[None, :] >= low[:, None]
+        s = where_below(s, low[:, None] - 1, o_m[None, :])
         if FLAGS & LEFT:
-            seen = seen & (o_m[None, :] < high[:, None])
-        s = gl.where(seen, s, float("-inf"))
+            s = where_below(s, o_m[None, :], high[:, None])
     p = gl.exp2(s - base[None, :])
     w = p
     if FLAGS & SOFTCAP:
@@ -108,7 +126,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
 
 
 @gluon.jit
-def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, low, high, query, queries,
+def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, query, queries,
             factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dv from the queries of this turn."""
@@ -125,7 +143,9 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, low, high
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty[1].index(slot))
-    p, _ = weights(s, base, low, high, query, factor, cap, MASKED, FLAGS)
+    if MASKED:
+        sight = seen_by(sight, turn, layout, FLAGS)
+    p, _ = weights(s, base, sight, query, factor, cap, MASKED, FLAGS)
     ready(full[2], turn, ST)
     if MASKED:
         clean(do, there, BM, D)
@@ -137,7 +157,7 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, low, high
 
 
 @gluon.jit
-def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, low, high, query, queries,
+def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, query, queries,
           factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dk from the queries of this turn."""
@@ -159,7 +179,9 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, low, high, 
         ready(full[2], turn, ST)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    _, w = weights(s, base, low, high, query, factor, cap, MASKED, FLAGS)
+    if MASKED:
+        sight = seen_by(sight, turn, layout, FLAGS)
+    _, w = weights(s, base, sight, query, factor, cap, MASKED, FLAGS)
     delta = numbers(delta_ptr + query, there, 0.0, BM, layout, MASKED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(empty[2].index(slot))
@@ -176,45 +198,42 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffer, base_ptr,
           cap, scale, buffers, full, empty, offsets, sizes, window, BM: gl.constexpr,
           D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_k = buffers[0]
-    T, S, H, group, units = sizes[0], sizes[1], sizes[2], sizes[4], sizes[8]
-    left, right = window
+    group, units = sizes[4], sizes[8]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     zero = gl.zeros([64, BM], gl.float32, s_layout)
-    o_n = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row, _ = place(
             unit, offsets, sizes, 64, True, FLAGS
         )
-        query, count, inner, outer = queries_seen(row, queries, keys, window, BM, 64, FLAGS)
-        low = o_n * 0
-        high = row + o_n - (keys - queries) + left + 1
-        if FLAGS & RIGHT:
-            low = row + o_n - (keys - queries) - right
+        sides = anew(window, turn)
+        query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 64, FLAGS)
+        sight = (row - (keys - queries), sides)
         acc = gl.zeros([64, D], gl.float32, k_layout)
         mbarrier.wait(full[0].index(0), mine & 1)
         if KEYS:
             mbarrier.wait(full[0].index(1), mine & 1)
         for i_g in range(group):
+            T, H = anew((sizes[0], sizes[2]), turn)
             i_r = i_b.to(gl.int64) * H + i_kv * group + i_g
             i_r = i_r * (gl.cdiv(T, 4) * 4) + begin
             if FLAGS & RIGHT:
                 for i in range(inner):
                     acc = step(
                         zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, turn + i,
-                        low, high, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
+                        sight, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                     )  # fmt: skip
             for i in range(inner, outer):
                 acc = step(
                     zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, turn + i,
-                    low, high, query + i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
+                    sight, query + i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
                 )  # fmt: skip
             for i in range(outer, count):
                 acc = step(
                     zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, turn + i,
-                    low, high, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
+                    sight, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                 )  # fmt: skip
             turn += count
         mine += 1
@@ -225,7 +244,8 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffer, base_ptr,
         out = stage(out_buffer, (acc * scale).to(bufs_k.dtype), D)
         if KEYS:
             mbarrier.arrive(empty[0].index(1))
-        HKV = H // group
+        S, H, each = anew((sizes[1], sizes[2], group), turn)
+        HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
         put(out_ptr + at, out, HKV * D, room - row, D)
 

@@ -30,6 +30,7 @@ from slipstream.kernels.softmax.hopper.common import (
     put,
     ready,
     stage,
+    where_below,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 
@@ -78,10 +79,9 @@ def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.cons
         s = s * factor
     if MASKED:
         o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        seen = o_n[None, :] < high[:, None]
+        s = where_below(s, o_n[None, :], high[:, None])
         if FLAGS & LEFT:
-            seen = seen & (o_n[None, :] >= low[:, None])
-        s = gl.where(seen, s, float("-inf"))
+            s = where_below(s, low[:, None] - 1, o_n[None, :])
     return s, t
 
 

@@ -189,6 +189,22 @@ def clean(buffer, rows, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def where_below(s, a, b):
+    """s where a < b, -inf elsewhere. Comparisons by themselves are packed into words of bits, made
+    into one another for as long as the products take."""
+    _, a = gl.broadcast(s, a)
+    _, b = gl.broadcast(s, b)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r",
+        [s, a, b],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def stage(buffer, values, WIDTH: gl.constexpr):
     """64 rows in an accumulator's layout by way of shared memory into that of wide stores, STEP at
     a time: addresses are those of the first, and steps."""

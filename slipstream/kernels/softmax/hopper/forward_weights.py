@@ -11,7 +11,7 @@ first.
 """
 
 from slipstream.kernels.gluon import gl, gluon
-from slipstream.kernels.softmax.hopper.common import LEFT, RIGHT, SOFTCAP, anew
+from slipstream.kernels.softmax.hopper.common import LEFT, RIGHT, SOFTCAP, anew, where_below
 
 # how far, in powers of two, a maximum may grow before what there is of a row is scaled anew
 SLACK = gl.constexpr(8.0)
@@ -57,22 +57,6 @@ def _most(s, like):
 
 
 @gluon.jit
-def _where_below(s, a, b):
-    """s where a < b, -inf elsewhere. Comparisons by themselves are packed into words of bits, made
-    into one another for as long as the products take."""
-    _, a = gl.broadcast(s, a)
-    _, b = gl.broadcast(s, b)
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
-        "=f,f,r,r",
-        [s, a, b],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p of a tile whose first key is `key`, the new m, and what shrinks what was before.
 
@@ -96,9 +80,9 @@ def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
             high = keys + (o_m & (turn >> 30))
         else:
             high = keys + o_m * 0
-        s = _where_below(s, o_n[None, :], high[:, None])
+        s = where_below(s, o_n[None, :], high[:, None])
         if FLAGS & LEFT:
-            s = _where_below(s, (low + o_m)[:, None], o_n[None, :])
+            s = where_below(s, (low + o_m)[:, None], o_n[None, :])
     top = _most(s, m) * under
     top = gl.where(top > m + SLACK, top, m)
     base = top
