@@ -239,7 +239,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
-    """By what there is of operands: 2^x, a product, and the first where the others ascend."""
+    """1 / x, else by what there is of operands: 2^x, a product, and the first where the others
+    ascend."""
+    if asm.startswith("rcp"):
+        return tensor(1.0 / x[0])
     if len(x) == 3:
         return tensor(np.where(x[1] < x[2], x[0], -np.inf))
     return tensor(x[0] * x[1] if len(x) == 2 else np.exp2(x[0]))

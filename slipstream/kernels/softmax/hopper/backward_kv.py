@@ -31,6 +31,7 @@ from slipstream.kernels.softmax.hopper.common import (
     corner,
     fetch,
     free,
+    inverse,
     place,
     put,
     queries_seen,
@@ -72,7 +73,7 @@ def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
 def weights(s, base, sight, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p, keys by queries from `query` on, and what dp - delta is to be multiplied by for dx."""
     if FLAGS & SOFTCAP:
-        t = 1.0 - 2.0 / (1.0 + gl.exp2(s * factor))
+        t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor

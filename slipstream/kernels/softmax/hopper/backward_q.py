@@ -25,6 +25,7 @@ from slipstream.kernels.softmax.hopper.common import (
     corner,
     fetch,
     free,
+    inverse,
     keys_seen,
     place,
     put,
@@ -73,7 +74,7 @@ def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.cons
     """Scores in base 2, -inf where not seen, and the softcap's tanh."""
     t = s
     if FLAGS & SOFTCAP:
-        t = 1.0 - 2.0 / (1.0 + gl.exp2(s * factor))
+        t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor

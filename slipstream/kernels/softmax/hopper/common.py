@@ -189,6 +189,14 @@ def clean(buffer, rows, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def inverse(x):
+    """1 / x for x from 1 to inf, where a division would also see to what overflows on the way."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def where_below(s, a, b):
     """s where a < b, -inf elsewhere. Comparisons by themselves are packed into words of bits, made
     into one another for as long as the products take."""

@@ -11,7 +11,7 @@ first.
 """
 
 from slipstream.kernels.gluon import gl, gluon
-from slipstream.kernels.softmax.hopper.common import LEFT, RIGHT, SOFTCAP, anew, where_below
+from slipstream.kernels.softmax.hopper.common import LEFT, RIGHT, SOFTCAP, anew, inverse, where_below
 
 # how far, in powers of two, a maximum may grow before what there is of a row is scaled anew
 SLACK = gl.constexpr(8.0)
@@ -66,7 +66,7 @@ def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     at, keys, window, factor, cap = sight
     under = factor
     if FLAGS & SOFTCAP:
-        s = cap - 2.0 * cap / (1.0 + gl.exp2(s * factor))
+        s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
         under = 1.0
     if MASKED:
         o_m = gl.arange(0, 64, gl.SliceLayout(1, layout))
