@@ -70,23 +70,73 @@ def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, base, sight, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """p, keys by queries from `query` on, and what dp - delta is to be multiplied by for dx."""
+def _halves(x):
+    """The first columns and the others."""
+    x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+    return gl.split(gl.permute(x, (0, 2, 1)))
+
+
+@gluon.jit
+def _whole(a, b, like):
+    """What _halves makes two of."""
+    x = gl.permute(gl.join(a, b), (0, 2, 1))
+    return gl.convert_layout(gl.reshape(x, [a.shape[0], 2 * a.shape[1]]), like.type.layout)
+
+
+@gluon.jit
+def _weights(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     if FLAGS & SOFTCAP:
         t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor
     if MASKED:
-        low, high = sight
-        o_m = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        s = where_below(s, low[:, None] - 1, o_m[None, :])
+        s = where_below(s, low - 1, o_m)
         if FLAGS & LEFT:
-            s = where_below(s, o_m[None, :], high[:, None])
-    p = gl.exp2(s - base[None, :])
+            s = where_below(s, o_m, high)
+    p = gl.exp2(s - base)
     w = p
     if FLAGS & SOFTCAP:
         w = p * (1.0 - t * t)
+    return p, w
+
+
+@gluon.jit
+def _in_parts(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """_weights of a few columns after those of others: of all at once it wants more registers
+    than there are."""
+    if s.shape[1] == 16:
+        p, w = _weights(s, base, o_m, low, high, factor, cap, MASKED, FLAGS)
+    else:
+        s0, s1 = _halves(s)
+        base0, base1 = _halves(base)
+        o_m0, o_m1 = _halves(o_m)
+        low0, low1 = _halves(low)
+        high0, high1 = _halves(high)
+        p0, w0 = _in_parts(s0, base0, o_m0, low0, high0, factor, cap, MASKED, FLAGS)
+        p1, w1 = _in_parts(s1, base1, o_m1, low1, high1, factor, cap, MASKED, FLAGS)
+        p, w = _whole(p0, p1, s), _whole(w0, w1, s)
+    return p, w
+
+
+@gluon.jit
+def weights(s, base, sight, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """p, keys by queries from `query` on, and what dp - delta is to be multiplied by for dx."""
+    layout: gl.constexpr = s.type.layout
+    o_m = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    if MASKED:
+        low, high = sight
+        low, high = low[:, None], high[:, None]
+    else:
+        low, high = o_m[None, :], o_m[None, :]
+    if FLAGS & SOFTCAP:
+        _, base = gl.broadcast(s, base[None, :])
+        _, o_m = gl.broadcast(s, o_m[None, :])
+        _, low = gl.broadcast(s, low)
+        _, high = gl.broadcast(s, high)
+        p, w = _in_parts(s, base, o_m, low, high, factor, cap, MASKED, FLAGS)
+    else:
+        p, w = _weights(s, base[None, :], o_m[None, :], low, high, factor, cap, MASKED, FLAGS)
     return p, w
 
 
