@@ -274,10 +274,11 @@ def _language() -> SimpleNamespace:
         BlockedLayout=_nothing, SwizzledSharedLayout=_nothing,
         inline_asm_elementwise=_asm,
         thread_barrier=_nothing,
-        broadcast=lambda x, y: (x, y),
+        broadcast=lambda x, y: tuple(map(tensor, np.broadcast_arrays(x, y))),
         reshape=lambda x, shape: tensor(np.reshape(x, shape)),
         permute=lambda x, order: tensor(np.transpose(x, order)),
         split=lambda x: (x[..., 0], x[..., 1]),
+        join=lambda x, y: tensor(np.stack((x, y), -1)),
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         expand_dims=lambda x, axis: tensor(np.expand_dims(x, axis)),
     )  # fmt: skip
