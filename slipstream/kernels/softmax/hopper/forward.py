@@ -179,7 +179,9 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
-        window = anew(given, turn)
+        window = given
+        if DV > 64:  # where registers end
+            window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
         row += c * 64
         at_q = mine % ROOM * NC + c
@@ -196,7 +198,9 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
         spot = (i_h, i_b, begin, queries, row)
-        shape = anew((sizes[0], sizes[2]), turn)
+        shape = (sizes[0], sizes[2])
+        if DV > 64:
+            shape = anew(shape, turn)
         _finish(at_q, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
         unit = hear(unit, board, mine, FLAGS)
         mine += 1
