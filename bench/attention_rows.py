@@ -2,8 +2,8 @@
 
 python bench/attention_rows.py               # all rows
 python bench/attention_rows.py --rows 0,1,6  # these, by their place in attention_gpu.SHAPES
-python bench/attention_rows.py --packed      # mixed lengths beside equal ones of the same work
-python bench/attention_rows.py --warm        # compiles what the others need, small
+python bench/attention_rows.py --packed      # and mixed lengths beside equal ones of their work
+python bench/attention_rows.py --warm        # compiles what the same without it needs, small
 
 TFLOP/s, a causal mask counted as half. Of a row, all take turns for some rounds, so that each meets
 the same clocks; in a round a few runs are queued one behind another, each with the L2 cache emptied
@@ -104,36 +104,38 @@ def short(row: dict[str, object], D: int) -> list[str]:
     return [name.replace(" ", "-") for name, bar in bars.items() if float(str(row[name])) < bar]
 
 
-def packed(rounds: int) -> list[dict[str, object]]:
+def packed_ways(lengths: Tensor, D: int) -> dict[str, Callable[[], Any]]:
+    cu = torch.tensor([0, *lengths.tolist()], device="cuda").cumsum(0).int()
+    size = (1, int(lengths.sum()), 16, D)
+    x = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    return ways(partial(attention, causal=True, cu_seqlens=cu), x, torch.randn_like(x[0]))
+
+
+def packed(D: int, rounds: int) -> dict[str, object]:
     """The same work in sequences of mixed lengths and of one length."""
     mixed = torch.tensor(MIXED)
     side = round(float(mixed.double().square().sum() / len(MIXED)) ** 0.5)
-    rows: list[dict[str, object]] = []
-    for D in (64, 128):
-        fns, flops = {}, {}
-        for kind, lengths in (("mixed", mixed), ("equal", torch.full((len(MIXED),), side))):
-            total = int(lengths.sum())
-            cu = torch.tensor([0, *lengths.tolist()], device="cuda").cumsum(0).int()
-            make = {"device": "cuda", "dtype": torch.bfloat16}
-            x = [torch.randn(1, total, 16, D, **make) for _ in range(3)]  # type: ignore[arg-type]
-            run = partial(attention, causal=True, cu_seqlens=cu)
-            found = ways(run, x, torch.randn_like(x[0]))
-            fns |= {f"{kind} {way}": fn for way, fn in found.items()}
-            flops[kind] = 2 * 16 * D * float(lengths.double().square().sum())
-        row: dict[str, object] = {"shape": f"packed causal, 16, {D}"}
-        for name, ms in medians(fns, rounds).items():
-            kind, way = name.split()
-            row[name] = round((2.5 if way == "bwd" else 1.0) * flops[kind] / ms / 1e9)
-        rows.append(row)
-    return rows
+    fns, flops = {}, {}
+    for kind, lengths in (("mixed", mixed), ("equal", torch.full((len(MIXED),), side))):
+        fns |= {f"{kind} {way}": fn for way, fn in packed_ways(lengths, D).items()}
+        flops[kind] = 2 * 16 * D * float(lengths.double().square().sum())
+    row: dict[str, object] = {"shape": f"packed causal, 16, {D}"}
+    for name, ms in medians(fns, rounds).items():
+        kind, way = name.split()
+        row[name] = round((2.5 if way == "bwd" else 1.0) * flops[kind] / ms / 1e9)
+    return row
 
 
-def warm(places: list[int]) -> None:
+def warm(places: list[int], widths: tuple[int, ...]) -> None:
+    fns: list[Callable[[], Any]] = []
     for shape in (SHAPES[i] for i in places):
         x = [torch.randn(1, 2304, 8, shape[3], device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
         for name in ("hopper", "portable"):
-            for fn in ways(runs(shape[4])[name], x, torch.randn_like(x[0])).values():
-                fn()
+            fns += ways(runs(shape[4])[name], x, torch.randn_like(x[0])).values()
+    for D in widths:
+        fns += packed_ways(torch.tensor(MIXED), D).values()
+    for fn in fns:
+        fn()
     torch.cuda.synchronize()
 
 
@@ -146,22 +148,22 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
+    places = [int(i) for i in options.rows.split(",") if i]
+    widths = (64, 128) if options.packed else ()
     if options.warm:
-        warm(list(map(int, options.rows.split(","))))
+        warm(places, widths)
         return
     start = time.perf_counter()
-    rows = packed(options.rounds) if options.packed else []
-    for i in () if options.packed else map(int, options.rows.split(",")):
+    measures = [("attention_rows", partial(row_of, SHAPES[i])) for i in places]
+    measures += [("attention_packed", partial(packed, D)) for D in widths]
+    for name, measure in measures:
         if time.perf_counter() - start > options.seconds:
-            print(f"row {i} and those after it: no time left")
+            print("no time left for what comes after")
             break
-        rows.append(row_of(SHAPES[i], options.rounds))
+        row = measure(options.rounds)
+        record(name, [row])
         spent = f"{time.perf_counter() - start:.1f} s"
-        print(" ".join(f"{n} {x}" for n, x in rows[-1].items()), spent, flush=True)
-    if options.packed:
-        for row in rows:
-            print(" ".join(f"{n} {x}" for n, x in row.items()), flush=True)
-    record("attention_packed" if options.packed else "attention_rows", rows)
+        print(" ".join(f"{n} {x}" for n, x in row.items()), spent, flush=True)
 
 
 if __name__ == "__main__":
