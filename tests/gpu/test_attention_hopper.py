@@ -16,6 +16,8 @@ CALLS = [
     Call("causal", B=2, T=700, S=700, H=4, HKV=2, right=0),
     Call("window", T=700, S=900, H=2, HKV=1, left=200, right=30),
     Call("softcap", T=400, S=400, right=0, softcap=5.0),
+    Call("softcap, no mask", T=400, S=433, softcap=5.0),
+    Call("softcap, window", T=400, S=500, left=150, right=20, softcap=5.0),
     Call("packed", T=700, S=700, q_lengths=(5, 0, 400, 295), k_lengths=(5, 0, 400, 295), right=0),
     Call("packed, no mask", T=700, S=700, q_lengths=(5, 0, 400, 295), k_lengths=(5, 0, 400, 295)),
     Call("used", B=3, T=200, S=450, used=(450, 9, 0), right=0),
@@ -66,7 +68,7 @@ def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
 def test_graph_replays_with_other_lengths(D: int) -> None:
     from slipstream.kernels.softmax.hopper import launch
 
-    terms, options = on_gpu(CALLS[4], D), Options(D**-0.5, -1, 0)
+    terms, options = on_gpu(CALLS[6], D), Options(D**-0.5, -1, 0)
     do = torch.randn_like(terms.q)
     got(launch, terms, options, do, None)
     graph = torch.cuda.CUDAGraph()

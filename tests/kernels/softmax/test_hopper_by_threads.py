@@ -25,6 +25,7 @@ CALLS = [
     Call("packed apart", T=210, S=400, q_lengths=(5, 0, 65, 130, 10), k_lengths=(0, 70, 250, 80, 0),
          right=0, left=60),
     Call("used", B=3, T=130, S=300, used=(300, 9, 0), right=0),
+    Call("capped, no mask", T=130, S=270, softcap=4.0),
 ]  # fmt: skip
 
 
