@@ -19,12 +19,8 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-# bytes of stack a thread, for what lives from a unit to the next: the loops over tiles touch none
-# of it but where SPILLED says so
-SPILLS = 192
-# words stored or loaded a tile, by a part of the kernel's name and the width of a head
-SPILLED = {("fwd", 128): 3, ("fwd", 192): 3, ("bwd", 128): 1, ("dkv", 256): 8}
-WITH_SOFTCAP = {("fwd", 64): 2, ("bwd", 128): 6, ("dkv", 256): 8}
+# bytes of stack a thread, for what lives from a unit to the next: no loop over tiles touches them
+SPILLS = 112
 _LABEL, _JUMP = re.compile(r"(\.L_x_\d+):"), re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
 
@@ -80,15 +76,14 @@ def test_what_is_tried_compiles(part: str, right: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("D", "right"), [(64, 0), (64, -1), (128, 0), (256, 0)])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("right", [0, -1])
 def test_softcap_compiles(D: int, right: int) -> None:
     call = call_of(D, Options(0.1, -1, right, 5.0), packed=True)
-    check(call, WITH_SOFTCAP)
+    check(call)
 
 
-def check(
-    call: Any, spilled: dict[tuple[str, int], int] = SPILLED, only: str = "", spills: int = SPILLS
-) -> None:
+def check(call: Any, only: str = "") -> None:
     from slipstream.core.trace import trace
 
     jobs = [j for j in trace(call, "sm_90", backward=False) if j.name.endswith("sm90_kernel")]
@@ -102,13 +97,12 @@ def check(
         assert not got.instructions["mma.sync"], job.name
         # who takes a unit of the forward, by a counter
         assert not got.instructions["atomic"] or "fwd" in job.name, job.name
-        assert got.stack <= spills, f"{job.name}: {got.stack} bytes spilled"
+        assert got.stack <= SPILLS, f"{job.name}: {got.stack} bytes spilled"
         text = disassemble(got.asm["cubin"])
         products = text.count("HGMMA")
         # where the assembler serialises them there is a wait for each
         assert text.count("WARPGROUP.DEPBAR") * 3 <= products, job.name
-        part, width = job.name.split("_")[1], job.constants["D"]
-        assert most_spilled(text) <= spilled.get((part, width), 0), job.name
+        assert most_spilled(text) == 0, job.name
         assert not overwritten(text), job.name
 
 

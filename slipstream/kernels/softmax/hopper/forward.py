@@ -188,7 +188,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
             at_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), turn,
-            (key, count, inner, outer), (row + keys - queries, keys, window, factor, cap), BN, DV, ST, panels(D), FLAGS,
+            (key, count, inner, outer), (row + keys - queries, keys, window, factor, cap), BN, DV,
+            ST, panels(D), FLAGS,
         )  # fmt: skip
         turn += count
         last = bufs_v.index((turn - 1) % ST)

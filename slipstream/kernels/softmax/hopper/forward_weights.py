@@ -11,7 +11,14 @@ first.
 """
 
 from slipstream.kernels.gluon import gl, gluon
-from slipstream.kernels.softmax.hopper.common import LEFT, RIGHT, SOFTCAP, anew, inverse, where_below
+from slipstream.kernels.softmax.hopper.common import (
+    LEFT,
+    RIGHT,
+    SOFTCAP,
+    anew,
+    inverse,
+    where_below,
+)
 
 # how far, in powers of two, a maximum may grow before what there is of a row is scaled anew
 SLACK = gl.constexpr(8.0)
@@ -60,7 +67,7 @@ def _most(s, like):
 def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p of a tile whose first key is `key`, the new m, and what shrinks what was before.
 
-    sight: the first query's position, how many keys there are, and what the scores are to be.
+    sight: the first query's position, how many keys there are, the window, factor and cap.
     """
     layout: gl.constexpr = s.type.layout
     at, keys, window, factor, cap = sight
