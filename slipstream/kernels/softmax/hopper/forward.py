@@ -50,7 +50,7 @@ SINKS = gl.constexpr(64)
 def _product(bufs_q, at_q, bufs_k, turn, zero, ST: gl.constexpr, PANELS: gl.constexpr):
     """q k^T of this turn, panel by panel of their width."""
     at = at_q * PANELS
-    if bufs_q.shape[2] == 256:
+    if PANELS * bufs_q.shape[2] > 128:
         # a place that is not known keeps its descriptors out of registers that are needed
         at += turn >> 30
     slot = turn % ST * PANELS
