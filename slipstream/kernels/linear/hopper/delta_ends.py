@@ -19,7 +19,8 @@ wanted: these count as M = 0, which `far` says of each segment and head. delta_m
 
 from slipstream.kernels.gluon import gl, gluon
 from slipstream.kernels.linear.hopper import delta_walk, delta_walk_back
-from slipstream.kernels.linear.hopper.parts import place_in, ring
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.parts import ring
 
 walk_part = delta_walk.walk_part
 prepare_part = delta_walk.prepare_part
@@ -82,7 +83,6 @@ def delta_ends_sm90_kernel(
     """grid ((V + K) / BV * HV * slots,), 4 warps: BV columns of E, or of M after those."""
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
-    TILES: gl.constexpr = NV + K // BV
     ROWS: gl.constexpr = 1 + HAS_GATE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
@@ -94,15 +94,11 @@ def delta_ends_sm90_kernel(
     empty = ring(1, ST)
     w_full = ring(1, 2)
     w_empty = ring(1, 2)
-    pid = gl.program_id(0)
-    tile = pid % TILES
-    i_h = (pid // TILES) % HV
-    slot = pid // TILES // HV
-    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, True)
+    tile, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
+        cu_ptr, T, N, HV, segment, NV + K // BV, 1, C, PACKED, True
+    )
     of_m = tile >= NV
     begins = i_s == 0
-    n = gl.cdiv(length, C)
-    chunk = gl.where(n > 0, first, 0) * HV + i_h
     need = n
     far = begins | last
     if HAS_GATE:
@@ -116,10 +112,9 @@ def delta_ends_sm90_kernel(
     length -= skip * C
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + gl.where(of_m, 0, tile * BV)
-    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
-    stride = HV * (ROWS * C)
-    o_in = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + tile * BV
-    o_out = (slot.to(gl.int64) * HV + i_h) * (K * (V + K)) + tile * BV
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_of(i_n, i_h, HV, K, V) + tile * BV
+    o_out = state_of(slot, i_h, HV, K, V + K) + tile * BV
     unit = gl.where(of_m, (tile - NV) * BV, K)
     v_row = gl.where(of_m, NOWHERE, row)
     reads = begins & (skip == 0) & (tile < NV)
@@ -170,7 +165,6 @@ def delta_ends_back_sm90_kernel(
 ):
     """grid (V / BV * HV * slots,), 4 warps: BV columns of dE."""
     dtype: gl.constexpr = k_desc.dtype
-    NV: gl.constexpr = V // BV
     ROWS: gl.constexpr = 1 + HAS_GATE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
@@ -184,13 +178,9 @@ def delta_ends_back_sm90_kernel(
     empty = ring(1, ST)
     p_full = ring(1, 2)
     p_empty = ring(1, 2)
-    pid = gl.program_id(0)
-    i_v = (pid % NV) * BV
-    i_h = (pid // NV) % HV
-    slot = pid // NV // HV
-    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, True)
-    n = gl.cdiv(length, C)
-    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
+        cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, True
+    )
     whole = n
     if HAS_GATE:
         n, _ = reach(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, True)
@@ -198,10 +188,9 @@ def delta_ends_back_sm90_kernel(
     length = gl.minimum(length, n * C)
     n = gl.where(i_s == 0, 0, n)
     k_col = i_h // (HV // H) * K
-    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
-    o_in = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + i_v
-    o_out = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
-    stride = HV * (ROWS * C)
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_of(i_n, i_h, HV, K, V) + i_v
+    o_out = state_of(slot, i_h, HV, K, V) + i_v
     gl.warp_specialize(
         [
             (back_walk_part, (

@@ -32,7 +32,8 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
 
 
 @gluon.jit
@@ -298,23 +299,17 @@ def delta_walk_sm90_kernel(
     w_full = ring(1, 2)
     x_full = ring(1, 2)
     x_empty = ring(1, 2)
-    NV: gl.constexpr = V // BV
-    pid = gl.program_id(0)
-    i_v = (pid % NV) * BV
-    i_h = (pid // NV) % HV
-    slot = pid // NV // HV
-    row, length, first, i_n, _, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
-    n = gl.cdiv(length, C)
+    i_v, i_h, slot, row, length, n, chunk, i_n, _, last = opening(
+        cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
+    )
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
-    chunk = gl.where(n > 0, first, 0) * HV + i_h
-    stride = HV * (ROWS * C)
-    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
-    o_in = (slot.to(gl.int64) * HV + i_h) * (K * V) + i_v
-    o_out = (i_n * gl.full([], 1, gl.int64) * HV + i_h) * (K * V) + i_v
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_of(slot, i_h, HV, K, V) + i_v
+    o_out = state_of(i_n, i_h, HV, K, V) + i_v
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = ring(1, ST)

@@ -27,7 +27,8 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring, write
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.parts import clear, ring, write
 
 
 @gluon.jit
@@ -271,7 +272,6 @@ def delta_walk_wide_sm90_kernel(
     SKIP as delta_walk_sm90_kernel has it.
     """
     dtype: gl.constexpr = k_desc.dtype
-    ROWS: gl.constexpr = 1 + HAS_GATE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
     vs = gl.allocate_shared_memory(dtype, [2 * ST, C, BV], v_desc.layout)
@@ -284,20 +284,15 @@ def delta_walk_wide_sm90_kernel(
     s_empty = ring(1, 2 if KEEP else 1)
     x_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
     x_empty = ring(1, 2 if KEEP else 1)
-    NV: gl.constexpr = V // (2 * BV)
-    pid = gl.program_id(0)
-    i_v = (pid % NV) * (2 * BV)
-    i_h = (pid // NV) % HV
-    i_n = pid // NV // HV
-    row, length, first = place(cu_ptr, i_n, T, N, T, C, PACKED, False)
-    n = gl.cdiv(length, C)
+    i_v, i_h, slot, row, length, n, chunk, _, _, _ = opening(
+        cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
+    )
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
-    chunk = gl.where(n > 0, first, 0) * HV + i_h
-    p_rows = rows_ptr + chunk.to(gl.int64) * (ROWS * C)
-    o_state = (i_n.to(gl.int64) * HV + i_h) * (K * V) + i_v
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_state = state_of(slot, i_h, HV, K, V) + i_v
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         gl.warp_specialize(
@@ -315,7 +310,7 @@ def delta_walk_wide_sm90_kernel(
                     chunk, HV, HV * V, v_col, i_v, length, n, V, BV, C)),
                 (load_part, (
                     k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
-                    p_rows, HV * (ROWS * C), row, n, k_col, v_col, i_h * C,
+                    p_rows, stride, row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
@@ -343,7 +338,7 @@ def delta_walk_wide_sm90_kernel(
                     BV, C, ST, HAS_GATE)),
                 (load_part, (
                     q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
-                    q_empty, p_rows, HV * (ROWS * C), row, n, k_col, v_col, i_h * C,
+                    q_empty, p_rows, stride, row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, True)),
             ],
             [4, 4, 1],

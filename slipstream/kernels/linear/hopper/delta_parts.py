@@ -1,0 +1,41 @@
+"""What the walks of the delta rule on sm_90 share: where a program is and what it finds there."""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import gl, gluon
+from slipstream.kernels.linear.hopper.parts import place_in
+
+
+@gluon.jit
+def opening(
+    cu_ptr, T, N, HV, segment, TILES: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    PACKED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Of a program that walks one of TILES tiles of BV columns of a head: the first column, the
+    head and the slot; first token and tokens of the slot, its chunks, and where the first of them
+    is among those of all heads; the sequence, the segment's number in it, whether it is the last.
+    With BV 1 the first column is the tile's number.
+    """
+    pid = gl.program_id(0)
+    i_v = (pid % TILES) * BV
+    i_h = (pid // TILES) % HV
+    slot = pid // TILES // HV
+    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    return i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last
+
+
+@gluon.jit
+def rows_of(rows_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
+    """beta and G of a chunk of one head, and how far it is to the next chunk's."""
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    return rows_ptr + chunk.to(gl.int64) * (ROWS * C), HV * (ROWS * C)
+
+
+@gluon.jit
+def state_of(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
+    """Where a head's state begins, of [slots, HV, K, V]."""
+    return (slot * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
