@@ -19,7 +19,7 @@ wanted: these count as M = 0, which `far` says of each segment and head. delta_m
 
 from slipstream.kernels.gluon import gl, gluon
 from slipstream.kernels.linear.hopper import delta_walk, delta_walk_back
-from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
 from slipstream.kernels.linear.hopper.parts import ring
 
 walk_part = delta_walk.walk_part
@@ -83,13 +83,8 @@ def delta_ends_sm90_kernel(
     """grid ((V + K) / BV * HV * slots,), 4 warps: BV columns of E, or of M after those."""
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
-    ROWS: gl.constexpr = 1 + HAS_GATE
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [ST, C, BV], v_desc.layout)
-    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
     full = ring(2, ST)
     empty = ring(1, ST)
     w_full = ring(1, 2)
@@ -165,15 +160,10 @@ def delta_ends_back_sm90_kernel(
 ):
     """grid (V / BV * HV * slots,), 4 warps: BV columns of dE."""
     dtype: gl.constexpr = k_desc.dtype
-    ROWS: gl.constexpr = 1 + HAS_GATE
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
-    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    ds = gl.allocate_shared_memory(dtype, [ST, C, BV], do_desc.layout)
-    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ks, ds, rs, gs = stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
     full = ring(2, ST)
     empty = ring(1, ST)
     p_full = ring(1, 2)

@@ -39,3 +39,18 @@ def rows_of(rows_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
 def state_of(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
     """Where a head's state begins, of [slots, HV, K, V]."""
     return (slot * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
+
+
+@gluon.jit
+def stages(
+    k_desc, v_desc, r_desc, TILES: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for ST chunks of k, TILES of BV columns of v, R, and ROWS numbers a token."""
+    dtype: gl.constexpr = k_desc.dtype
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [TILES * ST, C, BV], v_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    return ks, vs, rs, gs

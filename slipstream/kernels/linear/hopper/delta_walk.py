@@ -32,7 +32,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
 
 
@@ -287,14 +287,9 @@ def delta_walk_sm90_kernel(
     where there are none its state is where it goes to, if it goes anywhere.
     """
     dtype: gl.constexpr = k_desc.dtype
-    ROWS: gl.constexpr = 1 + HAS_GATE
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [ST, C, BV], v_desc.layout)
-    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
     full = ring(2, ST)
     w_full = ring(1, 2)
     x_full = ring(1, 2)

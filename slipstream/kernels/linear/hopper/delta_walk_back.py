@@ -28,7 +28,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
 
 
@@ -247,17 +247,12 @@ def delta_walk_back_sm90_kernel(
 ):
     """grid (V / BV * HV * slots,), 4 warps: as delta_walk_sm90_kernel, from the last chunk."""
     dtype: gl.constexpr = k_desc.dtype
-    ROWS: gl.constexpr = 1 + HAS_GATE
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
-    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    ds = gl.allocate_shared_memory(dtype, [ST, C, BV], do_desc.layout)
-    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ks, ds, rs, gs = stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
     ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
     full = ring(2, ST)
     empty = ring(1, ST)
     p_full = ring(1, 2)

@@ -27,7 +27,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, state_of
+from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
 from slipstream.kernels.linear.hopper.parts import clear, ring, write
 
 
@@ -272,12 +272,8 @@ def delta_walk_wide_sm90_kernel(
     SKIP as delta_walk_sm90_kernel has it.
     """
     dtype: gl.constexpr = k_desc.dtype
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [2 * ST, C, BV], v_desc.layout)
-    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [ST, (4 if HAS_GATE else 1) * C], plain)
     full = ring(2, ST)
     empty = ring(2 if KEEP else 3, ST)
     s_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
