@@ -77,11 +77,13 @@ def load_part(
 
 @gluon.jit
 def walk_part(
-    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
-    s_in_ptr, s_out_ptr, o_in, o_out, length, n, tile: gl.constexpr,
+    tiles, rings, ends, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
+    ks, vs, rs, gs, ss, xs = tiles
+    full, empty, s_full, s_empty, x_full, x_empty = rings
+    s_in_ptr, s_out_ptr, o_state = ends
     own: gl.constexpr = tile if KEEP else 0  # its barriers: read takes both tiles at once
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -90,7 +92,7 @@ def walk_part(
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     if HAS_S_IN:
-        o_in = o_in + o_k[None, :] * V + (tile * BV + o_v)[:, None]
+        o_in = o_state + o_k[None, :] * V + (tile * BV + o_v)[:, None]
         b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
@@ -143,18 +145,18 @@ def walk_part(
         mbarrier.arrive(empty.index(s), count=1)
     if HAS_S_OUT:
         # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
-        o_out += length >> 30
-        o_out = o_out + o_k[None, :] * V + (tile * BV + o_v)[:, None]
+        o_out = o_state + (length >> 30) + o_k[None, :] * V + (tile * BV + o_v)[:, None]
         gl.store(s_out_ptr + o_out, b_s)
 
 
 @gluon.jit
 def read_part(
-    o_desc, o_ptr, qs, ks, ss, xs, os, gs, full, empty, q_full, q_empty, s_full, s_empty, x_full,
-    x_empty, row, o_row, v_col, length, n, scale,
+    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, row, o_row, v_col, length, n, scale,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
+    ks, _, _, gs, ss, xs = tiles
+    full, empty, s_full, s_empty, x_full, x_empty = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     qa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
@@ -215,10 +217,12 @@ def read_part(
 
 @gluon.jit
 def keep_part(
-    states_desc, w_desc, w_ptr, ss, xs, s_full, s_empty, x_full, x_empty, row, chunk, HV, o_row,
-    v_col, i_v, length, n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    states_desc, w_desc, w_ptr, tiles, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
+    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """S before each chunk, and w, which is waited for once the next S is on its way."""
+    _, _, _, _, ss, xs = tiles
+    _, _, s_full, s_empty, x_full, x_empty = rings
     for i in range(n):
         for tile in gl.static_range(2):
             mbarrier.wait(s_full.index(tile), i & 1)
@@ -289,21 +293,22 @@ def delta_walk_wide_sm90_kernel(
     v_col = i_h * V + i_v
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     o_state = state_of(slot, i_h, HV, K, V) + i_v
+    rings = (full, empty, s_full, s_empty, x_full, x_empty)
+    ends = (s_in_ptr, s_out_ptr, o_state)
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
+        tiles = (ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
-                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 0,
+                    tiles, rings, ends, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (walk_part, (
-                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
-                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 1,
+                    tiles, rings, ends, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (keep_part, (
-                    states_desc, o_desc, o_ptr, ss, xs, s_full, s_empty, x_full, x_empty, row,
-                    chunk, HV, HV * V, v_col, i_v, length, n, V, BV, C)),
+                    states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
+                    length, n, V, BV, C)),
                 (load_part, (
                     k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
                     p_rows, stride, row, n, k_col, v_col, i_h * C,
@@ -318,20 +323,18 @@ def delta_walk_wide_sm90_kernel(
         os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
         q_full = ring(1, 2)
         q_empty = ring(1, 2)
+        tiles = (ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
-                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 0,
+                    tiles, rings, ends, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (walk_part, (
-                    ks, vs, rs, ss, xs, gs, full, empty, s_full, s_empty, x_full, x_empty,
-                    s_in_ptr, s_out_ptr, o_state, o_state, length, n, 1,
+                    tiles, rings, ends, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (read_part, (
-                    o_desc, o_ptr, qs, ks, ss, xs, os, gs, full, empty, q_full, q_empty, s_full,
-                    s_empty, x_full, x_empty, row, HV * V, v_col, length, n, scale,
-                    BV, C, ST, HAS_GATE)),
+                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, row, HV * V, v_col,
+                    length, n, scale, BV, C, ST, HAS_GATE)),
                 (load_part, (
                     q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
                     q_empty, p_rows, stride, row, n, k_col, v_col, i_h * C,
