@@ -113,18 +113,18 @@ def delta_ends_sm90_kernel(
     unit = gl.where(of_m, (tile - NV) * BV, K)
     v_row = gl.where(of_m, NOWHERE, row)
     reads = begins & (skip == 0) & (tile < NV)
+    tiles = (ks, vs, rs, gs, ws)
+    rings = (full, empty, w_full, w_empty, w_empty)
+    ends = (s_in_ptr, ends_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (walk_part, (
-                ks, vs, rs, ws, ws, ws, gs, full, empty, w_full, w_empty, w_empty,
-                s_in_ptr, ends_ptr, o_in, o_out, V + K, reads, True, unit, n,
+                tiles, (ws, ws), rings, ends, V + K, reads, True, unit, n,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
-            (prepare_part, (
-                ks, vs, rs, ws, gs, full, w_full, w_empty, length, n,
-                K, BV, C, ST, HAS_GATE)),
+            (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
             (load_part, (
-                k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, gs, full, empty, full, empty,
-                p_rows, stride, row, v_row, n, k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
+                k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, v_row, n,
+                k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
         ],
         [4, 1],
         [152, 24],

@@ -38,11 +38,13 @@ from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
 
 @gluon.jit
 def load_part(
-    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, gs, full, empty, q_full, q_empty, p_rows,
-    stride, row, v_row, n, k_col, v_col, r_col,
+    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row, v_row, n, k_col,
+    v_col, r_col,
     C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
 ):  # fmt: skip
-    """v_row: row, or one past all of v's where v is to be zero."""
+    """v_row: row, or one past all of v's where v is to be zero. queries: of HAS_Q alone."""
+    ks, vs, rs, gs, _ = tiles
+    full, empty, _, _, _ = rings
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
@@ -58,6 +60,7 @@ def load_part(
         mbarrier.arrive(full.index(s), count=1)
         b_rows = load_rows(p_rows + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
         if HAS_Q:
+            qs, q_full, q_empty = queries
             t = i % 2
             mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)
             mbarrier.expect(q_full.index(t), q_desc.block_type.nbytes)
@@ -66,10 +69,12 @@ def load_part(
 
 @gluon.jit
 def prepare_part(
-    ks, vs, rs, ws, gs, full, w_full, x_full, length, n,
+    tiles, rings, length, n,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """-W = -(R diag(exp(G))) k into shared memory."""
+    ks, vs, rs, gs, ws = tiles
+    full, _, w_full, x_full, _ = rings
     wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
     zero = gl.zeros([C, K], gl.float32, wl)
@@ -98,8 +103,7 @@ def prepare_part(
 
 @gluon.jit
 def walk_part(
-    ks, vs, rs, ws, ss, xs, gs, full, empty, w_full, x_full, x_empty,
-    s_in_ptr, s_out_ptr, o_in, o_out, width, reads, writes, unit, n,
+    tiles, copies, rings, ends, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
     ENDS: gl.constexpr,
@@ -109,6 +113,10 @@ def walk_part(
     width: columns of s_out. ENDS: the state after the slot alone; that of a unit matrix from
     column `unit` on where v is zero, and unit is below K.
     """
+    ks, vs, rs, gs, ws = tiles
+    ss, xs = copies
+    full, empty, w_full, x_full, x_empty = rings
+    s_in_ptr, s_out_ptr, o_in, o_out = ends
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -165,11 +173,14 @@ def walk_part(
 
 @gluon.jit
 def read_part(
-    o_desc, o_ptr, ks, qs, ss, xs, os, gs, full, empty, q_full, q_empty, x_full, x_empty, row,
-    o_row, v_col, length, n, scale,
-    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    o_desc, o_ptr, tiles, copies, rings, queries, os, row, o_row, v_col, length, n, scale,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
+    ks, _, _, gs, _ = tiles
+    ss, xs = copies
+    full, empty, _, x_full, x_empty = rings
+    qs, q_full, q_empty = queries
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     qa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
@@ -228,10 +239,12 @@ def read_part(
 
 @gluon.jit
 def keep_part(
-    states_desc, w_desc, w_ptr, ss, xs, x_full, x_empty, row, chunk, HV, o_row, v_col, i_v, length,
-    n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    states_desc, w_desc, w_ptr, copies, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
+    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """S before each chunk, and w."""
+    ss, xs = copies
+    _, _, _, x_full, x_empty = rings
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
     o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
@@ -305,25 +318,25 @@ def delta_walk_sm90_kernel(
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_of(slot, i_h, HV, K, V) + i_v
     o_out = state_of(i_n, i_h, HV, K, V) + i_v
+    tiles = (ks, vs, rs, gs, ws)
+    ends = (s_in_ptr, s_out_ptr, o_in, o_out)
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = ring(1, ST)
+        copies = (ss, xs)
+        rings = (full, empty, w_full, x_full, x_empty)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ws, ss, xs, gs, full, empty, w_full, x_full, x_empty,
-                    s_in_ptr, s_out_ptr, o_in, o_out, V, True, last, K, n,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
-                    HAS_S_OUT, KEEP, False)),
+                    tiles, copies, rings, ends, V, True, last, K, n,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
                 (keep_part, (
-                    states_desc, o_desc, o_ptr, ss, xs, x_full, x_empty, row, chunk, HV, HV * V,
-                    v_col, i_v, length, n, V, BV, C)),
-                (prepare_part, (
-                    ks, vs, rs, ws, gs, full, w_full, x_full, length, n,
-                    K, BV, C, ST, HAS_GATE)),
+                    states_desc, o_desc, o_ptr, copies, rings, row, chunk, HV, HV * V, v_col, i_v,
+                    length, n, V, BV, C)),
+                (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_part, (
-                    k_desc, v_desc, r_desc, k_desc, ks, vs, rs, ks, gs, full, empty, full, empty,
-                    p_rows, stride, row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
+                    k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, row,
+                    n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
             [80, 152, 24],
@@ -335,24 +348,21 @@ def delta_walk_sm90_kernel(
         empty = ring(2, ST)
         q_full = ring(1, 2)
         q_empty = ring(1, 2)
+        copies = (ss, xs)
+        rings = (full, empty, w_full, x_full, x_empty)
+        queries = (qs, q_full, q_empty)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    ks, vs, rs, ws, ss, xs, gs, full, empty, w_full, x_full, x_empty,
-                    s_in_ptr, s_out_ptr, o_in, o_out, V, True, last, K, n,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN,
-                    HAS_S_OUT, KEEP, False)),
+                    tiles, copies, rings, ends, V, True, last, K, n,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
                 (read_part, (
-                    o_desc, o_ptr, ks, qs, ss, xs, os, gs, full, empty, q_full, q_empty, x_full,
-                    x_empty, row, HV * V, v_col, length, n, scale,
-                    K, BV, C, ST, HAS_GATE)),
-                (prepare_part, (
-                    ks, vs, rs, ws, gs, full, w_full, x_full, length, n,
-                    K, BV, C, ST, HAS_GATE)),
+                    o_desc, o_ptr, tiles, copies, rings, queries, os, row, HV * V, v_col, length,
+                    n, scale, BV, C, ST, HAS_GATE)),
+                (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_part, (
-                    k_desc, v_desc, r_desc, q_desc, ks, vs, rs, qs, gs, full, empty, q_full,
-                    q_empty, p_rows, stride, row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE,
-                    True)),
+                    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row,
+                    row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
             ],
             [4, 4, 1],
             [160, 120, 24],
