@@ -181,18 +181,19 @@ def delta_ends_back_sm90_kernel(
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_of(i_n, i_h, HV, K, V) + i_v
     o_out = state_of(slot, i_h, HV, K, V) + i_v
+    tiles = (qs, ks, ds, rs, gs, ws, zs)
+    copies = (ws, ws, p_full, p_full, p_full, p_full)  # not there
+    rings = (full, empty, p_full, p_empty)
+    ends = (s_in_ptr, ends_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (back_walk_part, (
-                qs, ks, ds, ws, zs, ws, ws, gs, full, empty, p_full, p_empty, p_full, p_full,
-                p_full, p_full, s_in_ptr, ends_ptr, o_in, o_out, reads, True, n,
-                scale, K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
-            (back_prepare_part, (
-                qs, ks, ds, rs, ws, zs, gs, full, p_full, p_empty, length, n, scale,
-                K, BV, C, ST, HAS_GATE)),
+                tiles, copies, rings, ends, reads, True, n, scale,
+                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
+            (back_prepare_part, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (back_load_part, (
-                q_desc, k_desc, do_desc, r_desc, qs, ks, ds, rs, gs, full, empty, p_rows, stride,
-                row, n, k_col, i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
+                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
+                i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
         ],
         [4, 1],
         [200, 24],

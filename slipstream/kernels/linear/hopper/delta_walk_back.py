@@ -34,9 +34,11 @@ from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
 
 @gluon.jit
 def load_part(
-    q_desc, k_desc, d_desc, r_desc, qs, ks, ds, rs, gs, full, empty, p_rows, stride, row, n,
-    k_col, v_col, r_col, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    q_desc, k_desc, d_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col, v_col, r_col,
+    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
+    qs, ks, ds, rs, gs, _, _ = tiles
+    full, empty, _, _ = rings
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
         + k_desc.block_type.nbytes
@@ -60,10 +62,12 @@ def load_part(
 
 @gluon.jit
 def prepare_part(
-    qs, ks, ds, rs, ws, zs, gs, full, p_full, p_empty, length, n, scale,
+    tiles, rings, length, n, scale,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """Z and W into shared memory."""
+    qs, ks, ds, rs, gs, ws, zs = tiles
+    full, _, p_full, p_empty = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -118,8 +122,7 @@ def prepare_part(
 
 @gluon.jit
 def walk_part(
-    qs, ks, ds, ws, zs, ss, ys, gs, full, empty, p_full, p_empty, s_full, s_empty, y_full,
-    y_empty, s_in_ptr, s_out_ptr, o_in, o_out, reads, writes, n, scale,
+    tiles, copies, rings, ends, reads, writes, n, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
@@ -127,6 +130,10 @@ def walk_part(
 
     ENDS: that before the slot alone.
     """
+    qs, ks, ds, _, gs, ws, zs = tiles
+    ss, ys, s_full, s_empty, y_full, y_empty = copies
+    full, empty, p_full, p_empty = rings
+    s_in_ptr, s_out_ptr, o_in, o_out = ends
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
@@ -187,10 +194,11 @@ def walk_part(
 
 @gluon.jit
 def keep_part(
-    states_desc, y_desc, y_ptr, ss, ys, s_full, s_empty, y_full, y_empty, row, chunk, HV, y_row,
-    v_col, i_v, length, n, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    states_desc, y_desc, y_ptr, copies, row, chunk, HV, y_row, v_col, i_v, length, n,
+    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """dS' after each chunk, and dv: each is waited for once the next one is on its way."""
+    ss, ys, s_full, s_empty, y_full, y_empty = copies
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
     o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
@@ -272,21 +280,22 @@ def delta_walk_back_sm90_kernel(
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_of(slot, i_h, HV, K, V) + i_v
     o_out = state_of(i_n, i_h, HV, K, V) + i_v
+    tiles = (qs, ks, ds, rs, gs, ws, zs)
+    copies = (ss, ys, s_full, s_empty, y_full, y_empty)
+    rings = (full, empty, p_full, p_empty)
+    ends = (s_in_ptr, s_out_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (walk_part, (
-                qs, ks, ds, ws, zs, ss, ys, gs, full, empty, p_full, p_empty, s_full, s_empty,
-                y_full, y_empty, s_in_ptr, s_out_ptr, o_in, o_out, True, i_s == 0,
-                n, scale, K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
+                tiles, copies, rings, ends, True, i_s == 0, n, scale,
+                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
             (keep_part, (
-                states_desc, dv_desc, dv_ptr, ss, ys, s_full, s_empty, y_full, y_empty, row,
-                chunk, HV, HV * V, v_col, i_v, length, n, V, BV, C)),
-            (prepare_part, (
-                qs, ks, ds, rs, ws, zs, gs, full, p_full, p_empty, length, n, scale,
-                K, BV, C, ST, HAS_GATE)),
+                states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v, length,
+                n, V, BV, C)),
+            (prepare_part, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (load_part, (
-                q_desc, k_desc, do_desc, r_desc, qs, ks, ds, rs, gs, full, empty, p_rows, stride,
-                row, n, k_col, v_col, r_col, C, ST, HAS_GATE)),
+                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
+                v_col, r_col, C, ST, HAS_GATE)),
         ],
         [4, 4, 1],
         [64, 200, 24],
