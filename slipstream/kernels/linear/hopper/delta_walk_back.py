@@ -29,7 +29,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
-from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
+from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring, write_some
 
 
 @gluon.jit
@@ -199,9 +199,6 @@ def keep_part(
 ):  # fmt: skip
     """dS' after each chunk, and dv: each is waited for once the next one is on its way."""
     ss, ys, s_full, s_empty, y_full, y_empty = copies
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
     for i in range(n):
         c = n - 1 - i
         t = c * C
@@ -215,8 +212,7 @@ def keep_part(
             copy_out(y_desc, [row + t, v_col], ys.index(0))
             store_wait(1)
         else:
-            p_y = y_ptr + (row + t + o_t).to(gl.int64)[:, None] * y_row + (v_col + o_v)[None, :]
-            gl.store(p_y, ys.index(0).load(layout), mask=(o_t < length - t)[:, None])
+            write_some(y_ptr, ys.index(0), row + t, v_col, y_row, length - t, C, BV)
             store_wait(0)
         mbarrier.arrive(s_empty.index(0), count=1)
     store_wait(0)

@@ -90,16 +90,22 @@ def clear(tile, left, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def write_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `left`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
+    p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
+    gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+
+
+@gluon.jit
 def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
     """A tile of shared memory to rows i_t and on, those before `left` alone."""
     if left >= C:
         copy_out(desc, [i_t, i_col], tile)
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
-        o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
-        p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
-        gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+        write_some(p, tile, i_t, i_col, stride, left, C, BK)
 
 
 @gluon.jit
