@@ -4,7 +4,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.gluon import gl, gluon
+from slipstream.kernels.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from slipstream.kernels.linear.hopper.parts import place_in
 
 
@@ -54,3 +54,34 @@ def stages(
     rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
     gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
     return ks, vs, rs, gs
+
+
+@gluon.jit
+def scores_of(
+    qs, ks, gs, q_empty, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
+    C: gl.constexpr, HAS_GATE: gl.constexpr, STARTS: gl.constexpr,
+):  # fmt: skip
+    """Of a chunk tril(q k^T decay) beta as a left operand, q, and if HAS_GATE exp(G), which with
+    STARTS gs has already, negated. Leaves q's buffer b and, as one of its readers, stage s.
+    """
+    b_q = qs.index(b).load(gl.DotOperandLayout(0, al, 2))
+    zero = gl.zeros([C, C], gl.float32, al)
+    b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+    b_start = 1.0
+    if HAS_GATE:
+        sums = gs.index(s).slice(C, C)
+        G_i = sums.load(gl.SliceLayout(1, al))
+        G_j = sums.load(gl.SliceLayout(0, al))
+        if STARTS:
+            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(1, ol))
+        else:
+            b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
+    b_a = warpgroup_mma_wait(0, deps=(b_a,))
+    mbarrier.arrive(q_empty.index(b), count=1)
+    mbarrier.arrive(empty.index(s), count=1)
+    if HAS_GATE:
+        between = G_i[:, None] - G_j[None, :]
+        b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+    b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+    return gl.convert_layout(b_a.to(ks.dtype), gl.DotOperandLayout(0, ol, 2)), b_q, b_start

@@ -32,7 +32,13 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
+from slipstream.kernels.linear.hopper.delta_parts import (
+    opening,
+    rows_of,
+    scores_of,
+    stages,
+    state_of,
+)
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring, write_some
 
 
@@ -183,13 +189,11 @@ def read_part(
     qs, q_full, q_empty = queries
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    qa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
     o_t = gl.arange(0, C, gl.SliceLayout(1, ol))
     o_v = gl.arange(0, BV, gl.SliceLayout(0, ol))
-    zero_a = gl.zeros([C, C], gl.float32, al)
     zero_o = gl.zeros([C, BV], gl.float32, ol)
     seen = o_i[:, None] >= o_j[None, :]
     for i in range(n):
@@ -197,23 +201,10 @@ def read_part(
         b = i % 2
         mbarrier.wait(full.index(s), (i // ST) & 1)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
-        # once from shared memory for two products, whose operands are what limits its pace
-        b_q = qs.index(b).load(qa)
-        b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True)
-        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
-        if HAS_GATE:
-            sums = gs.index(s).slice(C, C)
-            G_i = sums.load(gl.SliceLayout(1, al))
-            G_j = sums.load(gl.SliceLayout(0, al))
-            b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
-        mbarrier.arrive(q_empty.index(b), count=1)
-        mbarrier.arrive(empty.index(s), count=1)
-        if HAS_GATE:
-            between = G_i[:, None] - G_j[None, :]
-            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
-        b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
-        b_a = gl.convert_layout(b_a.to(ks.dtype), aa)
+        # q once from shared memory for two products, whose operands are what limits its pace
+        b_a, b_q, b_start = scores_of(
+            qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, False
+        )
         mbarrier.wait(x_full.index(b), (i // 2) & 1)
         b_q = gl.convert_layout(b_q, aa)
         b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)

@@ -27,7 +27,13 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
+from slipstream.kernels.linear.hopper.delta_parts import (
+    opening,
+    rows_of,
+    scores_of,
+    stages,
+    state_of,
+)
 from slipstream.kernels.linear.hopper.parts import clear, ring, write
 
 
@@ -159,11 +165,9 @@ def read_part(
     full, empty, s_full, s_empty, x_full, x_empty = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    qa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    zero_a = gl.zeros([C, C], gl.float32, al)
     zero_o = gl.zeros([C, BV], gl.float32, ol)
     seen = o_i[:, None] >= o_j[None, :]
     for i in range(n):
@@ -171,22 +175,9 @@ def read_part(
         b = i % 2
         mbarrier.wait(full.index(s), (i // ST) & 1)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
-        b_q = qs.index(b).load(qa)
-        b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True)
-        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
-        if HAS_GATE:
-            sums = gs.index(s).slice(C, C)
-            G_i = sums.load(gl.SliceLayout(1, al))
-            G_j = sums.load(gl.SliceLayout(0, al))
-            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(1, ol))
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
-        mbarrier.arrive(q_empty.index(b), count=1)
-        mbarrier.arrive(empty.index(s), count=1)
-        if HAS_GATE:
-            between = G_i[:, None] - G_j[None, :]
-            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
-        b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
-        b_a = gl.convert_layout(b_a.to(ks.dtype), aa)
+        b_a, b_q, b_start = scores_of(
+            qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, True
+        )
         b_q = gl.convert_layout(b_q, aa)
         mbarrier.wait(s_full.index(0), i & 1)
         b_o = warpgroup_mma(b_q, ss.index(0).permute((1, 0)), zero_o, use_acc=False, is_async=True)
