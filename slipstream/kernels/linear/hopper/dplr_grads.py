@@ -35,6 +35,7 @@ from slipstream.kernels.gluon import (
 from slipstream.kernels.linear.hopper.delta_solve import halves
 from slipstream.kernels.linear.hopper.dplr_grads_parts import (
     LOG2E,
+    chunk_tiles,
     clear,
     fast_exp2,
     fast_reciprocal,
@@ -333,11 +334,7 @@ def dplr_grads_sm90_kernel(
     """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads."""
     SHARED: gl.constexpr = K == 128 and not DELTA  # gates and scores take turns in one buffer
     dtype: gl.constexpr = q_desc.dtype
-    ss = gl.allocate_shared_memory(dtype, [V, K], states_desc.layout)
-    ds = gl.allocate_shared_memory(dtype, [V, K], dstates_desc.layout)
-    os = gl.allocate_shared_memory(dtype, [C, V], do_desc.layout)
-    ys = gl.allocate_shared_memory(dtype, [V, C], y_desc.layout)
-    xs = gl.allocate_shared_memory(dtype, [V, C], x_desc.layout)
+    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, K, C)
     ops = gl.allocate_shared_memory(dtype, [3 if DELTA else 4, C, K], q_desc.layout)
     parts = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], q_desc.layout)
     if g_desc.dtype == gl.float32:

@@ -26,6 +26,33 @@ def fast_reciprocal(b):
 
 
 @gluon.jit
+def chunk_tiles(
+    states_desc, dstates_desc, do_desc, y_desc, x_desc,
+    V: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for a chunk's S, dS', do, y and x."""
+    dtype: gl.constexpr = do_desc.dtype
+    ss = gl.allocate_shared_memory(dtype, [V, K], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [V, K], dstates_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [C, V], do_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [V, C], y_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [V, C], x_desc.layout)
+    return ss, ds, os, ys, xs
+
+
+@gluon.jit
+def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k, V: gl.constexpr):
+    """S before a chunk, do and y."""
+    nbytes: gl.constexpr = (
+        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
+    )
+    mbarrier.expect(bar, nbytes)
+    copy_in(states_desc, [n * V, i_k], bar, ss)
+    copy_in(do_desc, [row, i_h * V], bar, os)
+    copy_in(y_desc, [n * V, 0], bar, ys)
+
+
+@gluon.jit
 def load_part(
     q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
     dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
@@ -34,9 +61,6 @@ def load_part(
     PACKED: gl.constexpr,
 ):  # fmt: skip
     """Barriers: 0 of S, do and y, 1 of dS', x and v, 2 of g, 3 of q, k, a and b, 4 of scores."""
-    state_bytes: gl.constexpr = (
-        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
-    )
     after_bytes: gl.constexpr = (
         dstates_desc.block_type.nbytes
         + x_desc.block_type.nbytes
@@ -57,10 +81,7 @@ def load_part(
             mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
             copy_in(g_desc, [row, i_h * K], full.index(2), gs)
         mbarrier.wait(empty.index(0), was)
-        mbarrier.expect(full.index(0), state_bytes)
-        copy_in(states_desc, [n * V, 0], full.index(0), ss)
-        copy_in(do_desc, [row, i_h * V], full.index(0), os)
-        copy_in(y_desc, [n * V, 0], full.index(0), ys)
+        load_before(states_desc, do_desc, y_desc, ss, os, ys, full.index(0), n, row, i_h, 0, V)
         mbarrier.wait(empty.index(1), was)
         mbarrier.expect(full.index(1), after_bytes)
         copy_in(dstates_desc, [n * V, 0], full.index(1), ds)

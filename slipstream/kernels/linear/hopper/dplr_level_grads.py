@@ -25,7 +25,12 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_solve import halves
-from slipstream.kernels.linear.hopper.dplr_grads_parts import LOG2E, products_of_states
+from slipstream.kernels.linear.hopper.dplr_grads_parts import (
+    LOG2E,
+    chunk_tiles,
+    load_before,
+    products_of_states,
+)
 from slipstream.kernels.linear.hopper.dplr_levels import (
     END,
     LEVELS,
@@ -72,23 +77,18 @@ def siblings(score, level, none, layout: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def load_chunk(
     v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
-    dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, v_col, i_k,
+    dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k,
     V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """Barriers: 0 of S, do and y, 1 of the rest."""
-    before_bytes: gl.constexpr = (
-        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
-    )
     after_bytes: gl.constexpr = (
         dstates_desc.block_type.nbytes
         + x_desc.block_type.nbytes
         + (0 if DELTA else do_desc.block_type.nbytes)
         + (2 if DELTA else 4) * dqb_desc.block_type.nbytes
     )
-    mbarrier.expect(full.index(0), before_bytes)
-    copy_in(states_desc, [n * V, i_k], full.index(0), ss)
-    copy_in(do_desc, [row, v_col], full.index(0), os)
-    copy_in(y_desc, [n * V, 0], full.index(0), ys)
+    v_col = i_h * V
+    load_before(states_desc, do_desc, y_desc, ss, os, ys, full.index(0), n, row, i_h, i_k, V)
     mbarrier.expect(full.index(1), after_bytes)
     copy_in(dstates_desc, [n * V, i_k], full.index(1), ds)
     copy_in(x_desc, [n * V, 0], full.index(1), xs)
@@ -228,11 +228,7 @@ def one_chunk(
     act: gl.constexpr = do_desc.dtype
     n = unit // NK
     i_k = unit % NK * BK
-    ss = gl.allocate_shared_memory(act, [V, BK], states_desc.layout)
-    ds = gl.allocate_shared_memory(act, [V, BK], dstates_desc.layout)
-    os = gl.allocate_shared_memory(act, [C, V], do_desc.layout)
-    ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
-    xs = gl.allocate_shared_memory(act, [V, C], x_desc.layout)
+    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
     vs = xs
     if not DELTA:
         vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
@@ -248,7 +244,7 @@ def one_chunk(
     gl.thread_barrier()
     load_chunk(
         v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
-        dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h * V, i_k, V, C, DELTA,
+        dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k, V, C, DELTA,
     )  # fmt: skip
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
     none = T >> 31 << 10
