@@ -16,7 +16,8 @@ cancel, no step computes anything larger than parts of R and L.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.walk import _block, _chunk_gates
+from slipstream.kernels.linear.triton.walk import _block
+from slipstream.kernels.linear.triton.walk_parts import _chunk_gates
 
 BASE = tl.constexpr(16)
 

@@ -35,9 +35,13 @@ and how much it decays, of which walk_scan.py makes the state that each segment 
 import triton
 import triton.language as tl
 
-# exp2 of this is 0 in float32 times any state, and a chunk of it is still summed accurately.
-LOWEST_GATE = tl.constexpr(-128.0)
-LOG2E = tl.constexpr(1.4426950408889634)
+from slipstream.kernels.linear.triton.walk_parts import (
+    _chunk_gates,
+    _head,
+    _seen_scores,
+    _span,
+    _start,
+)
 
 
 @triton.jit
@@ -91,37 +95,6 @@ def _store_rows(
         p += t.to(tl.int64) * (heads * N) + o_c[:, None] * (heads * N) + (column + o_n)[None, :]
         m = m_c[:, None] & (column + o_n < N)[None, :] if N % BN != 0 else m_c[:, None]
         tl.store(p, b.to(p.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def _chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
-    """G of a chunk in base 2 as a pair that adds up, [C] each, and its last row.
-
-    EXACT sums in float64, so that differences of G are right to float32.
-    """
-    b_g = tl.load(p + o_c * stride, mask=m_c, other=0.0).to(tl.float32)
-    b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
-    if EXACT:
-        b_wide = tl.cumsum(b_g.to(tl.float64) * LOG2E, 0)
-        b_G = b_wide.to(tl.float32)
-        b_low = (b_wide - b_G.to(tl.float64)).to(tl.float32)
-    else:
-        b_G = tl.cumsum(b_g * LOG2E, 0)
-        b_low = tl.zeros_like(b_G)
-    G_C = tl.sum(tl.where(o_c == C - 1, b_G, 0.0), 0)
-    low_C = tl.sum(tl.where(o_c == C - 1, b_low, 0.0), 0)
-    return b_G, b_low, G_C, low_C
-
-
-@triton.jit
-def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """exp of the gates between tokens j and i where i sees j, else 0, [j, i]."""
-    between = b_G[None, :] - b_G[:, None]
-    if EXACT:
-        between += b_low[None, :] - b_low[:, None]
-    if REVERSE:
-        between = -between
-    return tl.exp2(tl.where(seen, between, float("-inf")))
 
 
 @triton.jit
@@ -272,12 +245,11 @@ def linear_walk_kernel(
     o_x = i_x * BX + o_n
     i_r = i_h // (HV // HR)
     i_w = i_h // (HV // HX)
-    if not TMA:
-        r_ptr += (begin * HR + i_r) * D
-        w_ptr += (begin * HR + i_r) * D
-        x_ptr += (begin * HX + i_w) * X
-        if HAS_Y:
-            y_ptr += (begin * HV + i_h) * X
+    r_ptr = _head(r_ptr, begin, HR, i_r, D, TMA)
+    w_ptr = _head(w_ptr, begin, HR, i_r, D, TMA)
+    x_ptr = _head(x_ptr, begin, HX, i_w, X, TMA)
+    if HAS_Y:
+        y_ptr = _head(y_ptr, begin, HV, i_h, X, TMA)
     if HAS_GATE:
         g_ptr += i_h.to(tl.int64) * stride_gh
         g_ptr += begin * stride_gt if PACKED else i_b * stride_gb + skip.to(tl.int64) * stride_gt
@@ -286,13 +258,9 @@ def linear_walk_kernel(
     o_s = o_x[:, None] * D + o_d[None, :]
     i_s = (i_n * HV + i_h) * (D * X)
     o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
-    if HAS_S_IN:
-        b_s = tl.load(s_in_ptr + i_s + o_io, mask=m_s, other=0.0).to(tl.float32) * scale_in
-    else:
-        b_s = tl.zeros((BX, BD), tl.float32)
+    b_s = _start(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
     if HAS_DG:
-        if not TMA:
-            qk_ptr += (begin * HX + i_w) * X
+        qk_ptr = _head(qk_ptr, begin, HX, i_w, X, TMA)
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         anchor_ptr += (first_span * HV + i_h) * (D * X)
 
@@ -304,9 +272,7 @@ def linear_walk_kernel(
     total = 0.0
     for i_span in range(own_spans):
         if HAS_DG:
-            span = own_spans - 1 - i_span if REVERSE else i_span
-            first = span * SPAN
-            count = tl.minimum(chunks - first, SPAN)
+            span, first, count = _span(i_span, own_spans, chunks, SPAN, REVERSE)
             p_a = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
             if REVERSE:
                 # by axis: one reduction over both breaks Triton 3.6's compiler on sm_100
@@ -337,18 +303,12 @@ def linear_walk_kernel(
                 b_kept = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
                 total += G_C
             if HAS_Y:
-                if REVERSE:
-                    seen = o_c[:, None] >= o_c[None, :]
-                else:
-                    seen = o_c[:, None] <= o_c[None, :]
+                b_a, own = _seen_scores(
+                    b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
+                    REVERSE, HAS_GATE, OWN_LAST, EXACT,
+                )  # fmt: skip
                 if HAS_GATE:
-                    if OWN_LAST:
-                        own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
-                        seen = seen & (o_c[:, None] != o_c[None, :])
-                    b_a *= _decay(seen, b_G, b_low, REVERSE, EXACT)
                     b_y *= (b_end if REVERSE else b_start)[None, :]
-                else:
-                    b_a = tl.where(seen, b_a, 0.0)
                 b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
             if HAS_GATE:
                 b_s *= tl.exp2(G_C)

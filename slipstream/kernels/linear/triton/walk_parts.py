@@ -1,0 +1,94 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Parts of the portable walks over chunks: gates, decayed scores, where a walk begins (walk.py)."""
+
+import triton
+import triton.language as tl
+
+# exp2 of this is 0 in float32 times any state, and a chunk of it is still summed accurately.
+LOWEST_GATE = tl.constexpr(-128.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
+    """G of a chunk in base 2 as a pair that adds up, [C] each, and its last row.
+
+    EXACT sums in float64, so that differences of G are right to float32.
+    """
+    b_g = tl.load(p + o_c * stride, mask=m_c, other=0.0).to(tl.float32)
+    b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
+    if EXACT:
+        b_wide = tl.cumsum(b_g.to(tl.float64) * LOG2E, 0)
+        b_G = b_wide.to(tl.float32)
+        b_low = (b_wide - b_G.to(tl.float64)).to(tl.float32)
+    else:
+        b_G = tl.cumsum(b_g * LOG2E, 0)
+        b_low = tl.zeros_like(b_G)
+    G_C = tl.sum(tl.where(o_c == C - 1, b_G, 0.0), 0)
+    low_C = tl.sum(tl.where(o_c == C - 1, b_low, 0.0), 0)
+    return b_G, b_low, G_C, low_C
+
+
+@triton.jit
+def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """exp of the gates between tokens j and i where i sees j, else 0, [j, i]."""
+    between = b_G[None, :] - b_G[:, None]
+    if EXACT:
+        between += b_low[None, :] - b_low[:, None]
+    if REVERSE:
+        between = -between
+    return tl.exp2(tl.where(seen, between, float("-inf")))
+
+
+@triton.jit
+def _head(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
+    """A head's rows of width N from token `begin` on; a descriptor stays what it is."""
+    if not TMA:
+        p += (begin * heads + i_h) * N
+    return p
+
+
+@triton.jit
+def _start(s_in_ptr, i, o, m, scale, BX: tl.constexpr, BD: tl.constexpr, HAS_S_IN: tl.constexpr):
+    """The state that a walk begins with, [BX, BD], at i + o."""
+    if HAS_S_IN:
+        b_s = tl.load(s_in_ptr + i + o, mask=m, other=0.0).to(tl.float32) * scale
+    else:
+        b_s = tl.zeros((BX, BD), tl.float32)
+    return b_s
+
+
+@triton.jit
+def _span(i_span, spans, chunks, SPAN: tl.constexpr, REVERSE: tl.constexpr):
+    """Of the span that is walked as number i_span: its number, first chunk and chunks."""
+    span = spans - 1 - i_span if REVERSE else i_span
+    first = span * SPAN
+    return span, first, tl.minimum(chunks - first, SPAN)
+
+
+@triton.jit
+def _seen_scores(
+    b_a,
+    o_c,
+    b_G,
+    b_low,
+    REVERSE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    OWN_LAST: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """A [j, i] where i sees j, decayed, and, if OWN_LAST, which leaves that out, its diagonal."""
+    own = 0.0
+    if REVERSE:
+        seen = o_c[:, None] >= o_c[None, :]
+    else:
+        seen = o_c[:, None] <= o_c[None, :]
+    if HAS_GATE:
+        if OWN_LAST:
+            own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
+            seen = seen & (o_c[:, None] != o_c[None, :])
+        b_a *= _decay(seen, b_G, b_low, REVERSE, EXACT)
+    else:
+        b_a = tl.where(seen, b_a, 0.0)
+    return b_a, own
