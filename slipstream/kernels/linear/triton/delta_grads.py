@@ -45,6 +45,112 @@ def _state(
     return b
 
 
+@triton.jit
+def _sum_of_states(
+    s_ptr,
+    ds_ptr,
+    slot,
+    i_h,
+    HV,
+    live,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sum(S * dS') of a chunk: the diagonal of S dS'^T."""
+    o_m = tl.arange(0, BV)
+    b_z = tl.zeros((BV, BV), tl.float32)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    for i in range(NV * tl.cdiv(K, BK)):
+        at_s = (slot, i_h, HV, i % NV * BV, i // NV * BK, live)
+        b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
+        b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
+        b_z = tl.dot(b_s, tl.trans(b_ds), b_z, input_precision=PRECISION)
+    # flat: sums by both axes of a product break Triton 3.6's compiler on sm_100
+    return tl.sum(tl.reshape(tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0), (BV * BV,)), 0)
+
+
+@triton.jit
+def _triangles(
+    do_ptr,
+    w_ptr,
+    dv_ptr,
+    i_b,
+    i_h,
+    t,
+    HV,
+    o_c,
+    m_c,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """do w^T and dv w^T [i, j] and, so that no product is transposed, both [j, i]."""
+    o_m = tl.arange(0, BV)
+    b_a = tl.zeros((C, C), tl.float32)
+    b_m = tl.zeros((C, C), tl.float32)
+    b_at = tl.zeros((C, C), tl.float32)
+    b_mt = tl.zeros((C, C), tl.float32)
+    for i in range(tl.cdiv(V, BV)):
+        at_v = (i_b, 0, i_h, i * BV)
+        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
+        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=PRECISION)
+        b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=PRECISION)
+        b_at = tl.dot(b_w, tl.trans(b_do), b_at, input_precision=PRECISION)
+        b_mt = tl.dot(b_w, tl.trans(b_dv), b_mt, input_precision=PRECISION)
+    return b_a, b_m, b_at, b_mt
+
+
+@triton.jit
+def _of_states(
+    do_ptr,
+    w_ptr,
+    dv_ptr,
+    s_ptr,
+    ds_ptr,
+    i_b,
+    slot,
+    i_h,
+    i_k,
+    t,
+    HV,
+    live,
+    o_c,
+    m_c,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """do S^T, dv S^T and w dS'^T, [C, BK] from column i_k on."""
+    o_m = tl.arange(0, BV)
+    b_dq = tl.zeros((C, BK), tl.float32)
+    b_dp = tl.zeros((C, BK), tl.float32)
+    b_dk = tl.zeros((C, BK), tl.float32)
+    for i in range(tl.cdiv(V, BV)):
+        at_v = (i_b, 0, i_h, i * BV)
+        at_s = (slot, i_h, HV, i * BV, i_k, live)
+        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
+        b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
+        b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
+        b_dp = tl.dot(b_dv, b_s, b_dp, input_precision=PRECISION)
+        b_dk = tl.dot(b_w, b_ds, b_dk, input_precision=PRECISION)
+    return b_dq, b_dp, b_dk
+
+
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
 def delta_grads_kernel(
     q_ptr,  # [tokens, H, K]
@@ -91,7 +197,6 @@ def delta_grads_kernel(
     begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_n = tl.arange(0, BK)
-    o_m = tl.arange(0, BV)
     t = i_c * C
     m_c = o_c < length - t
     live = t < length
@@ -112,30 +217,11 @@ def delta_grads_kernel(
 
     z = 0.0
     if HAS_GATE:
-        b_z = tl.zeros((BV, BV), tl.float32)  # S dS'^T
-        NV: tl.constexpr = (V + BV - 1) // BV
-        for i in range(NV * tl.cdiv(K, BK)):
-            at_s = (slot, i_h, HV, i % NV * BV, i // NV * BK, live)
-            b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
-            b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
-            b_z = tl.dot(b_s, tl.trans(b_ds), b_z, input_precision=PRECISION)
-        # flat: sums by both axes of a product break Triton 3.6's compiler on sm_100
-        z = tl.sum(tl.reshape(tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0), (BV * BV,)), 0)
+        z = _sum_of_states(s_ptr, ds_ptr, slot, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
 
-    # [i, j] and, so that no product is transposed, [j, i]
-    b_a = tl.zeros((C, C), tl.float32)
-    b_m = tl.zeros((C, C), tl.float32)
-    b_at = tl.zeros((C, C), tl.float32)
-    b_mt = tl.zeros((C, C), tl.float32)
-    for i in range(tl.cdiv(V, BV)):
-        at_v = (i_b, 0, i_h, i * BV)
-        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
-        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=PRECISION)
-        b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=PRECISION)
-        b_at = tl.dot(b_w, tl.trans(b_do), b_at, input_precision=PRECISION)
-        b_mt = tl.dot(b_w, tl.trans(b_dv), b_mt, input_precision=PRECISION)
+    b_a, b_m, b_at, b_mt = _triangles(
+        do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, V, BV, C, TMA, PRECISION
+    )
     b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1) * scale
     earlier = o_c[:, None] > o_c[None, :]
     later = o_c[:, None] < o_c[None, :]
@@ -169,20 +255,10 @@ def delta_grads_kernel(
             b_p = _block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
         else:
             b_p = b_k
-        b_dq = tl.zeros((C, BK), tl.float32)
-        b_dp = tl.zeros((C, BK), tl.float32)
-        b_dk = tl.zeros((C, BK), tl.float32)
-        for i in range(tl.cdiv(V, BV)):
-            at_v = (i_b, 0, i_h, i * BV)
-            at_s = (slot, i_h, HV, i * BV, i_k * BK, live)
-            b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-            b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-            b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-            b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
-            b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
-            b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
-            b_dp = tl.dot(b_dv, b_s, b_dp, input_precision=PRECISION)
-            b_dk = tl.dot(b_w, b_ds, b_dk, input_precision=PRECISION)
+        b_dq, b_dp, b_dk = _of_states(
+            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, slot, i_h, i_k * BK, t, HV, live, o_c, m_c,
+            K, V, BK, BV, C, TMA, PRECISION,
+        )  # fmt: skip
         if HAS_GATE:
             b_start = tl.exp2(b_G)[:, None]
             b_dq *= b_start
