@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from slipstream.kernels.linear.hopper import additive_plan
-from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
+from tests.gpu.hopper_walks import (
+    LENGTHS,
+    MARKS,
+    expect,
+    gradients_of_results,
+    offsets,
+    reference,
+    run,
+)
 
-on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
+pytestmark = MARKS
 
 SIZES = {  # B, T, H, HV, lengths of packed sequences; K and V are 128
     "whole": (1, 128, 1, 2, None),
     "odd": (2, 70, 1, 3, None),
-    "packed": (1, 270, 2, 4, (5, 0, 200, 1, 64)),
+    "packed": (1, 270, 2, 4, LENGTHS),
 }
 LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 
@@ -30,47 +36,24 @@ def inputs(size: tuple, gated: bool) -> Terms:
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.rand(B, T, HV, device="cuda")
-    cu = None
-    if lengths is not None:
-        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     return Terms(
         torch.randn(B, T, H, 128, **make),
         F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
         torch.randn(B, T, HV, 128, **make),
         g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
         initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
-        cu_seqlens=cu,
+        cu_seqlens=offsets(lengths),
     )
-
-
-def run(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.hopper import additive_launch
-
-    o, final = additive_launch.forward(terms, 0.1)
-    return {"o": o, "final": final, **additive_launch.backward(terms, do, dfinal, 0.1)}
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_additive_walks_match_reference(size: tuple, gated: bool) -> None:
+    from slipstream.kernels.linear.hopper import additive_launch
+
     torch.manual_seed(0)
     terms = inputs(size, gated)
     assert additive_plan.refuses(terms) is None
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
-    got, again = (run(terms, do, dfinal) for _ in range(2))
-    wide = {
-        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None
-    }
-    o, final = linear_reference(Terms(**wide), 0.1)
-    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
-    live = {name: x for name, x in wide.items() if name != "cu_seqlens"}
-    grads = torch.autograd.grad(loss, list(live.values()))
-    want = {"o": o.detach(), "final": final.detach(), **dict(zip(live, grads))}
-    for name, x in got.items():
-        assert torch.equal(x, again[name]), name
-        # a gate of -inf leaves nothing of the state
-        norm = max(float(want[name].norm()), 1e-30)
-        error = float((x.cpu() - want[name]).norm()) / norm
-        assert error <= LIMITS.get(name, 0.008), (name, error)
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    expect(lambda: run(additive_launch, terms, do, dfinal), want, LIMITS, 0.008)

@@ -11,16 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper import plan
-from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
+from tests.gpu.hopper_walks import (
+    LENGTHS,
+    MARKS,
+    SCALE,
+    expect,
+    gradients_of_results,
+    offsets,
+    reference,
+    run,
+)
 
-on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
+pytestmark = MARKS
 
 SIZES = {  # B, T, H, HV, K, V, lengths of packed sequences
     "whole": (1, 128, 1, 2, 128, 128, None),
     "odd": (2, 70, 1, 3, 128, 64, None),
-    "packed": (1, 270, 2, 4, 64, 128, (5, 0, 200, 1, 64)),
+    "packed": (1, 270, 2, 4, 64, 128, LENGTHS),
 }
 LIMIT = 0.006
 
@@ -30,9 +38,6 @@ def inputs(size: tuple, gated: bool) -> Terms:
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.rand(B, T, HV, device="cuda")
-    cu = None
-    if lengths is not None:
-        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     return Terms(
         torch.randn(B, T, H, K, **make),
         F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
@@ -40,11 +45,11 @@ def inputs(size: tuple, gated: bool) -> Terms:
         g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
         beta=2 * torch.rand(B, T, HV, device="cuda"),
         initial_state=torch.randn(N, HV, K, V, device="cuda"),
-        cu_seqlens=cu,
+        cu_seqlens=offsets(lengths),
     )
 
 
-def run(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def walks(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.hopper import delta_launch
     from slipstream.kernels.linear.triton import delta_launch as portable
 
@@ -53,13 +58,13 @@ def run(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
     (HV, V), K = do.shape[2:], terms.q.shape[-1]
     dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
-    delta_launch.walk(terms, *solved[:2], 0.1, o, s_in=terms.initial_state, s_out=final)
-    delta_launch.walk_back(terms, do, *solved[:2], 0.1, dv, dstates, s_in=dfinal, s_out=dinitial)
+    delta_launch.walk(terms, *solved[:2], SCALE, o, s_in=terms.initial_state, s_out=final)
+    delta_launch.walk_back(terms, do, *solved[:2], SCALE, dv, dstates, s_in=dfinal, s_out=dinitial)
     made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
     if V % (2 * plan.TILE_V) == 0:
         made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
         ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
-        delta_launch.walk_wide(terms, *solved[:2], 0.1, made["wide o"], **ends)
+        delta_launch.walk_wide(terms, *solved[:2], SCALE, made["wide o"], **ends)
     return made
 
 
@@ -69,22 +74,11 @@ def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
     torch.manual_seed(0)
     terms = inputs(size, gated)
     assert plan.refuses(terms) is None
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
-    got, again = (run(terms, do, dfinal) for _ in range(2))
-    wide = {
-        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None
-    }
-    o, final = linear_reference(Terms(**wide), 0.1)
-    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
-    dv, dinitial = torch.autograd.grad(loss, [wide["v"], wide["initial_state"]])
-    want = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
-    for name, x in got.items():
-        assert torch.equal(x, again[name]), name
-        expected = want[name.removeprefix("wide ")]
-        error = (x.cpu() - expected).norm() / expected.norm()
-        assert error <= LIMIT, (name, error)
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    want |= {"dv": want["v"], "dinitial": want["initial_state"]}
+    want |= {"wide o": want["o"], "wide final": want["final"]}
+    expect(lambda: walks(terms, do, dfinal), want, {}, LIMIT)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -95,13 +89,13 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
     torch.manual_seed(0)
     terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
     assert launch._takes_two(terms)
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    do, dfinal = gradients_of_results(terms)
 
     def both(given: Terms, heads: slice) -> dict[str, Tensor]:
-        o, final, solved = launch.forward_kept(given, 0.1)
+        o, final, solved = launch.forward_kept(given, SCALE)
         dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
         return {
-            "o": o, "final": final, **launch.backward(given, dout, dend, 0.1, kept=solved)
+            "o": o, "final": final, **launch.backward(given, dout, dend, SCALE, kept=solved)
         }  # fmt: skip
 
     got, again = both(terms, slice(None)), both(terms, slice(None))
@@ -145,28 +139,14 @@ def test_delta_segments_match_reference(
     g = -strength * torch.rand(1, 480, 2, device="cuda")
     terms = terms._replace(g=g)
     assert launch._split(terms) is not None
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
-        o, final, solved = launch.forward_kept(terms, 0.1)
+        o, final, solved = launch.forward_kept(terms, SCALE)
         given = solved if kept else ()
-        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, 0.1, kept=given)}
+        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, SCALE, kept=given)}
 
-    got, again = both(), both()
-    wide = {
-        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None
-    }
-    o, final = linear_reference(Terms(**wide), 0.1)
-    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
-    names = [name for name in got if name not in ("o", "final")]
-    grads = torch.autograd.grad(loss, [wide[name] for name in names])
-    want = {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
-    for name, x in got.items():
-        assert torch.equal(x, again[name]), name
-        error = (x.cpu() - want[name]).norm() / want[name].norm()
-        assert error <= 2 * LIMIT, (name, error)
+    expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
 
 
 BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
@@ -183,7 +163,7 @@ def channels(
     if gates == "strong":
         g = torch.where(torch.rand_like(g) < 0.1, 100 * g, g)
         g[:, 70] = -torch.inf
-    cu = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    cu = offsets(lengths)
     b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).bfloat16()
     return Terms(
         torch.randn(B, T, H, K, **make),
@@ -198,7 +178,7 @@ def channels(
     )
 
 
-@pytest.mark.parametrize("lengths", [None, (5, 0, 200, 1, 64)], ids=["whole", "packed"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gates", ["weak", "strong"])
 @pytest.mark.parametrize("kind", ["kda", "dplr"])
@@ -209,27 +189,9 @@ def test_gates_a_channel_match_reference(
 
     torch.manual_seed(0)
     terms = channels(kind, gates, dtype, lengths)
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    do, dfinal = gradients_of_results(terms)
     assert plan.refuses(terms) is None
     assert dplr_launch.takes_grads(terms, do)
-
-    def both() -> dict[str, Tensor]:
-        o, final = launch.forward(terms, 0.1)
-        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, 0.1)}
-
-    got, again = both(), both()
-    wide = {
-        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None
-    }
-    o, final = linear_reference(Terms(**wide), 0.1)
-    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
-    names = [name for name in got if name not in ("o", "final")]
-    grads = torch.autograd.grad(loss, [wide[name] for name in names])
-    want = {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
+    want = reference(terms, do, dfinal)
+    got = expect(lambda: run(launch, terms, do, dfinal), want, BARS, 8e-3)
     assert got["g"].dtype == dtype
-    for name, x in got.items():
-        assert torch.equal(x, again[name]), name
-        error = (x.cpu() - want[name]).norm() / want[name].norm()
-        assert error <= BARS.get(name, 8e-3), (name, error)
