@@ -39,7 +39,7 @@ from slipstream.kernels.linear.hopper.delta_parts import (
     stages,
     state_of,
 )
-from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring, write_some
+from slipstream.kernels.linear.hopper.parts import clear, load_rows, ring
 
 
 @gluon.jit
@@ -236,6 +236,9 @@ def keep_part(
     """S before each chunk, and w."""
     ss, xs = copies
     _, _, _, x_full, x_empty = rings
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
     for i in range(n):
         b = i % 2
         t = i * C
@@ -244,7 +247,8 @@ def keep_part(
         if t + C <= length:
             copy_out(w_desc, [row + t, v_col], xs.index(b))
         else:
-            write_some(w_ptr, xs.index(b), row + t, v_col, o_row, length - t, C, BV)
+            p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
+            gl.store(p_w, xs.index(b).load(layout), mask=(o_t < length - t)[:, None])
         store_wait(0)
         mbarrier.arrive(x_empty.index(b), count=1)
 
