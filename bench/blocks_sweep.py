@@ -129,8 +129,8 @@ def norm_settings(name: str, D: int) -> Iterator[dict[str, Any]]:
         (16384, 32),
     ):  # fmt: skip
         if D // 2 <= elements <= max(64 * D, 8192):
-            for way in every[name] if D < 16384 else ((1, 1), (2, 1)):
-                yield {name: (tiles.Row(1 << 20, elements, warps, *way),)}
+            for per, stages in every[name] if D < 16384 else ((1, 1), (2, 1)):
+                yield {name: (tiles.Row(1 << 20, elements, warps, per, stages),)}
 
 
 def losses(N: int, V: int) -> None:
