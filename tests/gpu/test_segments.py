@@ -12,7 +12,8 @@ from torch import Tensor
 from slipstream.kernels.linear.hopper import plan
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
-from tests.gpu.test_delta_hopper import BARS, channels, on_hopper
+from tests.gpu.hopper_walks import on_hopper
+from tests.gpu.test_delta_hopper import BARS, channels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
 

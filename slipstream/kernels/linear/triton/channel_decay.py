@@ -29,7 +29,7 @@ Where a read sees the state before its own token's decay (BEFORE), its own gate 
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.walk import LOG2E, LOWEST_GATE
+from slipstream.kernels.linear.triton.walk_parts import LOG2E, LOWEST_GATE
 
 
 @triton.jit

@@ -32,7 +32,8 @@ from slipstream.kernels.linear.triton.channel_decay import (
     until,
 )
 from slipstream.kernels.linear.triton.delta_solve import find_chunk
-from slipstream.kernels.linear.triton.walk import LOG2E, _block
+from slipstream.kernels.linear.triton.walk import _block
+from slipstream.kernels.linear.triton.walk_parts import LOG2E
 
 # More than any safe chunk's, in base 2, and little enough for finite factors.
 HIGHEST = tl.constexpr(96.0)
