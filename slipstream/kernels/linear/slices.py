@@ -43,9 +43,12 @@ MOST = 24.0
 BORDERS = 4
 # Bytes that are not worth a slice; and how many there are at most.
 LITTLE, COUNT = 1 << 26, 8
-# Tokens of a span, at least: for each of the packed sequences; and of grouped heads, which leave
-# so much that they would be cut most.
-SPARSE, GROUPED = 256, 1024
+# Tokens of a span, at least, for each of the packed sequences.
+SPARSE = 256
+# Of grouped heads, which leave so much that they would be cut most: tokens of a span times value
+# heads, at least, of a row and of packed sequences, whose spans take longer to begin. A span costs
+# a tenth of the time then (docs/log.md).
+GROUPED, PACKED = 160_000, 384_000
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
@@ -315,8 +318,10 @@ def _most(terms: Terms) -> int:
     """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
     T, HV, V = terms.v.shape[1:]
     N, programs = terms.sequences, HV * -(-V // 64)
-    most = COUNT if terms.q.shape[2] == HV else max(1, min(COUNT, T // GROUPED))
-    if terms.cu_seqlens is None or N == 0:
+    packed, most = terms.cu_seqlens is not None and N > 0, COUNT
+    if terms.q.shape[2] != HV:
+        most = max(1, min(COUNT, T * HV // (PACKED if packed else GROUPED)))
+    if not packed:
         return most
     busy = COUNT if programs >= BUSY else programs * N // (3 * BUSY // 4)
     return max(1, min(most, busy, T // (SPARSE * N)))
