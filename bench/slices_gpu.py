@@ -47,21 +47,21 @@ CHECKED = (
 )
 TURNS = 2
 COUNTS = {16: 1, 32: 3, 64: 4, 128: 5, 256: None}
-PACKED = {16: 1, 32: 4, 64: 8, 128: 16, 256: None}
+SPANS = {16: 1, 32: 2, 64: 4, 128: 8, 256: None}
 GATES = ("g", "gk", "w")
 
 
 @contextmanager
 def cutting(little: int) -> Iterator[None]:
     """slices.LITTLE meanwhile, and with 0 no other reason against slices."""
-    kept = slices.LITTLE, slices.BUSY, slices.GROUPED
+    kept = slices.LITTLE, slices.BUSY, slices.GROUPED, slices.PACKED
     slices.LITTLE = little
     if little == 0:
-        slices.BUSY = slices.GROUPED = 1
+        slices.BUSY = slices.GROUPED = slices.PACKED = 1
     try:
         yield
     finally:
-        slices.LITTLE, slices.BUSY, slices.GROUPED = kept
+        slices.LITTLE, slices.BUSY, slices.GROUPED, slices.PACKED = kept
 
 
 def results(sample: Sample, args: dict, little: int) -> list[torch.Tensor]:
@@ -158,7 +158,7 @@ def main() -> None:
         rows = []
         for name in given.operators:
             args = {n: x for n, x in inputs(*SHAPES[name]).items() if x is not None}
-            rows.append({"shape": name, **timed(sample, args, PACKED)})
+            rows.append({"shape": name, **timed(sample, args, SPANS)})
             torch.cuda.empty_cache()
         print(*("  ".join(f"{n} {x}" for n, x in row.items()) for row in rows), sep="\n")
         print("recorded in", record("slices_packed", rows))

@@ -32,7 +32,7 @@ OTHER_LIMIT = 0.008
 
 @pytest.fixture(autouse=True)
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"LITTLE": 0, "SPARSE": 1, "BUSY": 1, "GROUPED": 1, "COUNT": SPANS}
+    few = {"LITTLE": 0, "SPARSE": 1, "BUSY": 1, "GROUPED": 1, "PACKED": 1, "COUNT": SPANS}
     for name, value in few.items():
         monkeypatch.setattr(slices, name, value)
 

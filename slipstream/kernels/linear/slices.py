@@ -48,7 +48,7 @@ SPARSE = 256
 # Of grouped heads, which leave so much that they would be cut most: tokens of a span times value
 # heads, at least, of a row and of packed sequences, whose spans take longer to begin. A span costs
 # a tenth of the time then (docs/log.md).
-GROUPED, PACKED = 160_000, 384_000
+GROUPED, PACKED = 160_000, 800_000
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.

@@ -74,7 +74,7 @@ def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> No
     else:
         more = {}
     slices.LITTLE, slices.SPARSE, slices.BUSY, slices.COUNT = 0, 1, 1, count
-    slices.GROUPED = 1
+    slices.GROUPED = slices.PACKED = 1
     given = {n: x for n, x in terms._replace(**more)._asdict().items() if x is not None}
     live = {n: x.requires_grad_() for n, x in given.items() if n in DIFFERENTIABLE}
     ours = Terms(**{**given, **live})
