@@ -237,23 +237,26 @@ class Run:
         threads.launch(kernel, programs, (*args, *rest), **flags)
         return made, far
 
-    def grads(self, do: Tensor, w: Tensor, dv: Tensor, states: Tensor, dstates: Tensor) -> dict:
-        """Of q, k, beta and g."""
+    def grads(
+        self, do: Tensor, w: Tensor, dv: Tensor, states: Tensor, dstates: Tensor, G: int
+    ) -> dict:
+        """Of q, k, beta and g. G: value heads a program."""
         t, (HV, V), (H, K) = self.terms, (self.HV, self.V), (self.H, self.K)
-        BK = K // 2
-        made = {n: self.empty(self.B, self.T, HV, K) for n in "qk"}
-        if H != HV and K == V:
+        BK, heads = K // 2, HV // G
+        made = {n: self.empty(self.B, self.T, heads, K) for n in "qk"}
+        if heads == HV != H and K == V:
             made["q"] = w  # as the launch has it
         sums = {n: self.empty(self.B, self.T, HV) for n in ("beta", "g")}
         given = [Descriptor(x, H * K, C, BK) for x in (t.q, t.k)]
         given += [Descriptor(x, HV * V, C, V) for x in (do, w, dv)]
         given += [Descriptor(x, K, V, BK) for x in (states, dstates)]
-        given += [Descriptor(x, HV * K, C, BK) for x in made.values()]
+        given += [Descriptor(x, heads * K, C, BK) for x in made.values()]
         pointers = [Pointer(x) for x in (*made.values(), self.rows, *sums.values())]
         flags = {name: self.flags[name] for name in ("K", "V", "C", "HAS_GATE", "PACKED")}
-        threads.launch(
-            kernels().grads, self.chunks * HV, (*given, *pointers, *self.sizes[:6]), **flags, BK=BK
-        )
+        turns = Pointer(torch.zeros(self.chunks, heads, dtype=torch.int32))
+        cu, *sizes = self.sizes[:6]
+        args = (*given, *pointers, cu, turns, *sizes, G)
+        threads.launch(kernels().grads, self.chunks * HV, args, **flags, BK=BK, SHARED=G > 1)
         return {n: x.view(self.B, self.T, H, -1, K).sum(3) for n, x in made.items()} | sums
 
 
@@ -271,6 +274,7 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     o, _ = run.walk(terms.initial_state, final, keep=False)
     dv, _ = run.back(do, dfinal, dinitial)
     w, states = run.walk(terms.initial_state, None, keep=True)
+    assert not w[:, :end].isnan().any()
     _, dstates = run.back(do, dfinal, None)
     live: dict[str, Any] = {
         name: x[:, :end].clone().requires_grad_() if name in ("q", "k", "v", "g", "beta") else x
@@ -285,14 +289,14 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     want = dict(zip(names, torch.autograd.grad(loss, [live[n] for n in names]), strict=True))
     want_dv, want_dinitial = want["v"], want["initial_state"]
     states, dstates = states.nan_to_num(), dstates.nan_to_num()
-    found = run.grads(do, w, dv, states, dstates)
-    for name in names[2:]:
-        near(found[name][:, :end], want[name])
+    for G in {run.HV // run.H, 1}:  # with 1 dq is where w was
+        found = run.grads(do, w.clone(), dv, states, dstates, G)
+        for name in names[2:]:
+            near(found[name][:, :end], want[name])
     near(o[:, :end], want_o)
     near(final, want_final)
     near(dv[:, :end], want_dv)
     near(dinitial, want_dinitial)
-    assert not w[:, :end].isnan().any()
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
     near(states[0].mT, start[0])  # the first sequence's first chunk
 

@@ -315,12 +315,12 @@ def emulated() -> Iterator[None]:
     }
     triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
     turns = ModuleType("turns")
-    vars(turns).update(reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_store)
+    vars(turns).update(reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_store, landed=_nothing)
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
     vars(gluon).update(names)
     fake = {"triton": triton, "triton.language": language, "slipstream.kernels.gluon": gluon}
-    fake["slipstream.kernels.softmax.hopper.turns"] = turns
+    fake["slipstream.kernels.turns"] = turns
     kept = dict(sys.modules)
     try:
         for name in [n for n in sys.modules if n.startswith(_ANEW)]:

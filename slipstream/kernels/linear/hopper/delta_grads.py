@@ -4,6 +4,10 @@ By the formulas of the portable delta_grads.py, with p = k. Everything comes by 
 and dv once; of S and dS' 64 channels of K at a time, whose buffers the next 64 get as soon as the
 products have read them. dq and dk leave through the buffers of q and k. A program takes 112 KB, so
 that two share a multiprocessor and one's loads run under the other's products.
+
+Value heads that share a head of q and k may add theirs up, one after the other, by TMA and rounded
+each time, so that nobody has to keep them apart. Programs are numbered so that by when one begins
+the one before it, of the same chunk, is done, and its tiles are in the L2 cache still.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -20,7 +24,10 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring, write
+from slipstream.kernels.linear.hopper.parts import add_some, clear, place, ring, write
+from slipstream.kernels.turns import landed, reduce_out, turn_done, turn_of
+
+TOGETHER = gl.constexpr(264)  # programs that run at a time
 
 
 @gluon.jit
@@ -40,6 +47,45 @@ def products_of(ss, ds, V: gl.constexpr, BK: gl.constexpr):
         b_s = ss.slice(i * STEP, STEP).load(layout).to(gl.float32)
         b_z += b_s * ds.slice(i * STEP, STEP).load(layout).to(gl.float32)
     return gl.sum(gl.sum(b_z, 1), 0)
+
+
+@gluon.jit
+def find(heads, G, SHARED: gl.constexpr):
+    """The chunk and head of the sums that a program adds to, and as which of G it does."""
+    pid = gl.program_id(0)
+    rank = pid * 0
+    if SHARED:
+        begin = pid // (G * TOGETHER) * TOGETHER
+        size = gl.minimum(gl.num_programs(0) // G - begin, TOGETHER)
+        rank = (pid - begin * G) // size
+        pid = begin + (pid - begin * G) % size
+    return pid // heads, pid % heads, rank
+
+
+@gluon.jit
+def leave(rank, desc, p, tile, at, cols, C: gl.constexpr, BK: gl.constexpr, SHARED: gl.constexpr):
+    """Writes a tile, or adds it to those of lower ranks. at: the first token, and how many there
+    are; cols: the first column, and of how many."""
+    row, left = at
+    col, stride = cols
+    if SHARED:
+        if rank == 0:
+            write(desc, p, tile, row, col, stride, left, C, BK)
+        elif left >= C:
+            reduce_out(desc, [row, col], tile)
+        else:
+            add_some(p, tile, row, col, stride, left, C, BK)
+    else:
+        write(desc, p, tile, row, col, stride, left, C, BK)
+
+
+@gluon.jit
+def pass_on(p_turn, rank, G):
+    """To the head after this, if there is one: what was written and added is there."""
+    if rank + 1 < G:
+        landed()
+        gl.thread_barrier()
+        turn_done(p_turn, rank + 1)
 
 
 @gluon.jit
@@ -81,7 +127,7 @@ def triangles(
     return c_a, c_m, c_at, c_mt, own, start, end, whole
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G"])
 def delta_grads_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, BK]
     k_desc,
@@ -90,7 +136,7 @@ def delta_grads_sm90_kernel(
     dv_desc,
     states_desc,  # [chunks * HV * V, K] by [V, BK]
     dstates_desc,
-    dq_desc,  # [tokens, HV * K] by [C, BK]
+    dq_desc,  # [tokens, HV / G * K] by [C, BK]
     dk_desc,
     dq_ptr,
     dk_ptr,
@@ -98,19 +144,25 @@ def delta_grads_sm90_kernel(
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
+    turns_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
     scale,
     T,
     N,
     HV,
     H,
+    G,
     K: gl.constexpr,
     V: gl.constexpr,
     BK: gl.constexpr,
     C: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
-    """grid (HV * chunks,), 4 warps: one program takes one chunk of one value head."""
+    """grid (HV * chunks,), 4 warps: one program takes one chunk of one value head.
+
+    SHARED: G is more than 1.
+    """
     dtype: gl.constexpr = k_desc.dtype
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -122,16 +174,18 @@ def delta_grads_sm90_kernel(
     ss = gl.allocate_shared_memory(dtype, [V, BK], states_desc.layout)
     ds = gl.allocate_shared_memory(dtype, [V, BK], dstates_desc.layout)
     bars = ring(1, 3)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    heads = HV // G  # of dq and dk
+    slot, i_sum, rank = find(heads, G, SHARED)
+    i_h = i_sum * G + rank
+    part = slot * HV + i_h
+    row, left, _ = place(cu_ptr, slot, T, N, C, C, PACKED, True)
     col = i_h * V
     q_col = i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
     copy_in(do_desc, [row, col], bars.index(0), os)
     copy_in(w_desc, [row, col], bars.index(0), ws)
     copy_in(dv_desc, [row, col], bars.index(0), vs)
-    load_states(states_desc, dstates_desc, ss, ds, bars.index(1), pid * V, 0)
+    load_states(states_desc, dstates_desc, ss, ds, bars.index(1), part * V, 0)
     mbarrier.expect(bars.index(2), 2 * NK * q_desc.block_type.nbytes)
     for i in gl.static_range(NK):
         copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
@@ -139,7 +193,7 @@ def delta_grads_sm90_kernel(
 
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    p_rows = rows_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
+    p_rows = rows_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
     beta = gl.load(p_rows + o_i)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
@@ -184,7 +238,7 @@ def delta_grads_sm90_kernel(
         b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
         if i + 1 < NK:
             gl.thread_barrier()
-            load_states(states_desc, dstates_desc, ss, ds, bars.index(1), pid * V, (i + 1) * BK)
+            load_states(states_desc, dstates_desc, ss, ds, bars.index(1), part * V, (i + 1) * BK)
         if HAS_GATE:
             b_dk *= end[:, None]
             e += gl.sum(b_dk * b_k, 1)
@@ -201,9 +255,12 @@ def delta_grads_sm90_kernel(
         ks.index(i).store(b_dk.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        o_col = i_h * K + i * BK
-        write(dq_desc, dq_ptr, qs.index(i), row, o_col, HV * K, left, C, BK)
-        write(dk_desc, dk_ptr, ks.index(i), row, o_col, HV * K, left, C, BK)
+        if SHARED and i == 0:
+            while turn_of(turns_ptr + slot * heads + i_sum) < rank:
+                pass
+        at, cols = (row, left), (i_sum * K + i * BK, heads * K)
+        leave(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
+        leave(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
 
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
@@ -212,4 +269,6 @@ def delta_grads_sm90_kernel(
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
         gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
+    if SHARED:
+        pass_on(turns_ptr + slot * heads + i_sum, rank, G)
     store_wait(0)

@@ -296,32 +296,38 @@ def grads(
     scale: float,
     made: dict[str, Tensor],
 ) -> None:
-    """Into made: those of q and k [B, T, HV, K], of beta and, with gates, of g [B, T, HV]."""
+    """Into made: those of q and k [B, T, HV / G, K], of G heads together (plan.together); of beta
+    and, with gates, of g [B, T, HV]."""
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
+    heads = made["q"].shape[2]
+    turns: Any = {"dtype": torch.int32, "device": do.device}
     launch: Any = kept(delta_grads_sm90_kernel)[(states.shape[0] * HV,)]
     launch(
         *(_tiles(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
         *(_tiles(x, HV * V, CHUNK, V) for x in (do, w, dv)),
         *(_tiles(x, K, V, TILE_K) for x in (states, dstates)),
-        *(_tiles(made[name], HV * K, CHUNK, TILE_K) for name in "qk"),
+        *(_tiles(made[name], heads * K, CHUNK, TILE_K) for name in "qk"),
         made["q"],
         made["k"],
         rows,
         made["beta"],
         made.get("g"),
         terms.cu_seqlens,
+        torch.zeros(states.shape[0], heads, **turns) if heads < HV else None,
         scale,
         T,
         terms.sequences,
         HV,
         H,
+        HV // heads,
         K=K,
         V=V,
         BK=TILE_K,
         C=CHUNK,
         HAS_GATE=terms.g is not None,
         PACKED=terms.cu_seqlens is not None,
+        SHARED=heads < HV,
         **GRADS,
     )
 

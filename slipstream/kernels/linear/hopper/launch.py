@@ -29,6 +29,8 @@ ACTIVE = True  # takes how many of the packed sequences have tokens
 PROGRAMS = 132  # multiprocessors: a walk's program takes one
 LEAST = 8  # chunks of a segment
 WORTH = 18  # chunks that a split has to take off a walk: about 30 us
+# Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
+TOGETHER = 4
 
 
 def forward(
@@ -140,6 +142,12 @@ def _walk_back(
     sm90.walk_back(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends, skip=skip)
 
 
+def _together(terms: Terms) -> int:
+    """A divisor of how many share q and k."""
+    share = terms.v.shape[2] // terms.q.shape[2]
+    return max(n for n in range(1, TOGETHER + 1) if share % n == 0)
+
+
 def _segment(split: Split | None) -> tuple[int, int] | None:
     return None if split is None else (split.tokens, split.slots)
 
@@ -188,4 +196,4 @@ def _own(active: int | None) -> portable.Own:
     return _OWN._replace(**{name: partial(x, active=active) for name, x in walks.items()})
 
 
-_OWN = portable.Own(sm90.solve, _walk, _walk_back, sm90.grads, _split, _meet, _meet_back)
+_OWN = portable.Own(sm90.solve, _walk, _walk_back, sm90.grads, _together, _split, _meet, _meet_back)

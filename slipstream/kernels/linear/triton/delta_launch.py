@@ -56,6 +56,7 @@ class Own(NamedTuple):
     """What launches the inverse, both walks and the gradients instead of the kernels of _solve,
     _walk, _walk_back, _grads, and how it splits sequences.
 
+    together: how many value heads that share q and k have those gradients added up by `grads`.
     meet: the state that each segment meets, and what meet_back wants of it. Its walks write the
     states at the ends of sequences themselves.
     """
@@ -64,6 +65,7 @@ class Own(NamedTuple):
     walk: Callable[..., None]
     walk_back: Callable[..., None]
     grads: Callable[..., None]
+    together: Callable[[Terms], int]
     split: Callable[[Terms], Split | None]
     meet: Callable[[Terms, Solved, Split], tuple[Tensor, Any]]
     meet_back: Callable[..., Tensor]
@@ -384,12 +386,13 @@ def _grads(
     """Gradients of q, k, v, beta, and p and g if given; those of beta and g in float32."""
     B, T, HV = terms.v.shape[:3]
     H, K = terms.q.shape[2:]
+    heads = HV if own is None else HV // own.together(terms)
     wide = {
-        name: fitting(out.get(name), (B, T, HV, K), do.dtype, do.device)
+        name: fitting(out.get(name), (B, T, heads, K), do.dtype, do.device)
         for name in "qkp"
         if getattr(terms, name) is not None
     }
-    if own is not None and H != HV and w.shape == wide["q"].shape:
+    if own is not None and heads == HV != H and w.shape == wide["q"].shape:
         wide["q"] = w  # of which each of its programs has read its own part before it writes there
     sums = {
         name: fitting(out.get(name), (B, T, HV), torch.float32, do.device)

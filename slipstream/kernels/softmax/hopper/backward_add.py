@@ -16,7 +16,7 @@ from slipstream.kernels.softmax.hopper.common import (
     queries_seen,
     ready,
 )
-from slipstream.kernels.softmax.hopper.turns import reduce_out, turn_done, turn_of
+from slipstream.kernels.turns import reduce_out, turn_done, turn_of
 
 
 @gluon.jit

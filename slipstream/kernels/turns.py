@@ -44,3 +44,16 @@ def turn_done(ptr, value):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def landed():
+    """Waits until what these threads have stored and added by TMA is there."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
