@@ -121,9 +121,8 @@ def attention(
         q, k, v = (x.to(narrow) for x in (q, k, v))
     else:
         checks.expect_one_dtype({"q": q, "k": k, "v": v})
-    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None and softcap < 0:
-        raise ValueError(f"softcap: want a positive number or None, got {softcap}")
+    factor = scale_of(scale, q)
+    check_softcap(softcap)
     terms = Terms(q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths)
     o, lse = run(terms, Options(factor, left, right, float(softcap or 0.0)), return_lse, impl)
     return o if lse is None else (o, lse)
@@ -155,6 +154,20 @@ def window_of(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[
     if causal:
         right = 0 if right < 0 else min(right, 0)
     return left, right
+
+
+def scale_of(scale: float | None, q: Tensor) -> float:
+    """None is D^-0.5."""
+    if scale is None:
+        if not q.shape[-1]:
+            raise ValueError("q: want at least one feature, or a scale, got D = 0")
+        return float(q.shape[-1] ** -0.5)
+    return float(scale)
+
+
+def check_softcap(softcap: float | None) -> None:
+    if softcap is not None and not softcap >= 0:
+        raise ValueError(f"softcap: want a positive number or None, got {softcap}")
 
 
 def _check(

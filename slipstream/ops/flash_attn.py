@@ -12,7 +12,7 @@ from slipstream.kernels.softmax import op
 from slipstream.kernels.softmax.cache import Cache, gathered
 from slipstream.kernels.softmax.call import decode, plan_cache
 from slipstream.kernels.softmax.terms import Options
-from slipstream.ops.attention import attention, check_slopes, window_of
+from slipstream.ops.attention import attention, check_slopes, check_softcap, scale_of, window_of
 from slipstream.ops.rotary import rotary_embedding
 
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -181,14 +181,14 @@ def flash_attn_with_kvcache(
     Source: Dao et al., Flash-Decoding, 2023.
     """
     _check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
-    check_slopes(alibi_slopes, q.shape[2], q.shape[0])
-    if sinks is not None:
-        checks.expect_shape("sinks", sinks, (q.shape[2],))
+    _check_biases(q, sinks, alibi_slopes, softcap)
     lengths = _lengths(cache_seqlens, q)
     left, right = window_of(window_size, causal)
     rows = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     pad = None if cache_leftpad is None else cache_leftpad.contiguous()
     table = None if block_table is None else block_table.contiguous()
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos, rotary_sin: want both or neither, got one")
     if k is not None or v is not None:
         if k is None or v is None or lengths is None:
             raise ValueError("k: wants v and cache_seqlens beside it, got None")
@@ -200,7 +200,7 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     elif rotary_cos is not None:
         raise ValueError("rotary_cos: wants k and v beside it, got None")
-    scale = float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    scale = scale_of(softmax_scale, q)
     call = Cache(q, k_cache, v_cache, lengths, rows, pad, table, sinks, alibi_slopes)
     o, lse = decode(call, Options(scale, left, right, float(softcap or 0.0)), impl)
     return (o, lse) if return_softmax_lse else o
@@ -279,6 +279,18 @@ def _check_cache(
     if rows is None and k.shape[0] < B:
         raise ValueError(f"k_cache: want at least {B} rows, one a sequence, got {k.shape[0]}")
     return None
+
+
+def _check_biases(
+    q: Tensor, sinks: Tensor | None, slopes: Tensor | None, softcap: float | None
+) -> None:
+    given = {"sinks": sinks, "alibi_slopes": slopes}
+    checks.expect_floating(given)
+    checks.expect_one_device({"q": q, **given})
+    if sinks is not None:
+        checks.expect_shape("sinks", sinks, (q.shape[2],))
+    check_slopes(slopes, q.shape[2], q.shape[0])
+    check_softcap(softcap)
 
 
 def _check_pages(k: Tensor, v: Tensor, table: Tensor, sequences: int) -> None:
