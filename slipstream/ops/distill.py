@@ -59,6 +59,8 @@ def linear_kl_div(
     checks.expect_rank("student_weight", student_weight, 2, "[V, D]")
     checks.expect_rank("teacher_weight", teacher_weight, 2, "[V, E]")
     shape, V = student.shape[:-1], student_weight.shape[0]
+    if V == 0:
+        raise ValueError("student_weight: want at least one class, got V = 0")
     checks.expect_shape("student_weight", student_weight, (V, student.shape[-1]))
     checks.expect_shape("teacher", teacher, (*shape, *teacher.shape[-1:]))
     checks.expect_shape("teacher_weight", teacher_weight, (V, teacher.shape[-1]))
@@ -80,9 +82,9 @@ def linear_kl_div(
         given = {name: None if x is None else x.to(dtype) for name, x in given.items()}
     x, w, b, y, u, c = given.values()
     assert x is not None and w is not None and y is not None and u is not None
-    impl = choose_impl(impl, x, _refuses, V)
+    impl = choose_impl(impl, x, _refuses)
     live = None if mask is None else mask.reshape(-1)
-    rows, others = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    rows, others = (z.reshape(shape.numel(), z.shape[-1]) for z in (x, y))
     loss = distill.linear_kl_div(
         (rows, w, b), (others, u, c), live, float(temperature), reduction, impl
     )
@@ -102,5 +104,5 @@ def _check_options(
             raise TypeError(f"mask: want torch.bool, got {mask.dtype}")
 
 
-def _refuses(x: Tensor, size: int) -> str | None:
-    return "there are no classes or features" if 0 in (size, x.shape[-1]) else None
+def _refuses(x: Tensor) -> str | None:
+    return "there are no features" if x.shape[-1] == 0 else None

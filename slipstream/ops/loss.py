@@ -63,6 +63,8 @@ def cross_entropy(
     checks.expect_tensor("logits", logits)
     if logits.dim() == 0:
         raise ValueError("logits: want at least one dimension [..., V], got a scalar")
+    if logits.shape[-1] == 0:
+        raise ValueError("logits: want at least one class, got V = 0")
     checks.expect_floating({"logits": logits})
     checks.expect_one_device({"logits": logits, "target": target})
     terms = _terms(
@@ -72,7 +74,7 @@ def cross_entropy(
     impl = choose_impl(impl, logits, _refuses, logits.shape[-1])
     rows, ids = logits, target
     if logits.dim() != 2:
-        rows, ids = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+        rows, ids = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard  # builds of torch without collectives exist
 
@@ -125,6 +127,8 @@ def linear_cross_entropy(
     """
     checks.expect_tensor("hidden", hidden)
     checks.expect_rank("weight", weight, 2, "[V, D]")
+    if weight.shape[0] == 0:
+        raise ValueError("weight: want at least one class, got V = 0")
     if hidden.dim() == 0:
         raise ValueError("hidden: want at least one dimension [..., D], got a scalar")
     checks.expect_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
@@ -144,7 +148,7 @@ def linear_cross_entropy(
     )
     _check_reduction(reduction)
     impl = choose_impl(impl, hidden, _refuses, weight.shape[0])
-    rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard
 
@@ -156,8 +160,8 @@ def linear_cross_entropy(
 
 
 def _refuses(x: Tensor, size: int) -> str | None:
-    if size == 0 or x.shape[-1] == 0:
-        return "there are no classes or features"
+    if x.shape[-1] == 0:
+        return "there are no features"
     return guard.objection(lambda: kind(x.dtype, size), x.device)
 
 

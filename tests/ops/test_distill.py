@@ -73,6 +73,9 @@ def test_linear_kl_div_of_no_rows_is_zero() -> None:
     assert loss == 0 and not any(g.any() for g in grads(loss, given))
     empty = {**given, "student": given["student"][:0], "teacher": given["teacher"][:0]}
     assert linear_kl_div(**empty) == 0
+    bare = {**given, "student": given["student"][..., :0]}
+    bare["student_weight"] = given["student_weight"][:, :0]
+    assert linear_kl_div(**bare) > 0
 
 
 def test_linear_kl_div_compiles_fullgraph() -> None:
@@ -100,6 +103,7 @@ def test_linear_kl_div_rejects_what_does_not_fit() -> None:
     given = inputs(torch.float32)
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"student_weight": torch.randn(11, 5)}, ValueError, "student_weight: want shape"),
+        ({"student_weight": torch.randn(0, 6)}, ValueError, "student_weight: want at least one"),
         ({"teacher": torch.randn(2, 5, 4)}, ValueError, "teacher: want shape"),
         ({"teacher_weight": torch.randn(10, 4)}, ValueError, "teacher_weight: want shape"),
         ({"teacher_bias": torch.randn(10)}, ValueError, "teacher_bias: want shape"),

@@ -89,6 +89,16 @@ def test_linear_cross_entropy_passes_opcheck(grads: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 4), (2, 3, 0), (0,)])
+def test_linear_cross_entropy_of_no_rows_or_no_features(shape: tuple[int, ...]) -> None:
+    hidden, weight = torch.randn(shape).requires_grad_(), torch.randn(6, shape[-1])
+    target = torch.randint(0, 6, shape[:-1])
+    loss = linear_cross_entropy(hidden, weight, target)
+    want = torch.tensor(6.0 if target.numel() else 1.0).log()
+    torch.testing.assert_close(loss, want)
+    assert torch.autograd.grad(loss, hidden)[0].shape == shape
+
+
 def test_losses_reject_faults_by_name() -> None:
     hidden, weight, target = torch.randn(5, 4), torch.randn(6, 4), torch.randint(0, 6, (5,))
     logits, outside = hidden @ weight.t(), target.clone()
@@ -100,6 +110,8 @@ def test_losses_reject_faults_by_name() -> None:
             ValueError,
             "target: id 6 .* vocabulary of 6",
         ),
+        (lambda: cross_entropy(logits[:, :0], target), ValueError, "logits: want at least one"),
+        (lambda: linear_cross_entropy(hidden, weight[:0], target), ValueError, "weight: want at"),
         (lambda: cross_entropy(logits, target[:4]), ValueError, "target: want shape"),
         (lambda: cross_entropy(logits, target.int()), TypeError, "target"),
         (lambda: cross_entropy(logits, target, reduction="max"), ValueError, "reduction"),
