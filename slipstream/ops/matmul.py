@@ -73,7 +73,7 @@ def matmul(
     shape = (*a.shape[:-1], N)
     if residual is not None:
         checks.expect_shape("residual", residual, shape)
-        residual = residual.reshape(-1, N)
+        residual = residual.flatten(0, -2)
     scales = (
         _scale("scale_a", scale_a, tuple(a.shape[:-1])),
         _scale("scale_b", scale_b, (N,)),
@@ -82,7 +82,7 @@ def matmul(
         out_dtype = torch.bfloat16 if a.dtype in FP8 else a.dtype
     elif out_dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"out_dtype: want float16, bfloat16, float32 or float64, got {out_dtype}")
-    rows = a if a.dim() == 2 else a.reshape(-1, K)
+    rows = a if a.dim() == 2 else a.flatten(0, -2)
     t = Terms(rows, b, bias, residual, *scales, activation or "", precision, out_dtype)
     return op.matmul(t, config, impl).view(shape)
 

@@ -51,9 +51,10 @@ def test_matmul_takes_any_strides_and_none() -> None:
     torch.testing.assert_close(matmul(a.mT, a.mT.t()), a.mT @ a)
     for M, K, N in ((0, 3, 2), (2, 0, 3), (2, 3, 0)):
         a, b = torch.randn(M, K, requires_grad=True), torch.randn(K, N)
-        got = matmul(a, b, bias=torch.ones(N))
-        torch.testing.assert_close(got, a @ b + 1)
+        got = matmul(a, b, bias=torch.ones(N), residual=torch.ones(M, N))
+        torch.testing.assert_close(got, a @ b + 2)
         assert torch.autograd.grad(got.sum(), a)[0].shape == (M, K)
+        assert matmul(a[None], b, residual=torch.ones(1, M, N)).shape == (1, M, N)
 
 
 def test_matmul_takes_float8() -> None:

@@ -55,7 +55,7 @@ class _GluLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = _flat(dy)
         dbias = rows.sum(0) if needs_bias else None
         if not (needs_gate or needs_up):
             h = _product(gate, up, ctx.f, ctx.impl)
@@ -73,7 +73,7 @@ def _product(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.view(-1, x.shape[-1])
+    return torch.atleast_2d(x).flatten(0, -2)
 
 
 def _kernel_grads(
