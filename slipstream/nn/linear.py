@@ -37,12 +37,14 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """input [..., in_features] and residual [..., out_features]."""
         rows = input if input.dim() > 1 else input[None]
+        if residual is not None and input.dim() == 1:
+            residual = residual[None]
         y = matmul(
             rows,
             self.weight.t(),
             bias=self.bias,
             activation=self.activation,
-            residual=residual if residual is None else residual.view(*rows.shape[:-1], -1),
+            residual=residual,
             precision=self.precision,
         )
         return y if input.dim() > 1 else y[0]
@@ -53,7 +55,7 @@ class Embedding(nn.Embedding):
     (ops.embedding), never a read out of bounds."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, device: Any = None, dtype: Any = None
+        self, num_embeddings: int, embedding_dim: int, *, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
 

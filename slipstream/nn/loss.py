@@ -18,10 +18,10 @@ class CrossEntropyLoss(nn.Module):
 
     def __init__(
         self,
+        *,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        *,
         softcap: float | None = None,
         z_loss: float = 0.0,
         logit_scale: float = 1.0,

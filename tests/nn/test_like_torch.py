@@ -35,7 +35,7 @@ CASES: list[tuple[str, Callable[[], Any], Callable[[], Any], Callable[[], tuple]
     ("Embedding", lambda: torch.nn.Embedding(9, D), lambda: nn.Embedding(9, D),
      lambda: (torch.randint(0, 9, (2, 5)),)),
     ("CrossEntropyLoss", lambda: torch.nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.1),
-     lambda: nn.CrossEntropyLoss(3, label_smoothing=0.1),
+     lambda: nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.1),
      lambda: (rows(9), torch.randint(0, D, (9,)))),
 ]  # fmt: skip
 if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # torch 2.13
@@ -65,6 +65,17 @@ def test_module_loads_torchs_state_dict_and_gives_its_numbers(case: tuple) -> No
         for x, y in zip(*grads, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
         assert parameters[0].shape == next(mine.parameters()).shape
+
+
+def test_what_torch_has_elsewhere_is_not_taken_by_place() -> None:
+    """Where torch's module has an argument that ours has not, none of ours moves up."""
+    for make in (lambda: nn.Embedding(9, D, 0), lambda: nn.CrossEntropyLoss(torch.ones(D))):  # pyright: ignore
+        with pytest.raises(TypeError, match="positional argument"):
+            make()
+
+
+def test_linear_takes_a_residual_of_no_rows() -> None:
+    assert nn.Linear(D, 7)(rows(0), residual=torch.zeros(0, 7)).shape == (0, 7)
 
 
 def test_short_convolution_loads_conv1ds_state_dict() -> None:
