@@ -98,6 +98,8 @@ def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
     ring = ahead * (c.block_m + c.block_n) * c.block_k * p.size
     if p.precision == "tf32x3" and p.dtype == torch.float32:
         ring = max(ring, 2 * c.block_n * c.block_k * 4 + ring // max(ahead, 1))
+    if p.instruction(c, arch) is None:  # a factor on its way to the threads is in float32
+        ring = max(ring, max(c.block_m, c.block_n) * c.block_k * 4)
     leaving = 0 if p.residual is None else p.residual.itemsize
     return max(ring, c.block_m * c.block_n * max(p.out_dtype.itemsize, leaving))
 

@@ -9,7 +9,14 @@ import torch
 from slipstream.core import arch as arches
 from slipstream.core.aot import Compiled, compile_kernel
 from slipstream.kernels.launching import HAVE_TRITON
-from slipstream.kernels.matmul.config import MatmulConfig, Problem, check, choose, shared_bytes
+from slipstream.kernels.matmul.config import (
+    MatmulConfig,
+    Problem,
+    check,
+    choose,
+    nearest,
+    shared_bytes,
+)
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 NAMES = {
@@ -83,6 +90,17 @@ def test_default_pointer_tiles_compile(arch: str, p: Problem) -> None:
     got = pointers(p, c, arch, ALL, "silu")
     assert got.instructions[p.instruction(c, here) or "fma"] > 0
     assert got.shared <= here.shared
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75"])
+def test_plain_arithmetic_wants_factors_in_float32(arch: str) -> None:
+    here, wide = arches.named(arch), MatmulConfig(256, 16, 128, 16, 1)
+    with pytest.raises(ValueError, match="needs 131072 bytes of shared memory"):
+        check(wide, FP16, here)
+    near = nearest(wide, FP16, here)
+    assert near is not None
+    got = pointers(FP16, near, arch, {})
+    assert here.shared // 2 < got.shared <= shared_bytes(near, FP16, here)
 
 
 @pytest.mark.parametrize("turned", [False, True])
