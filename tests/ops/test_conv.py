@@ -1,5 +1,7 @@
 """The short convolution beside torch's, across calls, across sequences, and what it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,20 @@ def test_short_convolution_keeps_packed_neighbours_apart() -> None:
     (dx,) = torch.autograd.grad(y, x, dy)
     assert dx[:, :7].isfinite().all()
     assert dx[:, 12:].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_packed_convolution_of_any_width_has_gradients(width: int) -> None:
+    shapes = (1, 7, 3), (3, width), (3,), (3, 3, width)
+    leaves = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes]
+
+    def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, state: torch.Tensor) -> Any:
+        cu = torch.tensor([0, 2, 2, 7])
+        return short_convolution(
+            x, w, b, initial_state=state, output_final_state=True, cu_seqlens=cu
+        )
+
+    assert torch.autograd.gradcheck(call, tuple(leaves))
 
 
 def test_short_convolution_ignores_autocast() -> None:

@@ -157,7 +157,7 @@ class _Spread(torch.autograd.Function):
         token, before = ctx.saved_tensors
         dpast = None
         if ctx.needs_input_grad[1]:
-            dpast = dy.index_select(0, before.flatten()).view(*before.shape, -1)
+            dpast = dy.index_select(0, before.flatten()).view(*before.shape, dy.shape[-1])
         return dy.index_select(0, token), dpast, None, None, None
 
 
