@@ -36,7 +36,7 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape: D, or a sequence of it alone.
-        eps: None is the machine's of x's dtype, as torch has it.
+        eps: None is float32's of the machine, or float64's for such x, as torch has it.
         elementwise_affine: whether there is a weight.
         zero_centered: the factor is 1 + weight, which begins at 0.
     """
@@ -71,7 +71,7 @@ class RMSNorm(_Norm):
         return rms_norm(
             x,
             self.weight,
-            eps=torch.finfo(x.dtype).eps if self.eps is None else self.eps,
+            eps=_machine_eps(x.dtype) if self.eps is None else self.eps,
             residual=residual,
             prenorm=prenorm,  # pyright: ignore[reportArgumentType]
             residual_in_fp32=residual_in_fp32,
@@ -212,3 +212,7 @@ def _last(shape: Shape) -> int:
             "flatten the others into it"
         )
     return sizes[0]
+
+
+def _machine_eps(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps

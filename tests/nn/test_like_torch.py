@@ -67,6 +67,13 @@ def test_module_loads_torchs_state_dict_and_gives_its_numbers(case: tuple) -> No
         assert parameters[0].shape == next(mine.parameters()).shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rms_norm_without_eps_is_torchs_for_small_numbers(dtype: torch.dtype) -> None:
+    x = (rows(5) / 1024).to(dtype)
+    theirs, ours = torch.nn.RMSNorm(D, dtype=dtype), nn.RMSNorm(D, dtype=dtype)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
 def test_what_torch_has_elsewhere_is_not_taken_by_place() -> None:
     """Where torch's module has an argument that ours has not, none of ours moves up."""
     for make in (lambda: nn.Embedding(9, D, 0), lambda: nn.CrossEntropyLoss(torch.ones(D))):  # pyright: ignore
