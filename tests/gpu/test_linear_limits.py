@@ -23,6 +23,7 @@ SIZES = {
     "grouped": (Size(B=2, T=130, H=2, HV=4, K=100, V=60, M=60), "weak"),
     "128 mixed": (packed(Size(K=128, V=128, M=64), 5, 0, 200, 95), "mixed"),
     "zero": (Size(B=1, T=300, H=2, HV=2, K=128, V=128, M=64), "zero"),
+    "few tokens": (Size(B=2, T=13, H=2, HV=4, K=100, V=60, M=30), "mixed"),
 }
 GATES = ("g", "gk", "gv", "w", "beta")
 # outputs and final states, gradients, those of gates and beta: relative RMS error
@@ -30,11 +31,15 @@ NARROW, WIDE = (5e-3, 8e-3, 2e-2), (1e-4, 1e-4, 1e-4)
 LIMITS = {torch.bfloat16: NARROW, torch.float16: NARROW, torch.float32: WIDE}
 SIZES_OF = {
     torch.bfloat16: ["one head", "128 heads", "packed", "128 mixed", "zero"],
-    torch.float16: ["grouped"],
-    torch.float32: ["packed"],
+    torch.float16: ["grouped", "packed"],
+    torch.float32: ["packed", "grouped", "one head"],
 }
 CASES = [(size, dtype) for dtype, sizes in SIZES_OF.items() for size in sizes]
 CHUNKED = [op for op in OPERATORS if op.name.startswith("chunk_")]
+RECURRENT = [op for op in OPERATORS if "recurrent" in op.name]
+# by the step kernel; and by chunks
+FEW_AND_MANY = [("few tokens", dtype) for dtype in LIMITS]
+FEW_AND_MANY += [("grouped", torch.bfloat16), ("packed", torch.float32)]
 
 
 def names(args: dict[str, Any]) -> list[str]:
@@ -49,6 +54,14 @@ def test_errors_are_within_their_limits(op: Operator, size: str, dtype: torch.dt
     torch.manual_seed(1)
     args = op.inputs(SIZES[size][0], dtype, gate=SIZES[size][1])
     expect_within(op, args, LIMITS[dtype], f"{op.name} {size}")
+
+
+@pytest.mark.parametrize(("size", "dtype"), FEW_AND_MANY, ids=str)
+@pytest.mark.parametrize("op", RECURRENT, ids=lambda op: op.name)
+def test_errors_token_by_token_are_within_their_limits(
+    op: Operator, size: str, dtype: torch.dtype
+) -> None:
+    test_errors_are_within_their_limits(op, size, dtype)
 
 
 @pytest.mark.parametrize("lowest", [-0.001, -0.02])
