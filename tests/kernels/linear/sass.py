@@ -1,4 +1,4 @@
-"""What ptxas did to registers that wgmma reads.
+"""What ptxas did to registers that wgmma reads, and what it keeps on the stack.
 
 ptxas (12.8.93, 13.0.88) may give an element of a left operand in registers that is a constant its
 value only after the first product that reads it. Which elements are wrong then depends on what the
@@ -15,6 +15,8 @@ _PRODUCT = re.compile(r"R\d+, R(\d+), gdesc")
 _WRITTEN = re.compile(r"(?:P\w+, )?R(\d+)\b")
 # what has a register first that it reads
 _READS = ("ST", "BAR", "SYNCS", "R2UR", "UTMA", "BRA", "RED", "ATOM", "R2P", "WARP")
+_LABEL, _JUMP = re.compile(r"(\.L_x_\d+):"), re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+_CODE = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
 _WIDTHS = {"M88.4": 4, ".128": 4, "M88.2": 2, ".64": 2, ".WIDE": 2}
 
 
@@ -53,3 +55,24 @@ def overwritten(sass: str) -> list[tuple[str, str]]:
                 if first < registers.stop and registers.start < first + width
             ]
     return found
+
+
+def most_spilled(text: str) -> int:
+    """Words of the stack that a loop over tiles stores and loads, the most of any."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif instruction := _CODE.search(line):
+            code.append(instruction[1])
+    # behind it are only the waits that take long, which jump back
+    end = max(i for i, x in enumerate(code) if re.search("HGMMA|EX2|UTMA|EXIT|STG|STS", x))
+    jumps = [(labels[to[1]], i) for i, x in enumerate(code) if (to := _JUMP.search(x))]
+    loops = [x for x in jumps if x[0] < x[1] <= end and _count("HGMMA", code, x)]
+    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    return max((_count(r"\b(STL|LDL)", code, x) for x in inner), default=0)
+
+
+def _count(pattern: str, code: list[str], loop: tuple[int, int]) -> int:
+    return sum(bool(re.search(pattern, x)) for x in code[loop[0] : loop[1] + 1])

@@ -16,6 +16,7 @@ from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.hopper import plan
 from slipstream.kernels.linear.terms import Terms
+from tests.kernels.linear.sass import disassemble, most_spilled
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -109,10 +110,13 @@ def check(job: Job, both_ends: bool = False) -> Compiled:
     """both_ends: backward, of a state that is read and written."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
-    # what a part wants before or after its loop; never in it. The gradients' kernel, which has no
-    # loop over chunks, keeps addresses of its many tiles there, the wide walk those of S and w
+    # what a part wants before or after its loop; never in it, but for the wide walk, which keeps
+    # addresses of S and w. The gradients' kernel, without such a loop, those of its many tiles
     most = 352 if "grads" in job.name else 64 if "wide" in job.name else 80 if both_ends else 48
     assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
+    words = most_spilled(disassemble(got.asm["cubin"]))
+    limit = 16 if "wide" in job.name else 2  # of others ptxas 13 has none
+    assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
     return got

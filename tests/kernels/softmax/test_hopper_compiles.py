@@ -3,7 +3,6 @@
 The calls themselves are traced, so tiles and arguments are those of a real launch.
 """
 
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.softmax.hopper.tiles import TILES, TRIED
 from slipstream.kernels.softmax.terms import Options, Terms
-from tests.kernels.linear.sass import disassemble, overwritten
+from tests.kernels.linear.sass import disassemble, most_spilled, overwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.skipif(
 SPILLS = 112
 # words stored or loaded a tile, by a part of the kernel's name and the width of a head
 SPILLED = {("dkv", 256): 1}
-_LABEL, _JUMP = re.compile(r"(\.L_x_\d+):"), re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
 
 
 def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:
@@ -108,24 +105,3 @@ def check(call: Any, only: str = "") -> None:
         part, width = job.name.split("_")[1], job.constants["D"]
         assert most_spilled(text) <= SPILLED.get((part, width), 0), job.name
         assert not overwritten(text), job.name
-
-
-def most_spilled(text: str) -> int:
-    """Words of the stack that a loop over tiles stores and loads, the most of any."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in text.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.search(line):
-            code.append(instruction[1])
-    # behind it are only the waits that take long, which jump back
-    end = max(i for i, x in enumerate(code) if re.search("HGMMA|EX2|UTMA|EXIT|STG|STS", x))
-    jumps = [(labels[to[1]], i) for i, x in enumerate(code) if (to := _JUMP.search(x))]
-    loops = [x for x in jumps if x[0] < x[1] <= end and _count("HGMMA", code, x)]
-    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    return max((_count(r"\b(STL|LDL)", code, x) for x in inner), default=0)
-
-
-def _count(pattern: str, code: list[str], loop: tuple[int, int]) -> int:
-    return sum(bool(re.search(pattern, x)) for x in code[loop[0] : loop[1] + 1])
