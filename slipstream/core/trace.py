@@ -97,6 +97,13 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
     return torch.ops.aten.index(x, gathered) if gathered else x
 
 
+def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """As above."""
+    if x.is_contiguous(memory_format=memory_format):
+        return x
+    return x.clone(memory_format=memory_format)
+
+
 class _Context:
     """What an autograd.Function keeps between forward and backward."""
 
@@ -162,6 +169,7 @@ def _pretending(
             (fake_tensor, "init_gpu_context", lambda device: None),
             (FakeTensor, "data_ptr", lambda x: 0),
             (FakeTensor, "__getitem__", _getitem),
+            (FakeTensor, "contiguous", _contiguous),
             (FakeTensor, "__invert__", lambda x: torch.bitwise_not(x)),
             (FakeTensor, "__setitem__", lambda x, index, value: None),
             (FakeTensor, "copy_", lambda x, y, *more: x),

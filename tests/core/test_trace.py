@@ -98,3 +98,16 @@ def test_a_call_of_no_sequences_can_be_planned(arch: str) -> None:
     assert len(chunked) > 15
     for sample in chunked:
         trace(partial(call, sample=sample), arch)
+
+
+@pytest.mark.parametrize("H", [1, 2])
+def test_a_state_is_copied_that_is_not_contiguous(H: int) -> None:
+    from slipstream.core.trace import trace
+
+    def call(device: torch.device) -> Any:
+        q, k, v = (torch.empty(1, 64, H, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+        state = [torch.empty(1, n, H, 64, device=device) for n in (64, 1)]
+        kv = state[0].transpose(1, 2)
+        return ops.chunk_linear_attn(q, k, v, initial_state=(kv, state[1]))
+
+    assert trace(call, "sm_90", backward=False)
