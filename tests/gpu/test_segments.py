@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper import plan
-from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
-from tests.gpu.hopper_walks import on_hopper
+from tests.gpu.hopper_walks import LENGTHS, MARKS, gradients_of_results, reference, run
 from tests.gpu.test_delta_hopper import BARS, channels
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs sm_90")]
+pytestmark = MARKS
 
 Way = Callable[[Terms, Tensor, Tensor], dict[str, Tensor]]
 
@@ -33,28 +32,13 @@ def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
 def gluon(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.hopper import launch
 
-    o, final = launch.forward(terms, 0.1)
-    return {"o": o, "final": final, **launch.backward(terms, do, dfinal, 0.1)}
+    return run(launch, terms, do, dfinal)
 
 
 def portable(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.triton import dplr_launch
 
-    o, final = dplr_launch.forward(terms, 0.1)
-    return {"o": o, "final": final, **dplr_launch.backward(terms, do, dfinal, 0.1)}
-
-
-def oracle(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    wide = {
-        name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None
-    }
-    o, final = linear_reference(Terms(**wide), 0.1)
-    loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
-    names = [name for name in wide if name != "cu_seqlens"]
-    grads = torch.autograd.grad(loss, [wide[name] for name in names])
-    return {"o": o, "final": final, **dict(zip(names, grads, strict=True))}
+    return run(dplr_launch, terms, do, dfinal)
 
 
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
@@ -65,7 +49,7 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("lengths", [None, (5, 0, 200, 1, 64)], ids=["whole", "packed"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
 @pytest.mark.parametrize("kind", ["kda weak", "kda strong", "dplr weak", "dplr strong", "iplr"])
 def test_segments_match_reference(
     kind: str, lengths: tuple | None, monkeypatch: pytest.MonkeyPatch
@@ -75,9 +59,9 @@ def test_segments_match_reference(
     terms = channels(form, "".join(gates), torch.float32, lengths)
     if form == "iplr":
         terms = terms._replace(g=None)
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    do, dfinal = gradients_of_results(terms)
     assert plan.refuses(terms) is None
-    want = oracle(terms, do, dfinal)
+    want = reference(terms, do, dfinal)
     ways: tuple[Way, ...] = (gluon, portable)
     for way in ways:
         cut(monkeypatch, None)
@@ -98,7 +82,7 @@ def test_a_long_sequence_is_as_if_it_were_whole(form: str, monkeypatch: pytest.M
     torch.manual_seed(0)
     terms = channels(form, "weak", torch.float32, None, (1, 5000, 1, 2))
     assert dplr_launch.split_of(terms) is not None
-    do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
+    do, dfinal = gradients_of_results(terms)
     got = gluon(terms, do, dfinal)
     cut(monkeypatch, None)
     for name, error in errors(got, gluon(terms, do, dfinal)).items():
