@@ -297,6 +297,31 @@ def test_segments_lead_from_state_to_state(case: str) -> None:
             near(M[at] @ states[at] + E[at], after)
             before = made["dstart"][n] if at == first else dstates[at - 1]
             near(M[at].mT @ dstates[at] + dE[at], before)
+    check_from(walk, made, states, dstates)
+
+
+def check_from(walk: Walk, made: dict[str, Any], states: Tensor, dstates: Tensor) -> None:
+    """Segments walked from these states, and back from these gradients, make what was made."""
     for got, name in ((walk.forward(states)[0], "o"), (walk.keep(states)[0], "x")):
         torch.testing.assert_close(got, made[name], equal_nan=True)
     torch.testing.assert_close(walk.back(made["do"], dstates)[0], made["y"], equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ["kda", "dplr", "iplr"])
+def test_rows_of_uneven_segments_equal_whole(case: str) -> None:
+    """Two rows, each in a segment of two chunks and one of a few tokens."""
+    _, *heads, _, of_delta, gated = CASES[case]
+    terms = inputs((150, *heads, 2, of_delta, gated))
+    made = check(terms)
+    walk = Walk(terms, made, segment=2 * C)
+    (E, M), dE = walk.segments(), walk.segments_back(made["do"])
+    states, dstates = torch.empty_like(E), torch.empty_like(E)
+    for n in range(2):
+        state, dstate = torch.zeros_like(E[0]), made["dfinal"][n]
+        for at in (2 * n, 2 * n + 1):
+            states[at], state = state, M[at] @ state + E[at]
+        for at in (2 * n + 1, 2 * n):
+            dstates[at], dstate = dstate, M[at].mT @ dstate + dE[at]
+        near(state, made["final"][n])
+        near(dstate, made["dstart"][n])
+    check_from(walk, made, states, dstates)
