@@ -11,6 +11,7 @@ many segments; forward and backward go at once. "rule" is how many segments thos
 import argparse
 from collections.abc import Callable
 from itertools import product
+from time import perf_counter
 from typing import Any
 from unittest import mock
 
@@ -120,6 +121,20 @@ def times(name: str, H: int, fns: dict[str, Callable[[], Any]]) -> list[dict[str
     return rows
 
 
+def warm(name: str) -> None:
+    for H, n in product((1, 2), (1, 8)):  # two heads go in spans, which have a state
+        with cut(n):
+            for label, fn in calls(name, H).items():
+                begun = perf_counter()
+                # held until the GPU is done: if autograd's thread is the last to let go of them
+                # while the interpreter ends, the process is aborted
+                made = fn()
+                torch.cuda.synchronize()
+                del made
+                took = perf_counter() - begun
+                print(f"{name} {H} heads {n} segments {label}: {took:.1f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warm", action="store_true")
@@ -128,10 +143,7 @@ def main() -> None:
     replay.ON = False  # a call that is replayed is cut as it was
     for name in OPERATORS:
         if args.warm:
-            for H, n in product((1, 2), (1, 8)):  # two heads go in spans, which have a state
-                with cut(n):
-                    for fn in calls(name, H).values():
-                        fn()
+            warm(name)
             continue
         for H in HEADS:
             record("few_heads", times(name, H, calls(name, H)))
