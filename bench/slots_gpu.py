@@ -3,6 +3,8 @@
     python bench/slots_gpu.py --check    gsa's errors by how slots forget, against the oracle
     python bench/slots_gpu.py --times    both operators; the product beside its steps laid out by
                                          torch, which packed calls still take, the two in turns
+    python bench/slots_gpu.py --spans 2 4 8
+                                         the product in so many spans, beside its steps by torch
 
 Checked: B1 T300, 2 heads, K = V = 128, 64 slots, bf16, q and k not normalised, so that scores are
 of 12 where nothing is forgotten. Timed: B1 T8192, gsa with 96 heads, the product with 32 and two
@@ -10,9 +12,11 @@ steps a token; milliseconds, and peaks beyond inputs, results and gradients in p
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from record import record, table
@@ -21,6 +25,7 @@ from triton.testing import do_bench
 
 from slipstream import ops
 from slipstream.cli.samples import SAMPLES, Shape
+from slipstream.kernels.linear import product
 from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.product import Steps
 from slipstream.ops.gated_delta_product import _reads, _steps
@@ -85,17 +90,34 @@ def arguments(op: str, heads: int) -> dict[str, Tensor]:
     return {n: x.requires_grad_() for n, x in args.items()}
 
 
+Calls = dict[str, tuple[Callable[[], Tensor], dict[str, Tensor]]]
+
+
 def times() -> None:
-    gsa, product = cast(tuple[Any, Any], (ops.chunk_gsa, ops.chunk_gated_delta_product))
+    gsa, delta = cast(tuple[Any, Any], (ops.chunk_gsa, ops.chunk_gated_delta_product))
     slots, steps = arguments("chunk_gsa", 96), arguments("chunk_gated_delta_product", 32)
-    calls: dict[str, tuple[Callable[[], Tensor], dict[str, Tensor]]] = {
-        "gsa": (lambda: gsa(**slots)[0], slots),
-        "gated_delta_product": (
-            lambda: product(**steps, num_householder=2)[0],
-            steps,
-        ),
-        "gated_delta_product by torch": (lambda: by_torch(**steps), steps),
-    }
+    measure(
+        {
+            "gsa": (lambda: gsa(**slots)[0], slots),
+            "gated_delta_product": (lambda: delta(**steps, num_householder=2)[0], steps),
+            "gated_delta_product by torch": (lambda: by_torch(**steps), steps),
+        }
+    )
+
+
+def spans(numbers: Sequence[int]) -> None:
+    steps = arguments("chunk_gated_delta_product", 32)
+    delta: Any = ops.chunk_gated_delta_product
+
+    def cut(number: int) -> Tensor:
+        with mock.patch.object(product, "spans_of", return_value=number):
+            return delta(**steps, num_householder=2)[0]
+
+    calls: Calls = {f"gated_delta_product in {n}": (partial(cut, n), steps) for n in numbers}
+    measure({**calls, "gated_delta_product by torch": (lambda: by_torch(**steps), steps)})
+
+
+def measure(calls: Calls) -> None:
     rows: list[dict[str, object]] = []
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(TURNS):
@@ -142,7 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--spans", type=int, nargs="+")
     wanted = parser.parse_args()
+    if wanted.spans:
+        spans(wanted.spans)
+        return
     if wanted.check or not wanted.times:
         check()
     if wanted.times or not wanted.check:

@@ -37,9 +37,18 @@ def results(sample: Sample, args: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("sample", LINEAR, ids=lambda x: x.op)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_replay_is_the_call(sample: Sample, shape: str) -> None:
+    check(sample, SHAPES[shape])
+
+
+def test_steps_in_spans_are_played() -> None:
+    sample = next(x for x in SAMPLES if x.op == "chunk_gated_delta_product")
+    check(sample, Shape(B=1, T=4096, H=64, K=128, V=128))
+
+
+def check(sample: Sample, shape: Shape) -> None:
     for turn in range(4):
         torch.manual_seed(turn)
-        args = sample.inputs(SHAPES[shape], torch.device("cuda"))
+        args = sample.inputs(shape, torch.device("cuda"))
         with mock.patch.object(replay.Record, "play", autospec=True, side_effect=_PLAY) as play:
             got = results(sample, args)
         with mock.patch.object(replay, "ON", False):

@@ -4,6 +4,7 @@ y[t n + i] = x[t] if i = at else 0            x[t] = y[t n + at]
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,37 +19,46 @@ def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
     return torch.cat([zeros, x] if last else [x, zeros], dim=2).flatten(1, 2)
 
 
-def spread(q: Tensor, g: Tensor | None, n: int, impl: str) -> tuple[Tensor, Tensor | None]:
-    """q [B, T, H, K] at the last steps, g [B, T, HV] at the first."""
-    return _attempt(_kernel_spread, plain_spread, (q, g, n), impl)
+def spread(
+    q: Tensor, g: Tensor | None, do: Tensor | None, n: int, impl: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q [B, T, H, K] and do [B, T, HV, V] at the last steps, g [B, T, HV] at the first."""
+    return _attempt(_kernel_spread, plain_spread, (q, g, do, n), impl)
 
 
-def take(y: Tensor, n: int, at: int, out: Tensor, impl: str) -> None:
-    """out, contiguous, is written: y at that step of each token."""
-    _attempt(_kernel_take, plain_take, (y, n, at, out), impl)
+def take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None, impl: str) -> None:
+    """`to` and g_to, contiguous, are written: q at the last step of each token, g at the first."""
+    _attempt(_kernel_take, plain_take, (q, g, n, to, g_to), impl)
 
 
-def _kernel_spread(q: Tensor, g: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
+def _kernel_spread(
+    q: Tensor, g: Tensor | None, do: Tensor | None, n: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from slipstream.kernels.linear.triton import steps
 
-    return steps.spread(q, g, n)
+    return steps.spread(q, g, do, n)
 
 
-def plain_spread(q: Tensor, g: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
-    return at_step(q, n, last=True), None if g is None else at_step(g, n, last=False)
+def plain_spread(
+    q: Tensor, g: Tensor | None, do: Tensor | None, n: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    gates = None if g is None else at_step(g, n, last=False)
+    return at_step(q, n, last=True), gates, None if do is None else at_step(do, n, last=True)
 
 
-def _kernel_take(y: Tensor, n: int, at: int, out: Tensor) -> None:
+def _kernel_take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
     from slipstream.kernels.linear.triton import steps
 
-    steps.take(y, n, at, out)
+    steps.take(q, g, n, to, g_to)
 
 
-def plain_take(y: Tensor, n: int, at: int, out: Tensor) -> None:
-    torch.ops.aten.slice_copy.Tensor_out(y, 1, at, y.shape[1], n, out=out)
+def plain_take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
+    for x, at, there in ((q, n - 1, to), (g, 0, g_to)):
+        if x is not None and there is not None:
+            there.copy_(x[:, at::n])
 
 
-def _attempt(run: Callable, plain: Callable, args: tuple, impl: str) -> tuple:
+def _attempt(run: Callable, plain: Callable, args: tuple, impl: str) -> Any:
     x = args[0]
     if impl.startswith("eager"):
         return plain(*args)
@@ -58,15 +68,18 @@ def _attempt(run: Callable, plain: Callable, args: tuple, impl: str) -> tuple:
 
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few tokens as wide."""
-    n, q = 3, torch.randn(2, 11, 2, *like.shape[3:], device=like.device).to(like.dtype)
-    g = torch.randn(2, 11, 4, device=like.device)
-    ways, found = ((_kernel_spread, _kernel_take), (plain_spread, plain_take)), []
-    for there, back in ways:
-        rows, gates = there(q, g, n) if q.dim() == 4 else (at_step(q, n, last=True), g)
-        out = torch.empty_like(q)
-        back(rows, n, n - 1, out)
-        found.append((rows, gates, out))
-    for name, x, y in zip(("q at its steps", "g at its steps", "what is taken back"), *found):
+    n, wide = 3, {"device": like.device}
+    q, do = (torch.randn(2, 11, H, *like.shape[3:], **wide).to(like.dtype) for H in (2, 4))
+    g, found = torch.randn(2, 11, 4, **wide), []
+    for there, back in ((_kernel_spread, _kernel_take), (plain_spread, plain_take)):
+        rows = there(q, g, do, n)
+        # g at the first step, of a tensor with no zeros
+        wide_g = torch.arange(2 * 11 * n * 4, **wide).view(2, 11 * n, 4).float()
+        taken, gates = torch.empty_like(q), torch.empty_like(g)
+        back(rows[0], wide_g, n, taken, gates)
+        found.append((*rows, taken, gates))
+    names = (*(f"{x} at its steps" for x in ("q", "g", "do")), "q taken back", "g taken back")
+    for name, x, y in zip(names, *found):
         if (error := probe.relative(x, y)) != 0.0:
             return f"{name} is off by {error:.1e} of its size, where nothing is rounded"
     return None

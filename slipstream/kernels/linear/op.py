@@ -206,11 +206,13 @@ def gradients(
     marks: Tensor | None,
     out: Mapping[str, Tensor] | None = None,
     kept: Sequence[Tensor] = (),
+    spends_q: bool = False,
 ) -> dict[str, Tensor]:
     """By the name of the term; those of `out` are there, and the others anywhere.
 
     Args:
         marks, kept: of spans_forward.
+        spends_q: nobody wants q afterwards, so that its memory may take a gradient.
     """
     impl, _, rest = impl.partition("|")
     if impl == "eager" or only_by_token(terms):
@@ -231,6 +233,7 @@ def gradients(
         left = kept if hasattr(launches, "forward_kept") else ()
         if len(parts) == 1:
             more |= {"kept": left} if left else {}
+            more |= {"spends_q": True} if spends_q and getattr(launches, "SPENDS_Q", False) else {}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
             run = slices.told(launches.backward, terms, parts, launches)
@@ -240,7 +243,8 @@ def gradients(
         return slices.placed(grads, out)
 
     def instead() -> dict[str, Tensor]:
-        return gradients(terms, dout, dfinal, scale, chunk, rest, gate_gradient, marks, out, kept)
+        given = terms, dout, dfinal, scale, chunk, rest, gate_gradient, marks, out, kept
+        return gradients(*given, spends_q)
 
     return guard.attempt(
         lambda: kind(terms, impl),

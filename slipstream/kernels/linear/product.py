@@ -6,6 +6,7 @@ thrown away there (householder.py). Of a long row a span of tokens at a time is 
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.householder import spread, take
 from slipstream.kernels.linear.terms import Terms
+
+# Steps of a span, at least, where walks leave half of a GPU idle unless they are cut into segments.
+LONG = 4096
 
 
 class Steps(NamedTuple):
@@ -39,26 +43,47 @@ class Steps(NamedTuple):
 
     def terms(self, tokens: slice, state: Tensor | None, impl: str) -> Terms:
         """Of a span, each step a token."""
-        q, g, n = self.q[:, tokens], self.g, self.n
+        return self.laid(tokens, state, impl, None)[0]
+
+    def laid(
+        self, tokens: slice, state: Tensor | None, impl: str, do: Tensor | None
+    ) -> tuple[Terms, Tensor | None]:
+        """Those, and the span's gradient of o by steps."""
+        n, g = self.n, None if self.g is None else self.g[:, tokens]
         k, v, beta = (x[:, _of_steps(tokens, n)] for x in (self.k, self.v, self.beta))
-        q, g = spread(q, None if g is None else g[:, tokens], n, impl)
-        return Terms(q, k, v, g=g, beta=beta, initial_state=state)
+        do = None if do is None else do[:, tokens]
+        q, g, do = spread(self.q[:, tokens], g, do, n, impl)
+        return Terms(q, k, v, g=g, beta=beta, initial_state=state), do
 
 
 def _of_steps(tokens: slice, n: int) -> slice:
     return slice(tokens.start * n, tokens.stop * n)
 
 
-def spans_of(given: Steps) -> int:
-    """So many that a span, which backward takes most for, takes less than slices.MOST percent; one
-    but for a single row of more than a little."""
-    (B, R, HV, V), K, E = given.v.shape, given.q.shape[-1], given.q.element_size()
-    if B > 1 or given.v.numel() * E <= slices.LITTLE:
+def spans_of(given: Steps, impl: str) -> int:
+    """So many that a span, which backward takes most for, takes less than slices.MOST percent, but
+    no more than leave walks long; one but for a single row of more than a little."""
+    (B, R, HV, V), E = given.v.shape, given.q.element_size()
+    programs = HV * -(-V // 64)
+    if B > 1 or given.v.numel() * E <= slices.LITTLE or 2 * programs < slices.BUSY:
         return 1
-    wide = 2 * (K + V) * E + (slices.CHUNK + V) * E + 2 * K * V * E // slices.CHUNK
+    most = slices.COUNT if programs >= slices.BUSY else max(1, R // LONG)
     size = sum(x.numel() * x.element_size() for x in given if x is not None)
+    size += given.v.numel() * E // given.n  # o
     allowed = 2 * size * int(10 * slices.MOST) // 1000
-    return int(-(-B * R * HV * wide // allowed))
+    allowed -= slices.BORDERS * prod(given.state_shape) * 4
+    return int(min(most, -(-R * HV * _room(given, impl) // max(allowed, 1))))
+
+
+def _room(given: Steps, impl: str) -> int:
+    """Bytes a step and value head of a span's backward pass: q, do, R and the states of chunks; and
+    where these have no room in q or in the gradient of k, w and gradients of q and k."""
+    (HV, V), (H, K), E = given.v.shape[2:], given.q.shape[2:], given.q.element_size()
+    lean = (K * H // HV + V + slices.CHUNK) * E + 2 * K * V * E // slices.CHUNK
+    if not impl.startswith("hopper"):
+        return lean + (K + V) * E
+    w = 0 if K == V else V * E
+    return lean + w + (0 if H == HV else 2 * K * E)
 
 
 def _like(given: Steps, spans: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +108,9 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
         terms = given.terms(tokens, before, impl)
         wide, *_ = op.spans_forward(*terms, scale, chunk, impl, False, 1, out=(None, after))
-        take(wide, given.n, given.n - 1, o[:, tokens], impl)
+        take(wide, None, given.n, o[:, tokens], None, impl)
         before = after
+        del terms, wide  # before there are the next span's
     return o, final, marks
 
 
@@ -98,21 +124,24 @@ def _backward(*args: Any) -> list[Tensor]:
     given = Steps(*tensors)
     n, cuts = given.n, slices.spans(given.q.shape[1], marks.shape[0] + 1)
     grads = dict(zip(Steps._fields, _fake_backward(*args)))
+    beta = given.beta  # its gradient is rounded once, at the end
+    exact = torch.float32 if beta.element_size() < 4 else beta.dtype
+    grads["beta"] = beta.new_empty(beta.shape, dtype=exact)
     after, met = dfinal, given.state
     if len(cuts) > 1 and (after is None or met is None):
         zeros = torch.zeros_like(grads["state"])
         after, met = (zeros if x is None else x for x in (after, met))
     for i, tokens in reversed(list(enumerate(cuts))):
         tokens = slice(tokens.start, min(tokens.stop, given.q.shape[1]))
-        terms = given.terms(tokens, marks[i - 1] if i else met, impl)
-        d = None if do is None else spread(do[:, tokens], None, n, impl)[0]
+        terms, d = given.laid(tokens, marks[i - 1] if i else met, impl, do)
         out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
         out["initial_state"] = grads["state"]
-        found = op.gradients(terms, d, after, scale, chunk, impl, True, None, out)
-        take(found["q"], n, n - 1, grads["q"][:, tokens], impl)
-        if given.g is not None:
-            take(found["g"], n, 0, grads["g"][:, tokens], impl)
+        found = op.gradients(terms, d, after, scale, chunk, impl, True, None, out, spends_q=True)
+        g, g_to = (found["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
+        take(found["q"], g, n, grads["q"][:, tokens], g_to, impl)
         after = grads["state"]
+        del terms, d, found, g  # as above
+    grads["beta"] = grads["beta"].to(beta.dtype)
     return list(grads.values())
 
 
@@ -144,7 +173,7 @@ _call_backward: Callable = shortcut(_backward_op, replays=True)
 class _Steps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
-        o, final, marks = _call_forward(*tensors, *options, spans_of(Steps(*tensors)))
+        o, final, marks = _call_forward(*tensors, *options, spans_of(Steps(*tensors), options[-1]))
         ctx.save_for_backward(*tensors, marks)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -168,7 +197,7 @@ def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return _Steps.apply(options, *given)
-    args = *given, *options, spans_of(given)
+    args = *given, *options, spans_of(given, options[-1])
     if given.q.is_cuda and direct(given.q):
         return _call_alone(*args)
     return _call_forward(*args)[:2]

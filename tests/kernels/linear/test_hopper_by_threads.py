@@ -28,6 +28,7 @@ CASES: dict[
     "plain": (128, 1, 1, 16, 16, 1, False, False),
     "odd": (150, 1, 2, 16, 32, 2, True, True),
     "packed": (290, 2, 4, 16, 16, (5, 0, 200, 1, 64), True, True),
+    "even": (140, 2, 2, 16, 16, (5, 0, 70, 1), True, True),
     "wide": (290, 1, 2, 16, 32, (5, 0, 200, 1, 64), True, False),
 }
 
@@ -243,11 +244,13 @@ class Run:
         """Of q, k, beta and g. G: value heads a program."""
         t, (HV, V), (H, K) = self.terms, (self.HV, self.V), (self.H, self.K)
         BK, heads = K // 2, HV // G
-        made = {n: self.empty(self.B, self.T, heads, K) for n in "qk"}
-        if heads == HV != H and K == V:
-            made["q"] = w  # as the launch has it
+        made, q = {n: self.empty(self.B, self.T, heads, K) for n in "qk"}, t.q.clone()
+        if heads == HV and K == V:
+            made["k" if H == HV else "q"] = w  # as the launch has it
+        if H == HV:
+            made["q"] = q  # as where nobody wants q afterwards
         sums = {n: self.empty(self.B, self.T, HV) for n in ("beta", "g")}
-        given = [Descriptor(x, H * K, C, BK) for x in (t.q, t.k)]
+        given = [Descriptor(x, H * K, C, BK) for x in (q, t.k)]
         given += [Descriptor(x, HV * V, C, V) for x in (do, w, dv)]
         given += [Descriptor(x, K, V, BK) for x in (states, dstates)]
         given += [Descriptor(x, heads * K, C, BK) for x in made.values()]

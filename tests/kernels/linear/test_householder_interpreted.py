@@ -24,19 +24,20 @@ CASES = [
 ]
 
 
-def check(q: Tensor, g: Tensor, n: int) -> None:
+def check(q: Tensor, g: Tensor, do: Tensor, n: int) -> None:
     from slipstream.kernels.linear.triton import steps
 
-    for gates in (g, None):
-        for x, y in zip(steps.spread(q, gates, n), plain_spread(q, gates, n), strict=True):
+    for given in ((q, g, None), (q, None, None), (q, g, do), (q, None, do)):
+        for x, y in zip(steps.spread(*given, n), plain_spread(*given, n), strict=True):
             assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
-    for x in (q, g):
-        rows = torch.randn(x.shape[0], x.shape[1] * n, *x.shape[2:]).to(x.dtype)
-        for at in range(n):
-            got, want = torch.empty_like(x), torch.empty_like(x)
-            steps.take(rows, n, at, got)
-            plain_take(rows, n, at, want)
-            assert torch.equal(got, want)
+    rows = torch.randn(q.shape[0], q.shape[1] * n, *q.shape[2:]).to(q.dtype)
+    gates = torch.randn(g.shape[0], g.shape[1] * n, g.shape[2])
+    for x in (gates, None):
+        for dtype in (g.dtype, q.dtype):
+            got, want = ((torch.empty_like(q), torch.zeros_like(g, dtype=dtype)) for _ in "gw")
+            steps.take(rows, x, n, got[0], None if x is None else got[1])
+            plain_take(rows, x, n, want[0], None if x is None else want[1])
+            assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -51,4 +52,5 @@ def test_tokens_are_copied_to_and_from_their_steps() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     for B, T, H, HV, K, n, dtype in CASES:
-        check(torch.randn(B, T, H, K).to(dtype), torch.randn(B, T, HV), n)
+        q, do = (torch.randn(B, T, *x).to(dtype) for x in ((H, K), (HV, K + 3)))
+        check(q, torch.randn(B, T, HV), do, n)

@@ -136,7 +136,7 @@ def test_steps_in_spans_equal_whole(
     gated: bool, with_state: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 2
-    monkeypatch.setattr(product, "spans_of", lambda given: 3)
+    monkeypatch.setattr(product, "spans_of", lambda *_: 3)
     given: dict[str, Any] = {
         "q": torch.randn(1, T, H, K),
         "k": normalize(torch.randn(1, T * n, H, K), dim=-1),

@@ -26,6 +26,7 @@ from slipstream.kernels.linear.triton.launch import Split, split_into
 
 IN_SLICES = MARKS = True  # as the portable ones
 ACTIVE = True  # takes how many of the packed sequences have tokens
+SPENDS_Q = True
 PROGRAMS = 132  # multiprocessors: a walk's program takes one
 LEAST = 8  # chunks of a segment
 WORTH = 18  # chunks that a split has to take off a walk: about 30 us
@@ -73,14 +74,21 @@ def backward(
     kept: Sequence[Tensor] = (),
     out: Mapping[str, Tensor] = MappingProxyType({}),
     active: int | None = None,
+    spends_q: bool = False,
 ) -> dict[str, Tensor]:
-    """As the portable one; active as forward has it."""
+    """As the portable one; active as forward has it.
+
+    Args:
+        spends_q: the gradient of q may take q's memory, where heads are not grouped.
+    """
     dout = None if dout is None else _at_16_bytes(dout)
     if per_channel(terms):
         return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch, out)
     solved = portable.Solved(*kept) if kept else None
-    own = _own(active)
-    return portable.backward(_placed(terms), dout, dfinal, scale, own, solved, out)
+    own, terms = _own(active), _placed(terms)
+    if spends_q and terms.q.shape[2] == terms.v.shape[2]:
+        out = {**out, "q": terms.q}
+    return portable.backward(terms, dout, dfinal, scale, own, solved, out)
 
 
 def _placed(terms: Terms) -> Terms:

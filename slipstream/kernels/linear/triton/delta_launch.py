@@ -147,7 +147,8 @@ def backward(
 
     Args:
         solved: what forward kept.
-        out: memory for some of them, which they take if it fits.
+        out: memory for some of them, which they take if it fits; q's may be q where own is given
+            and heads are not grouped.
     """
     given = terms
     terms = _prepare(terms)
@@ -174,7 +175,9 @@ def backward(
             join(terms, split, met_back, M, dfinal, dstate, reverse=True)
             del M
             after = None
-        w, dv = torch.empty_like(do), fitting(out.get("v"), do.shape, do.dtype, do.device)
+        like = do.shape, do.dtype, do.device
+        w = fitting(None if own is None else out.get("k"), *like)  # _grads
+        dv = fitting(out.get("v"), *like)
         states, dstates = states_like(terms), states_like(terms)
         walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
         walk(terms, solved, scale, w, states=states, s_in=met, split=split)
@@ -387,13 +390,12 @@ def _grads(
     B, T, HV = terms.v.shape[:3]
     H, K = terms.q.shape[2:]
     heads = HV if own is None else HV // own.together(terms)
-    wide = {
-        name: fitting(out.get(name), (B, T, heads, K), do.dtype, do.device)
-        for name in "qkp"
-        if getattr(terms, name) is not None
-    }
-    if own is not None and heads == HV != H and w.shape == wide["q"].shape:
-        wide["q"] = w  # of which each of its programs has read its own part before it writes there
+    there = {name: out.get(name) for name in "qkp" if getattr(terms, name) is not None}
+    if own is not None and heads == HV and w.shape[-1] == K:
+        # each of its programs has read its own part of w, and of q, before it writes there
+        there["k" if H == HV else "q"] = w
+    like = (B, T, heads, K), do.dtype, do.device
+    wide = {name: fitting(x, *like) for name, x in there.items()}
     sums = {
         name: fitting(out.get(name), (B, T, HV), torch.float32, do.device)
         for name in ("beta", "g")
