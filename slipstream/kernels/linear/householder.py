@@ -68,15 +68,14 @@ def _attempt(run: Callable, plain: Callable, args: tuple, impl: str) -> Any:
 
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few tokens as wide."""
-    n, wide = 3, {"device": like.device}
-    q, do = (torch.randn(2, 11, H, *like.shape[3:], **wide).to(like.dtype) for H in (2, 4))
-    g, found = torch.randn(2, 11, 4, **wide), []
+    n = 3
+    q, do = (probe.fresh(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
+    g, gs = (torch.randn(2, T, 4, device=like.device) for T in (11, 11 * n))
+    found = []
     for there, back in ((_kernel_spread, _kernel_take), (plain_spread, plain_take)):
         rows = there(q, g, do, n)
-        # g at the first step, of a tensor with no zeros
-        wide_g = torch.arange(2 * 11 * n * 4, **wide).view(2, 11 * n, 4).float()
         taken, gates = torch.empty_like(q), torch.empty_like(g)
-        back(rows[0], wide_g, n, taken, gates)
+        back(rows[0], gs, n, taken, gates)
         found.append((*rows, taken, gates))
     names = (*(f"{x} at its steps" for x in ("q", "g", "do")), "q taken back", "g taken back")
     for name, x, y in zip(names, *found):

@@ -118,10 +118,9 @@ def spread(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [B, T, H, K] and do [B, T, HV, V] at the last, g [B, T, HV] at the first of n steps."""
-    q, g, do = (None if x is None else x.contiguous() for x in (q, g, do))
+    given = q.contiguous(), *(None if x is None else x.contiguous() for x in (g, do))
     made = [
-        None if x is None else x.new_empty(x.shape[0], x.shape[1] * n, *x.shape[2:])
-        for x in (q, g, do)
+        None if x is None else x.new_empty(x.shape[0], x.shape[1] * n, *x.shape[2:]) for x in given
     ]
     B, T, H, K = q.shape
     HV = g.shape[2] if g is not None else 0 if do is None else do.shape[2]
@@ -133,10 +132,12 @@ def spread(
     launch: Any = kept(steps_spread_kernel)[(before + more,)]
     with on(q.device):
         launch(
-            q, g, do, *made, blocks, before, B * T, H, HV, n,
+            *given, *made, blocks, before, B * T, H, HV, n,
             K=K, V=V, BK=BK, BV=BV, BR=BR, BD=BD, BG=ROWS, num_warps=4,
         )  # fmt: skip
-    return tuple(made)
+    qs, gs, dos = made
+    assert qs is not None
+    return qs, gs, dos
 
 
 def take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
