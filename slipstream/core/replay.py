@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Key = tuple
 ON = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
-# Operations of torch in a record besides fresh memory and views: each takes as long as a launch.
+# Operations of torch in a record besides fresh memory and views, each of which takes as long as a
+# launch: so many, or half as many as there are launches.
 MOST_OPERATIONS = 6
 # Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
 MOST_ROOM = 1 << 23
@@ -330,7 +331,8 @@ def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Record |
             result = call(*mine)
         finally:
             _THREAD.recorder = None
-    if taking.failed or seen.count != taking.launches or taking.operations > MOST_OPERATIONS:
+    most = max(MOST_OPERATIONS, taking.launches // 2)
+    if taking.failed or seen.count != taking.launches or taking.operations > most:
         return result, None
     try:
         if isinstance(result, Tensor):

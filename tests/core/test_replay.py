@@ -183,6 +183,23 @@ def test_what_the_host_sees_is_not_recorded() -> None:
         assert toy.calls == 4
 
 
+def test_many_launches_pay_for_more_operations() -> None:
+    def body(x: Tensor) -> Tensor:
+        for _ in range(replay.MOST_OPERATIONS + 1):
+            y, z = torch.empty_like(x), torch.empty_like(x)
+            launch(x + 1, y)
+            launch(y, z)
+            x = z
+        return x
+
+    def want(x: Tensor) -> Tensor:
+        for _ in range(replay.MOST_OPERATIONS + 1):
+            x = 4 * (x + 1)
+        return x
+
+    agree(Toy(body), want, lambda: (torch.randn(3),))
+
+
 def test_nothing_is_recorded_where_somebody_looks() -> None:
     toy, x = Toy(lambda x: x + 1), torch.randn(3)
     with FlopCounterMode(display=False):
