@@ -143,7 +143,10 @@ def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "not_hopper", lambda x: None)
     assert plan.refuses(given) is None
     wide = F.pad(given.q, (0, 8))
-    assert "multiple of 64" in str(plan.refuses(given._replace(q=wide, k=wide)))
+    assert "one of (64, 128)" in str(plan.refuses(given._replace(q=wide, k=wide)))
+    for width in (96, 192, 320):
+        v = torch.zeros(*given.v.shape[:3], width, dtype=given.v.dtype)
+        assert "V of (64, 128, 256)" in str(plan.refuses(given._replace(v=v)))
     assert "float16" in str(plan.refuses(given._replace(q=given.q.float())))
     assert "one beta" in str(plan.refuses(given._replace(p=given.k)))
     assert "one gate" in str(plan.refuses(given._replace(gv=torch.zeros(*given.v.shape))))

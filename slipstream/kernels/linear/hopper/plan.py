@@ -9,7 +9,7 @@ from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import kind
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WIDTHS = (64, 128)
+_WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
 CHUNK = 64
 TILE_V = 64
 
@@ -36,8 +36,8 @@ def refuses(terms: Terms) -> str | None:
         return f"q, k, v, a and b have to be bfloat16 or float16, and q is {q.dtype}"
     if per_channel(terms) and not {q.shape[-1], v.shape[-1]} <= set(_WIDTHS):
         return f"K and V have to be of {_WIDTHS}"
-    if q.shape[-1] not in _WIDTHS or v.shape[-1] % TILE_V or not v.shape[-1]:
-        return f"K has to be one of {_WIDTHS} and V a multiple of {TILE_V}"
+    if q.shape[-1] not in _WIDTHS or v.shape[-1] not in _WIDTHS_V:
+        return f"K has to be one of {_WIDTHS} and V of {_WIDTHS_V}"
     tokens = q.shape[0] * q.shape[1]
     if not tokens or (tokens + CHUNK * terms.sequences) * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
