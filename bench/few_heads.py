@@ -5,7 +5,8 @@
     python bench/few_heads.py --kernels  # and prints us of each launch, of 8 heads
 
 B1 T32768, K = V = 128, bf16. Forward alone goes in spans (slices.py), each of which is cut in so
-many segments; forward and backward go at once. "rule" is how many segments those are given.
+many segments; forward and backward go at once. "rule" is how many segments those are given. Times
+are those of the kernels alone: a call that is cut otherwise than the one before is not replayed.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from record import record
-from triton.testing import do_bench
 
 from slipstream import ops
 from slipstream.core import replay
@@ -105,15 +105,24 @@ def kernels(fn: Callable[[], Any]) -> str:
     return " ".join(f"{x.name[:-7]} {x.device_time:.0f}" for x in found)
 
 
+def device_ms(fn: Callable[[], Any], calls: int = 8) -> float:
+    """What a call's kernels take, without what is between them."""
+    for _ in range(2):
+        fn()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            fn()
+        torch.cuda.synchronize()
+    return sum(x.self_device_time_total for x in profile.key_averages()) / calls / 1e3
+
+
 def times(name: str, H: int, fns: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
-    timed: Any = do_bench
     rule, rows = segments(H, 2, T // CHUNK), []
     for n in SEGMENTS:
         row: dict[str, Any] = {"operator": name, "T": T, "heads": H, "segments": n, "rule": rule}
         with cut(n):
             for label, fn in fns.items():
-                fn()
-                row[label] = round(timed(fn, warmup=5, rep=40, return_mode="median"), 4)
+                row[label] = round(device_ms(fn), 4)
         rows.append(row)
     for label in fns:
         line = " ".join(f"{row[label]:7.3f}" for row in rows)
