@@ -11,8 +11,10 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 # walks, tiles for E and M, chunks, segments
 RULE = [
     (1, 2, 16, 1),  # too short
-    (1, 2, 64, 8),
-    (8, 2, 512, 16),  # all multiprocessors walk, E and M are two rounds of them
+    (1, 2, 64, 1),
+    (1, 2, 128, 8),
+    (4, 2, 512, 16),
+    (8, 2, 512, 8),  # of 16, E and M would be two rounds of all multiprocessors
     (16, 2, 512, 8),
     (32, 2, 512, 4),
     (48, 2, 512, 1),  # two segments, whose E and M take as long as the walk

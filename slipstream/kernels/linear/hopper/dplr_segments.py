@@ -20,7 +20,7 @@ from slipstream.kernels.linear.triton.tiles import FILL
 
 PROGRAMS = FILL // 2  # multiprocessors
 LEAST = 8  # chunks of a segment
-JOIN, WORTH = 2, 18
+JOIN, WORTH = 4, 18
 
 
 def split_of(terms: Terms) -> Split | None:
