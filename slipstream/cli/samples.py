@@ -292,6 +292,7 @@ REPRESENTATIVE = (
     Shape(K=128, V=128, dtype=_FP32, grouped=True, packed=True, state=True),
     Shape(T=1, K=128, V=128, state=True),
     Shape(B=1, T=LONG, K=128, V=128),
+    Shape(B=4, T=LONG // 8, K=128, V=128, packed=True, state=True),
 )
 FURTHER = (
     Shape(K=64, V=64, dtype=_FP32),

@@ -190,10 +190,11 @@ def slot_rows() -> list[Tensor]:
 
 def householder_rows() -> list[Tensor]:
     q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
-    rows, gates = householder.spread(q, torch.randn(1, 5, 4), 3, "triton|eager")
-    householder.take(rows, 3, 2, out, "triton|eager")
-    assert gates is not None
-    return [rows, gates, out]
+    do, sums = torch.randn(1, 5, 4, 8), torch.empty(1, 5, 4)
+    rows, gates, late = householder.spread(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
+    assert gates is not None and late is not None
+    householder.take(rows, gates, 3, out, sums, "triton|eager")
+    return [rows, gates, late, out, sums]
 
 
 def product() -> list[Tensor]:
