@@ -15,7 +15,7 @@ def matrix(
     triton: Annotated[str, typer.Option(help="releases, as 3.6.0,3.7.1; else what is here")] = "",
     jobs: Annotated[int, typer.Option(help="compiler processes at once")] = 2,
     timeout: Annotated[float, typer.Option(help="seconds for one kernel")] = 180.0,
-    shapes: Annotated[int, typer.Option(help="how many sample shapes, of 11; telling first")] = 6,
+    shapes: Annotated[int, typer.Option(help="how many sample shapes, of 12; telling first")] = 7,
     forward: Annotated[bool, typer.Option(help="leave gradients out")] = False,
     kernels: Annotated[bool, typer.Option(help="a line for every kernel")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="every kernel's row goes here")] = None,
