@@ -12,7 +12,9 @@ TEXT = (ROOT / "docs" / "performance.md").read_text()
 FIGURE = re.compile(r"(?<![\w^.])(?:\d+\.\d+|\d{2,})(?![\w.])")
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 SOURCES = {  # of a section's tables: the rows that they are made of
-    "The linear family on sm_90": "linear_* channel_* dplr_* delta_* slices_* memory_* slots_* few_*",
+    "The linear family on sm_90": (
+        "linear_* channel_* dplr_* delta_* slices_* memory_* slots_* few_*"
+    ),
     "Softmax attention on sm_90": "attention_*",
     "Around attention": "blocks_* matmul_* memory_* norm_*",
     "Decoding, the host, first calls": "step_* host_* first_calls*",
