@@ -11,6 +11,8 @@ from slipstream.core import replay
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from tests.gpu.hopper_walks import on_hopper
+from tests.operators import offsets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,10 +39,6 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slices, name, value)
 
 
-def offsets(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-
-
 def inputs(kind: str, states: bool) -> Terms:
     H, HV, V = CASES[kind]
     T, K = sum(LENGTHS), 128
@@ -56,7 +54,9 @@ def inputs(kind: str, states: bool) -> Terms:
         given["beta"] = torch.rand(1, T, HV, device="cuda")
     if states:
         given["initial_state"] = torch.randn(len(LENGTHS), HV, K, V, device="cuda")
-    return Terms(q, k, torch.randn(1, T, HV, V, **make), **given, cu_seqlens=offsets(LENGTHS))
+    return Terms(
+        q, k, torch.randn(1, T, HV, V, **make), **given, cu_seqlens=offsets(LENGTHS).int().cuda()
+    )
 
 
 def results(terms: Terms, do: Tensor, dfinal: Tensor | None, run: Any) -> dict[str, Tensor]:
@@ -71,11 +71,7 @@ def results(terms: Terms, do: Tensor, dfinal: Tensor | None, run: Any) -> dict[s
 
 
 def ours(terms: Terms) -> tuple[Tensor, Tensor]:
-    return op.linear(terms, SCALE, 64, "hopper" if sm90() else "triton")
-
-
-def sm90() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
+    return op.linear(terms, SCALE, 64, "hopper" if on_hopper else "triton")
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["from zero", "states"])

@@ -3,17 +3,13 @@
 As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.householder import plain_spread, plain_take
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.interpreted import run
 
 # B, T, H, HV, K, n, dtype
 CASES = [
@@ -42,11 +38,7 @@ def check(q: Tensor, g: Tensor, do: Tensor, n: int) -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_tokens_are_copied_to_and_from_their_steps() -> None:
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(script="tests.kernels.linear.test_householder_interpreted")
 
 
 if __name__ == "__main__":

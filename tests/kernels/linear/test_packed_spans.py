@@ -4,9 +4,6 @@ As test_triton_interpreted.py: the checks run in a process of their own, this fi
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ import torch.nn.functional as F
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.interpreted import run
 from tests.kernels.linear.test_triton_interpreted import reference
 from tests.operators import offsets, relative_error
 
@@ -44,18 +42,16 @@ CASES = [
 def make(kind: str, lengths: tuple[int, ...], T: int, H: int, HV: int, states: bool) -> Terms:
     K, V = 16, 12
     q, k, p, a = (F.normalize(torch.randn(1, T, H, K), dim=-1) for _ in range(4))
-    channels = (K,) if kind in ("kda", "dplr", "gla", "rwkv6") else ()
+    channels = (K,) if kind in ("kda", "dplr", "gla") else ()
     given: dict[str, Any] = {}
-    if kind not in ("delta_rule", "iplr"):
+    if kind != "delta_rule":
         given["g"] = -torch.rand(1, T, HV, *channels)
     if kind in ("delta_rule", "gated", "comba", "kda"):
         given["beta"] = 2 * torch.rand(1, T, HV)
-    if kind in ("iplr", "dplr"):
+    if kind == "dplr":
         given |= {"a": a, "b": -0.5 * a + 0.1 * p}
     if kind == "comba":
         given["p"] = 0.7 * k + 0.3 * p
-    if kind == "rwkv6":
-        given["u"] = torch.randn(HV, K)
     if states:
         given["initial_state"] = torch.randn(len(lengths), HV, K, V)
     return Terms(q, k, torch.randn(1, T, HV, V), **given, cu_seqlens=offsets(lengths).int())
@@ -69,7 +65,7 @@ def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> No
         more = {
             n: torch.cat([x, torch.full_like(x[:, :PAST], float("nan"))], 1)
             for n, x in terms._asdict().items()
-            if x is not None and n not in ("u", "initial_state", "cu_seqlens")
+            if x is not None and n not in ("initial_state", "cu_seqlens")
         }
     else:
         more = {}
@@ -87,9 +83,8 @@ def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> No
     with torch.no_grad():
         alone = op.linear(ours, SCALE, CHUNK, "triton")
     want = reference(terms, SCALE, do, dfinal if states else None)
-    shared = ("u", "initial_state")
     for n, x in {"o": o, "final": final, **grads}.items():
-        x = x.detach() if n in (*shared, "final") else x.detach()[:, :tokens]
+        x = x.detach() if n in ("initial_state", "final") else x.detach()[:, :tokens]
         error = relative_error(x, want[n])
         assert error <= 4e-6, f"{kind}, {name}, {count} spans: {n} is off by {error:.1e}"
     for x, n in zip((alone[0][:, :tokens], alone[1]), ("o", "final")):
@@ -98,11 +93,7 @@ def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> No
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_packed_spans_match_reference_when_interpreted() -> None:
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(script="tests.kernels.linear.test_packed_spans")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Peaks of memory on sm_90, found out without a GPU: what a call allocates there, and when.
 
-Beyond arguments, results and gradients a call takes a quarter of them at most.
+Beyond arguments, results and gradients a call whose heads keep the card busy in spans takes a
+quarter of them at most.
 """
 
 import weakref
