@@ -19,8 +19,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +107,8 @@ def row_of(sample: Sample, beside: bool, shape: Shape = SHAPE) -> dict[str, obje
     args = sample.inputs(shape, torch.device("cuda"))
     row = {"operator": sample.op, **measure(sample.call, args)}
     if shape is not SHAPE:
-        row["shape"] = str(shape)
+        heads = args["v"].shape[2] if "v" in args else shape.H  # some samples have more
+        row["shape"] = str(replace(shape, H=heads))
     if beside:
         print(json.dumps(row), flush=True)
         try:
@@ -117,7 +120,7 @@ def row_of(sample: Sample, beside: bool, shape: Shape = SHAPE) -> dict[str, obje
     return row
 
 
-def apart(name: str, limit: float, *options: str) -> dict[str, object]:
+def apart(name: str, limit: float, options: Sequence[str] = ()) -> dict[str, object]:
     """In a process of its own: what it has printed last when it ends, or is ended."""
     command = [sys.executable, __file__, "--one", *options, name]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -146,9 +149,8 @@ def main() -> None:
         return
     if given.shapes:
         names = given.operators or list(SHAPES)
-        made = [shape_of(x, False) for x in names] if not given.peer else []
-        made = made or [apart(x, given.limit, "--shapes") for x in names]
-        show(made)
+        one = partial(apart, limit=given.limit, options=("--shapes",))
+        show([one(x) if given.peer else shape_of(x, False) for x in names])
         return
     samples = [x for x in chosen(given.operators) if x.op.startswith("chunk_")]
     if given.one:
