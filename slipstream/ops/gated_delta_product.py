@@ -106,6 +106,9 @@ def fused_recurrent_gated_delta_product(
 def _run(
     given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, *, recurrent: bool
 ) -> tuple[Tensor, Tensor | None]:
+    checks.expect_tensor("q", given.q)
+    if not isinstance(n, int) or n < 1:  # an equal float is the same key
+        raise ValueError(f"num_householder: want an integer of at least 1, got {n!r}")
     key = signature((*given, cu_seqlens), n, *options[1:], recurrent)
     if key is not None:
         key = (*key, autocast_dtype(given.q))
@@ -160,8 +163,6 @@ def _reads(o: Tensor, n: int, reverse: bool) -> Tensor:
 
 def _check(given: Steps, n: int) -> None:
     q, k, v, beta, g, _ = given
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"num_householder: want an integer of at least 1, got {n!r}")
     checks.expect_rank("q", q, 4, "[B, T, H, K]")
     checks.expect_rank("v", v, 4, "[B, T n, HV, V]")
     B, T, H, K = q.shape

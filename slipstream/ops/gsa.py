@@ -111,6 +111,7 @@ def _run(
     *,
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
+    checks.expect_tensor("q", q)
     if initial_state is not None:
         _expect_two(initial_state)
     states = initial_state or (None, None)

@@ -178,8 +178,10 @@ def test_gated_delta_product_takes_the_number_of_steps_in_place() -> None:
     )
     with pytest.raises(TypeError, match="num_householder"):
         ops.chunk_gated_delta_product(**args)
-    for wrong in (0, 1.0):
+    for wrong in (0, 1.0, 3.0, [3]):  # 3 itself has passed before
         with pytest.raises(ValueError, match="num_householder: want an integer of at least 1"):
             ops.chunk_gated_delta_product(**args, num_householder=wrong)
     with pytest.raises(ValueError, match=r"k: want shape \(2, 74, 2, 5\), got \(2, 111, 2, 5\)"):
         ops.chunk_gated_delta_product(**args, num_householder=2)
+    with pytest.raises(TypeError, match="q: want a"):
+        ops.chunk_gated_delta_product(**{**args, "q": None}, num_householder=3)  # pyright: ignore

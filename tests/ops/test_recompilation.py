@@ -61,3 +61,10 @@ def test_other_packed_lengths_compile_nothing_new(sample: Sample) -> None:
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
 def test_other_packed_spans_compile_nothing_new(sample: Sample) -> None:
     assert_same(sample, PACKED_SPANS, True)
+
+
+@pytest.mark.parametrize("op", ["chunk_delta_rule", "chunk_kda"])
+def test_packed_sequences_of_these_sizes_go_in_spans(op: str) -> None:
+    sample = next(x for x in CHUNKED if x.op == op)
+    for size in PACKED_SPANS:
+        assert "meet_state_kernel" in kernels(sample, size, True).values()
