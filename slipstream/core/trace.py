@@ -98,7 +98,7 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """As above."""
+    """x.contiguous(), of which torch's own asks for that guard too."""
     if x.is_contiguous(memory_format=memory_format):
         return x
     return x.clone(memory_format=memory_format)

@@ -36,7 +36,7 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape: D, or a sequence of it alone.
-        eps: None is float32's of the machine, or float64's for such x, as torch has it.
+        eps: None is the machine epsilon of float32, or of float64 for such x, as torch has it.
         elementwise_affine: whether there is a weight.
         zero_centered: the factor is 1 + weight, which begins at 0.
     """
