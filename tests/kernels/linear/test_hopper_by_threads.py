@@ -30,6 +30,7 @@ CASES: dict[
     "packed": (290, 2, 4, 16, 16, (5, 0, 200, 1, 64), True, True),
     "even": (140, 2, 2, 16, 16, (5, 0, 70, 1), True, True),
     "wide": (290, 1, 2, 16, 32, (5, 0, 200, 1, 64), True, False),
+    "four heads of one": (70, 1, 4, 16, 16, (5, 65), True, False),
 }
 
 
