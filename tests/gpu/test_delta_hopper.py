@@ -149,6 +149,19 @@ def test_delta_segments_match_reference(
     expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
 
 
+@pytest.mark.parametrize(("heads", "together"), [(3, 3), (4, 4), (6, 3)])
+def test_gradients_of_shared_heads_match_reference(heads: int, together: int) -> None:
+    """Three and four add theirs up by TMA; of six so do three and three, and a kernel the rest."""
+    from slipstream.kernels.linear.hopper import launch
+
+    torch.manual_seed(0)
+    terms = inputs((1, 270, 2, 2 * heads, 128, 128, LENGTHS), False)
+    terms = terms._replace(g=-0.3 * torch.rand(1, 270, 2 * heads, device="cuda"))
+    assert launch._together(terms) == together
+    do, dfinal = gradients_of_results(terms)
+    expect(lambda: run(launch, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
+
+
 BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
 
 
