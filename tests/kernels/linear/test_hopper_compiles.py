@@ -32,8 +32,8 @@ SPLIT = CASES["gated"]
 
 
 MAKES = [
-    "solve", "o", "states", "wide", "wide_states", "back", "grads", "ends", "ends_back", "meet",
-    "meet_back", "span", "wide_span", "back_span",
+    "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
+    "meet", "meet_back", "span", "wide_span", "back_span",
 ]  # fmt: skip
 
 
@@ -84,8 +84,8 @@ def jobs(case: tuple, make: str) -> list[Job]:
         elif make.startswith("wide"):
             kept: dict[str, Any] = {"states": states} if make == "wide_states" else {"s_out": end}
             delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
-        elif make == "grads":
-            wide = like.new_empty(B, T, HV, K)
+        elif make in ("grads", "shared"):
+            wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
@@ -130,7 +130,7 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     (job,) = jobs(case, make)
     got = check(job, make == "back_span")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
-    if make in ("solve", "grads", "meet", "meet_back"):
+    if make in ("solve", "grads", "shared", "meet", "meet_back"):
         return
     # no part of a program waits at the barrier of all of them while it works
     partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)
