@@ -10,7 +10,7 @@ RUN = $(VENV)/bin/python
 export OMP_WAIT_POLICY = PASSIVE
 
 # one thread a test process: two processes then keep two cores busy
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint check matrix venv
 

@@ -37,6 +37,9 @@ MAKES = [
 ]  # fmt: skip
 
 
+FURTHER = ("shared", "span", "wide_span", "back_span")  # flags of others: one case is the sample
+
+
 def terms(case: tuple, device: torch.device | str) -> Terms:
     dtype, K, V, gate, state, packed = case
     B, T, H, HV = 1 if packed else 2, 192, 1, 2
@@ -122,8 +125,15 @@ def check(job: Job, both_ends: bool = False) -> Compiled:
     return got
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize(
+    ("make", "case"),
+    [
+        pytest.param(make, case, id=f"{make}-{name}", marks=marks)
+        for make in MAKES
+        for name, case in CASES.items()
+        for marks in [pytest.mark.slow if make in FURTHER and name != "gated" else ()]
+    ],
+)
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
