@@ -4,19 +4,20 @@ python bench/matmul_tiles.py --every 300   # so many that are allowed, twice as 
 python bench/matmul_tiles.py --rows                 # bf16 in turns with the library, to a CSV
 
 --every: each configuration must give the right numbers, or be refused before anything is compiled
-by an error that names one that is allowed. Processes compile and run them side by side, each the
-next one, for so many --seconds; they are drawn anew each time, or as a --seed has them.
+by an error that names one that is allowed. Processes compile and run them side by side for so many
+--seconds; what has ended by then counts. They are drawn anew each time, or as a --seed has them.
 """
 
 import argparse
+import contextlib
+import multiprocessing
+import queue
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,40 +103,51 @@ def judge(case: tuple) -> tuple[str, float]:
     return ("ran" if e <= limit(dtype, precision) else f"wrong by {e:.1e}"), e
 
 
-# number of the next case, of all processes
-_NEXT: Any = None
+def some(seed: int, allowed: int, number: Any, found: Any) -> None:
+    """Puts case, verdict and error of the cases that this process takes; after them None.
 
-
-def _share(number: Any) -> None:
-    global _NEXT
-    _NEXT = number
-
-
-def some(part: int, seed: int, allowed: int, until: float) -> list[tuple]:
-    """Case, verdict and error of the cases that this process took."""
-    cases, found = plan(seed, allowed), []
-    torch.manual_seed(part)
-    while time.time() < until:
-        with _NEXT.get_lock():
-            i = _NEXT.value
-            _NEXT.value += 1
+    number: of the next case, of all processes.
+    """
+    cases = plan(seed, allowed)
+    torch.manual_seed(seed)
+    while True:
+        with number.get_lock():
+            i, number.value = number.value, number.value + 1
         if i >= len(cases):
             break
-        found.append((cases[i], *judge(cases[i])))
-        if "CUDA error" in found[-1][1]:
+        verdict, e = judge(cases[i])
+        found.put((cases[i], verdict, e))
+        if "CUDA error" in verdict:
             break  # nothing runs in this process any more
-    return found
+    found.put(None)
+
+
+def judged(allowed: int, seed: int, seconds: float, workers: int) -> Iterator[tuple]:
+    """Case, verdict and error, of those that end in time; processes that do not are ended."""
+    until = time.monotonic() + seconds
+    # nothing here has touched the device, so that processes may be forked, which takes no time
+    context = multiprocessing.get_context("fork")
+    number, found = context.Value("q", 0), context.Queue()
+    args = seed, allowed, number, found
+    at_work = [context.Process(target=some, args=args, daemon=True) for _ in range(workers)]
+    for process in at_work:
+        process.start()
+    left = workers
+    with contextlib.suppress(queue.Empty):
+        while left:
+            each = found.get(timeout=max(0.0, until - time.monotonic()))
+            if each is None:
+                left -= 1
+            else:
+                yield each
+    for process in at_work:
+        process.terminate()
 
 
 def every(allowed: int, seed: int, seconds: float, workers: int) -> bool:
-    # nothing here has touched the device, so that processes may be forked, which takes no time
-    context = get_context("fork")
-    run = partial(some, seed=seed, allowed=allowed, until=time.time() + seconds)
-    with ProcessPoolExecutor(workers, context, _share, (context.Value("q", 0),)) as pool:
-        found = [x for part in pool.map(run, range(workers)) for x in part]
     counts: dict[tuple, Counter] = {}
     worst: dict[tuple, float] = {}
-    for (dtype, precision, layout, c, *_), verdict, e in found:
+    for (dtype, precision, layout, c, *_), verdict, e in judged(allowed, seed, seconds, workers):
         kind = str(dtype)[6:], precision, c.kernel
         known = verdict in ("ran", "refused")
         if not known:
