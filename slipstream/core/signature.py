@@ -15,10 +15,11 @@ _MOST = 4096
 
 
 def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None:
-    """Shape, dtype and device of each, and the rest; None where shapes may be symbols."""
+    """Shape, dtype and device of each, the rest and their types, as 64 is not 64.0; None where
+    shapes may be symbols."""
     if torch.compiler.is_compiling():
         return None
-    parts: list[Any] = [*rest]
+    parts: list[Any] = [*rest, *map(type, rest)]
     for x in tensors:
         if x is not None:
             if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
