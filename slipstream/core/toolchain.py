@@ -20,6 +20,7 @@ from pathlib import Path
 from slipstream.core.faults import applying, version
 
 VARIABLE = "TRITON_PTXAS_PATH"
+BLACKWELL = "TRITON_PTXAS_BLACKWELL_PATH"
 
 
 @cache
@@ -47,7 +48,7 @@ def ptxas_path(arch: str) -> str | None:
     if not arch.startswith("sm_"):
         return None
     blackwell = int(arch[3:]) >= 100
-    variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else VARIABLE
+    variable = BLACKWELL if blackwell else VARIABLE
     if (given := os.environ.get(variable)) and ptxas_version(given) is not None:
         return given
     bundled = _bundled()
@@ -67,13 +68,12 @@ def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | Non
         driver: the major version of CUDA that it is for; None does not ask.
     """
     triton = triton_version()
-    given = os.environ.get(VARIABLE)
-    if triton is None or (given is not None and ptxas_version(given) is not None):
+    if triton is None:
         return None
-    if given is not None:
-        del os.environ[VARIABLE]
-        text = f"{VARIABLE}: {given!r} does not run as ptxas; Slipstream chooses another"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    for variable in (VARIABLE, BLACKWELL):
+        _drop_broken(variable)
+    if VARIABLE in os.environ:
+        return None
     for path in installed_ptxas():
         found = ptxas_version(str(path))
         if found is None or (driver is not None and version(found)[0] > driver):
@@ -82,6 +82,14 @@ def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | Non
             os.environ[VARIABLE] = str(path)
             return f"ptxas {found} of {_origin(path)}: {', '.join(sorted(cured))}"
     return None
+
+
+def _drop_broken(variable: str) -> None:
+    given = os.environ.get(variable)
+    if given is not None and ptxas_version(given) is None:
+        del os.environ[variable]
+        text = f"{variable}: {given!r} does not run as ptxas; Slipstream chooses another"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _cures(archs: tuple[str, ...], triton: str, other: str) -> set[str]:

@@ -61,6 +61,16 @@ def test_a_path_that_does_not_run_is_told_and_replaced(
     monkeypatch.delenv(toolchain.VARIABLE)
 
 
+def test_a_path_for_blackwell_that_does_not_run_is_told(
+    other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(toolchain.BLACKWELL, "/nowhere/ptxas")
+    with pytest.warns(RuntimeWarning, match=r"BLACKWELL_PATH: '/nowhere/ptxas' does not run"):
+        toolchain.select_ptxas(("sm_100",))
+    assert toolchain.BLACKWELL not in os.environ
+    assert toolchain.ptxas_path("sm_100") == str(other.parents[2] / "own/ptxas-blackwell")
+
+
 def test_ptxas_path_and_version(other: Path) -> None:
     own = toolchain.ptxas_path("sm_90")
     assert own is not None and toolchain.ptxas_version(own) == "12.8.93"
