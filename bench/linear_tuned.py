@@ -1,6 +1,7 @@
 """fla's tuning in two steps, since it takes minutes an operator.
 
     python bench/linear_tuned.py survey DIR   each operator of linear_peers.py, side by side
+    python bench/linear_tuned.py survey DIR --only gsa,hgrn --seconds 90 --most 8 --threads 3
     python bench/linear_tuned.py pack DIR     it, and of Triton's cache what fla used: DIR.tar.xz
 
 survey: configurations of a kernel, at most MOST drawn from all, are compiled in threads and timed
@@ -18,7 +19,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ RUNS, THREADS = 5, 3
 SHORTER = 4  # a survey's sequences: no configuration depends on the length
 FLUSHED = 1 << 28
 USED = "used.txt"
-SAME = ("retention", "rwkv7")  # as linear_attn's and dplr_delta_rule's: their kernels
+# as linear_attn's and dplr_delta_rule's: their kernels
+SAME = ("retention", "lightning_attn", "rwkv7")
 
 Known = dict[tuple[str, str], set[str]]
 
@@ -53,12 +55,14 @@ def _name(tuner: Any) -> str:
     return tuner.base_fn.__name__
 
 
-def _compile(tuner: Any, configs: list[Any], kwargs: dict[str, Any]) -> None:
+def _compile(
+    tuner: Any, configs: list[Any], kwargs: dict[str, Any], threads: int = THREADS
+) -> None:
     """Each configuration, in threads; what fails fails again when it is timed."""
     from triton.runtime._async_compile import AsyncCompileMode
 
     given = {**tuner.nargs, **kwargs, "warmup": True}
-    with ThreadPoolExecutor(THREADS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:
             tuner.fn.run(**{**given, **config.all_kwargs()})
 
@@ -103,7 +107,7 @@ def _known(folder: Path, most: int = BEST) -> Known:
     return found
 
 
-def survey(path: Path) -> None:
+def survey(path: Path, most: int = MOST, threads: int = THREADS) -> None:
     """Each kernel that is tuned from here on adds a line to path."""
     tuner, known = _tuner(), _known(path.parent)
     prune, run = tuner.prune_configs, tuner.run
@@ -113,8 +117,8 @@ def survey(path: Path) -> None:
         configs, key = prune(self, kwargs), _key(self, kwargs)
         if best := known.get((_name(self), key)):
             return [c for c in configs if str(c) in best]
-        configs = _drawn(configs, MOST)
-        _compile(self, configs, kwargs)
+        configs = _drawn(configs, most)
+        _compile(self, configs, kwargs, threads)
         tried[id(self)] = key
         return configs
 
@@ -160,26 +164,27 @@ def choose(folder: Path, most: int = BEST) -> None:
     tuner.do_bench = property(lambda self: _median)
 
 
-def _one(index: int, folder: Path) -> None:
+def _one(index: int, folder: Path, most: int, threads: int) -> None:
     """A row's first call, forward and backward, in a process of its own."""
     from linear_peers import ROWS, Provider, inputs, peer_of
 
     row = ROWS[index]
     peer = peer_of(row)
     assert not isinstance(peer, str), peer
-    survey(folder / f"{row.op}_{row.label}.jsonl")
+    survey(folder / f"{row.op}_{row.label}.jsonl", most, threads)
     print(row.op, row.label, f"{Provider(peer, inputs(row, False, SHORTER), row).first():.0f} s")
 
 
-def _all(folder: Path, only: str, seconds: float) -> None:
+def _all(folder: Path, only: list[str], seconds: float, options: list[str]) -> None:
     from linear_peers import ROWS
 
     folder.mkdir(parents=True, exist_ok=True)
-    first = {row.op: i for i, row in reversed(list(enumerate(ROWS)))}
-    wanted = [i for op, i in first.items() if ROWS[i].peer and only in op and op not in SAME]
+    first = {row.op: i for i, row in reversed(list(enumerate(ROWS))) if row.peer}
+    named = {op: i for op, i in first.items() if any(x in op for x in only)}
+    wanted = [i for op, i in named.items() if op not in SAME]
 
     def run(i: int) -> str:
-        call = [sys.executable, __file__, "one", str(folder), "--row", str(i)]
+        call = [sys.executable, __file__, "one", str(folder), "--row", str(i), *options]
         try:
             done = subprocess.run(call, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -188,8 +193,8 @@ def _all(folder: Path, only: str, seconds: float) -> None:
         return f"{ROWS[i].op} {ROWS[i].label}: {lines[-1] if lines else done.returncode}"[:150]
 
     with ThreadPoolExecutor(len(wanted) or 1) as pool:
-        for line in pool.map(run, wanted):
-            print(line, flush=True)
+        for done in as_completed([pool.submit(run, i) for i in wanted]):
+            print(done.result(), flush=True)
 
 
 def _note_used(path: Path) -> None:
@@ -222,13 +227,16 @@ def main() -> None:
     parser.add_argument("do", choices=("survey", "one", "pack"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--row", type=int, default=0)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--only", default="", help="operators with one of these in their names")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of an operator, at most")
+    parser.add_argument("--most", type=int, default=MOST, help="configurations of a kernel")
+    parser.add_argument("--threads", type=int, default=THREADS, help="of an operator's compiler")
     args = parser.parse_args()
     if args.do == "survey":
-        _all(args.folder, args.only, args.seconds)
+        options = ["--most", str(args.most), "--threads", str(args.threads)]
+        _all(args.folder, args.only.split(","), args.seconds, options)
     elif args.do == "one":
-        _one(args.row, args.folder)
+        _one(args.row, args.folder, args.most, args.threads)
     else:
         _pack(args.folder)
 
