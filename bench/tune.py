@@ -1,143 +1,79 @@
 """Tiles of the Triton kernels, found by timing them: what the tables of tiles are written from.
 
-    python bench/tune.py delta                  # on a GPU: every case of a family, 1 to 2 minutes
+    python bench/tune.py all                    # on a GPU: every case of every family
+    python bench/tune.py delta linear           # of these
     python bench/tune.py delta --case Q1        # cases whose name has this in it
-    python bench/tune.py delta --fit sm_90      # without a GPU: what each candidate compiles to
-    python bench/tune.py delta --write          # and the row of the table anew, if that is faster
-    python bench/tune.py delta --rows           # what was recorded, fastest first, and the choice
+    python bench/tune.py all --seconds 220      # and no candidate is begun after that
+    python bench/tune.py all --propose          # without a GPU: what was recorded, as a diff
+    python bench/tune.py all --write            # the same, into the tables; also after timing
+    python bench/tune.py delta --fit            # without a GPU: what each candidate compiles to
+    python bench/tune.py delta --rows           # what was recorded, fastest first
 
-A table is a dict TILES, by (family of architectures, bytes an element, width ...), of dataclasses.
-A candidate puts other numbers into one field of a row, the other fields as the table has them. One
-that by --fit has no room, spills twice as much as the table's, or is not taken, is left out. What
-it computes has to equal what the table's tile computes, at the timed shape and at an odd one, to
-within rounding. The fastest of a field is chosen if it beats the table's by 2%; what is chosen of
-all fields together is tried at last ("all"), and is what --write puts into the table if it leads.
-All of it goes to results/tiles.csv, --fit to results/tiles_fit.csv; a row of a table names the file
-its numbers came from.
+A table is a dict by (family of architectures, bytes an element, width ...), of dataclasses. A
+candidate (tune_cases.py) puts other numbers into one field of a row, the other fields as the table
+has them. Its kernels are compiled in processes of their own meanwhile (tune_compile.py). One that
+has no room, spills twice as much as the table's, or is not taken, is not run. What it computes has
+to equal what the table's tile computes, at the timed shape and at an odd one, to within rounding.
+
+Rows go to results/tiles.csv as they are found: the same command goes on where it was cut off, on
+that day, unless it says --again. Which are the best is said by tune_choice.py; what is best of all
+fields of a row of the table is timed together at last, and proposed if that leads.
 """
 
 import argparse
 import ast
 import csv
-import dataclasses
+import datetime
+import difflib
 import importlib
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from concurrent.futures import TimeoutError as TooLong
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import RESULTS, record
+from record import RESULTS, device_name, record
 from torch import Tensor
 from tune_cases import FAMILIES, Case, Family
+from tune_choice import expected, last_runs, replaced, text, together
+from tune_compile import FIT, Compiling, Fit, using
 
 from slipstream.cli.samples import Shape
-from slipstream.core import replay
+from slipstream.core import guard, replay
 from slipstream.core.arch import ARCHS
 from slipstream.kernels.linear import needs as linear
 from slipstream.kernels.softmax import needs as softmax
 
-WORTH = 0.98  # of the table's time
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# Seconds that one candidate's kernels may take to compile.
+PATIENCE = 60.0
+RESTARTS = "SLIPSTREAM_TUNE_RESTARTS"
+START = time.perf_counter()
+Candidate = tuple[str, str, Any]  # field, numbers in words, tile
 
 
-def tried(family: Family, key: tuple, most: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Fields and candidates other than what the table has, so many of a field."""
+def tried(family: Family, key: tuple, most: int | None = None) -> Iterator[Candidate]:
+    """Candidates other than what the table has and can be, so many of a field."""
     tile = family.table[key]
-    for name, rows in family.candidates.items():
-        others = [(row, replaced(tile, name, row)) for row in rows]
-        fit = (row for row, x in others if x != tile and not refused(family, key, x))
-        for row in islice(fit, most):
-            yield name, row
+    for field, rows in family.candidates(key).items():
+        others = [(field, text(row), replaced(tile, field, row)) for row in rows]
+        fit = [x for x in others if x[2] != tile and not refused(family, key, x[2])]
+        yield from fit[:most]
 
 
 def refused(family: Family, key: tuple, tile: Any) -> bool:
-    """Whether a tile cannot run on the architecture; says why, and which could."""
+    """Whether a tile cannot run on the architecture."""
     arch, size, *width = key
     check: Any = softmax.check if "softmax" in family.tiles else linear.check
     widths = (width or [128]) * (1 + (check is softmax.check))
     try:
         check(tile, *widths, size, ARCHS[arch])
-    except ValueError as error:
-        print(f"left out: {error}")
+    except ValueError:
         return True
     return False
-
-
-def replaced(tile: Any, name: str, row: Any) -> Any:
-    if not name:
-        return dataclasses.replace(tile, **row)
-    return dataclasses.replace(tile, **{name: type(getattr(tile, name))(*row)})
-
-
-@contextmanager
-def using(family: Family, key: tuple, tile: Any) -> Iterator[None]:
-    kept = family.table[key]
-    family.table[key] = tile
-    family.forget()
-    try:
-        yield
-    finally:
-        family.table[key] = kept
-        family.forget()
-
-
-def text(row: Any) -> str:
-    return " ".join(map(str, row.values() if isinstance(row, dict) else row))
-
-
-def fit(name: str, arch: str, cases: list[Case]) -> None:
-    """Registers, spills and shared memory of each candidate's kernels."""
-    from slipstream.core.trace import trace
-
-    def compiled(case: Case) -> dict[str, Any]:
-        def call(device: torch.device) -> Any:
-            return case.sample.call(case.sample.inputs(case.shape, device), "triton")
-
-        return {job.key: job for job in trace(call, arch)}
-
-    family, rows = FAMILIES[name], []
-    for case in cases:
-        tile = family.table[case.key]
-        base = compiled(case)
-        stack = max(job.compile().stack for job in base.values())
-        for field, row in tried(family, case.key):
-            with using(family, case.key, replaced(tile, field, row)):
-                jobs = [job for key, job in compiled(case).items() if key not in base]
-            try:
-                made = [job.compile() for job in jobs]
-                most: dict[str, int] = {
-                    x: max((getattr(y, x) for y in made), default=0) for x in FIT
-                }
-                fits = most["shared"] <= ARCHS[arch].shared and most["stack"] <= 2 * stack + 64
-                fits, note = fits and bool(jobs), "" if jobs else "not taken"
-            except Exception as e:
-                most, fits, note = dict.fromkeys(FIT, 0), False, type(e).__name__
-            what = {"family": name, "case": case.name, "field": field, "tile": text(row)}
-            rows.append({**what, "arch": arch, **most, "fits": int(fits), "note": note})
-            print(*rows[-1].values(), flush=True)
-    print("recorded in", record("tiles_fit", rows))
-
-
-FIT: tuple[str, ...] = ("registers", "stack", "shared")
-
-
-def unfit(name: str) -> set[tuple[str, ...]]:
-    """(case, field, tile) that --fit found without room."""
-    return {
-        (row["case"], row["field"], row["tile"])
-        for row in _read("tiles_fit")
-        if row["family"] == name and row["fits"] == "0"
-    }
-
-
-def _read(name: str) -> list[dict[str, str]]:
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 class Call:
@@ -160,7 +96,7 @@ class Call:
         return list(torch.autograd.grad(out[:1], self.given, self.weights, allow_unused=True))
 
     def results(self) -> list[Tensor]:
-        return [x.double() for x in (*self.forward(), *self.both()) if x is not None]
+        return [x for x in (*self.forward(), *self.both()) if x is not None]
 
     def times(self) -> tuple[float, float]:
         return bench(self.forward), bench(self.both)
@@ -170,130 +106,273 @@ def bench(fn: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     timed: Any = do_bench
-    return timed(fn, warmup=8, rep=30, return_mode="median")
+    return timed(fn, warmup=5, rep=25, return_mode="median")
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
     """The largest relative RMS error."""
-    errors = [(x - y).square().mean().sqrt() / y.square().mean().sqrt() for x, y in zip(got, want)]
+    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(got, want)]
     return max((e.item() for e in errors if not e.isnan()), default=float("nan"))
 
 
-def tune(name: str, case: Case, most: int | None) -> tuple[list[dict[str, object]], Any]:
-    """Rows of what was tried, and the tile to be had instead of the table's, if there is one."""
-    family, table = FAMILIES[name], FAMILIES[name].table
-    tile, skipped = table[case.key], unfit(name)
-    shapes = case.shape, dataclasses.replace(case.shape, B=1, T=333, H=3)
-    calls = [Call(case, shape) for shape in shapes]
-    want = [call.results() for call in calls]
-    base = calls[0].times()
-    print(f"{name} {case.name}: forward {base[0]:.3f} ms, with backward {base[1]:.3f}", flush=True)
-    what = {"family": name, "key": text(case.key), "case": case.name}
+class Timed:
+    """A case on the GPU: rows of candidates, each told and recorded as it is found."""
 
-    def measured(field: str, label: str, other: Any) -> dict[str, object]:
-        found: dict[str, object] = {}
+    def __init__(self, name: str, case: Case, known: list[dict[str, Any]]) -> None:
+        self.name, self.case, self.family = name, case, FAMILIES[name]
+        self.known = {(x["field"], x["tile"]): x for x in known}
+        self.calls: list[Any] = []
+        self.want: list[list[Tensor]] = []
+
+    def ready(self) -> None:
+        if not self.calls:
+            self.calls = [Call(self.case, x) for x in (self.case.shape, self.case.odd)]
+            self.want = [call.results() for call in self.calls]
+
+    def table(self) -> None:
+        tile = self.family.table[self.case.key]
+        if ("table", str(tile)) not in self.known:
+            self.ready()
+            self._note("table", str(tile), self._times())
+
+    def candidate(self, field: str, label: str, tile: Any, fit: Fit) -> None:
+        if (field, label) in self.known or fit.note == "not taken":
+            return
+        if fit.note:
+            self._note(field, label, {"right": 0, "note": fit.note})
+            return
+        self.ready()
         try:
-            with using(family, case.key, other):
-                error = max(worst(call.results(), x) for call, x in zip(calls, want))
-                times = calls[0].times()
-            found = {"forward_ms": round(times[0], 4), "both_ms": round(times[1], 4)}
-            found["error"] = f"{error:.1e}"
-            right = error <= LIMITS[case.shape.dtype]
+            with using(self.family, self.case.key, tile):
+                error = max(worst(x.results(), y) for x, y in zip(self.calls, self.want))
+                found = self._times()
+            right = error <= LIMITS[self.case.shape.dtype]
+            found |= {"right": int(right), "error": f"{error:.1e}"}
         except Exception as e:
-            right, found["note"] = False, f"{type(e).__name__}: {str(e)[:60]}"
-        return {**what, "field": field, "tile": label, "right": int(right), **found}
+            found = {"right": 0, "note": f"{type(e).__name__}: {str(e)[:60]}"}
+        self._note(field, label, found)
+        torch.cuda.synchronize()  # raises where the device is lost
 
-    rows: list[dict[str, object]] = []
-    made: dict[tuple[str, str], Any] = {}
-    for field, row in tried(family, case.key, most):
-        if (case.name, field, text(row)) not in skipped:
-            made[field, text(row)] = row
-            rows.append(measured(field, text(row), replaced(tile, field, row)))
-    _choose(family, rows, base)
-    for field in family.candidates:
-        line = [_line(row) for row in rows if row["field"] == field]
-        print(f"  {field or 'tile'}:", "; ".join(line), flush=True)
-    better = tile
-    for row in [x for x in rows if x.get("chosen")]:
-        field = str(row["field"])
-        better = replaced(better, field, made[field, str(row["tile"])])
-    table_row = {**what, "field": "table", "tile": str(tile), "right": 1}
-    rows.insert(0, {**table_row, "forward_ms": round(base[0], 4), "both_ms": round(base[1], 4)})
-    if better == tile:
-        return rows, None
-    rows.append(measured("all", str(better), better))
-    print("  all:", _line(rows[-1]), flush=True)
-    leads = rows[-1]["right"] and float(str(rows[-1]["both_ms"])) <= WORTH * base[1]
-    return rows, better if leads else None
+    def _times(self) -> dict[str, Any]:
+        forward, both = self.calls[0].times()
+        return {"right": 1, "forward_ms": round(forward, 4), "both_ms": round(both, 4)}
+
+    def _note(self, field: str, label: str, found: dict[str, Any]) -> None:
+        what = {"family": self.name, "key": text(self.case.key), "case": self.case.name}
+        row = {**what, "field": field, "tile": label, **found}
+        self.known[field, label] = row
+        record("tiles", [row])
+        words = " ".join(str(x) for x in found.values())
+        print(
+            f"{_now()} {self.name} {self.case.name} {field or 'tile'} {label}: {words}", flush=True
+        )
 
 
-def write(family: Family, key: tuple, tile: Any) -> None:
-    """The value of TILES at key, in the source of the table."""
-    path = Path(str(importlib.import_module(family.tiles).__file__))
-    source = path.read_text()
-    named = {
+def _now() -> str:
+    return f"{time.perf_counter() - START:5.0f} s"
+
+
+def keys_of(name: str, part: str) -> dict[tuple, list[int]]:
+    """By key, the cases with this in their names."""
+    found: dict[tuple, list[int]] = {}
+    for place, case in enumerate(FAMILIES[name].cases):
+        if part in case.name:
+            found.setdefault(case.key, []).append(place)
+    return found
+
+
+def tune(options: argparse.Namespace) -> None:
+    replay.ON = False  # a record of a call keeps the tile that it had
+    guard.machine(torch.device("cuda", 0))  # chooses the compilers that the processes take too
+    compiling = Compiling(options.jobs)
+    keys = [(name, *x) for name in options.families for x in keys_of(name, options.case).items()]
+    keys.sort(key=lambda x: x[1][1])  # float32 last, whose kernels take longest to compile
+    asked: list[tuple[str, tuple, list[Candidate], dict[int, list[Any]]]] = []
+    for name, key, places in keys:
+        tiles = list(tried(FAMILIES[name], key, options.most))
+        futures = {p: compiling.ask(name, p, [None, *(x[2] for x in tiles)]) for p in places}
+        asked.append((name, key, tiles, futures))
+    try:
+        for name, key, tiles, futures in asked:
+            tune_key(name, key, tiles, futures, options)
+    except Exception as e:
+        if _lost():
+            compiling.stop()
+            _again(e)
+        raise
+    finally:
+        compiling.stop()
+
+
+def tune_key(
+    name: str,
+    key: tuple,
+    tiles: list[Candidate],
+    futures: dict[int, list[Any]],
+    options: argparse.Namespace,
+) -> None:
+    family = FAMILIES[name]
+    cases = {p: Timed(name, family.cases[p], _known(name, key, p, options.again)) for p in futures}
+    for place, case in cases.items():
+        try:
+            _waited(futures[place][0])
+            case.table()
+            seen: set[tuple] = set()
+            for (field, label, tile), future in zip(tiles, futures[place][1:]):
+                if options.seconds and time.perf_counter() - START > options.seconds:
+                    print(f"{_now()} {name} {family.cases[place].name}: no time left", flush=True)
+                    return
+                fit = _waited(future)
+                if (field, *fit.kernels) not in seen:  # numbers that are cut to the same tile
+                    seen.add((field, *fit.kernels))
+                    case.candidate(field, label, tile, fit)
+        except Exception as e:
+            print(f"{_now()} {name} {family.cases[place].name}: {str(e)[:150]}", flush=True)
+            if _lost():
+                raise
+    kept = family.table[key]
+    better = together(family, key, kept, last_runs(read("tiles"), name, key))
+    if better != kept:
+        for case in cases.values():
+            case.candidate("all", str(better), better, Fit())
+    for case in cases.values():
+        case.calls, case.want = [], []
+
+
+def _waited(future: Any) -> Fit:
+    try:
+        return future.result(PATIENCE)
+    except TooLong:
+        return Fit(note=f"over {PATIENCE:.0f} s to compile")
+    except Exception as e:
+        return Fit(note=f"{type(e).__name__}: {str(e)[:60]}")
+
+
+def _known(name: str, key: tuple, place: int, again: bool) -> list[dict[str, str]]:
+    """What was recorded today, here, from the tile that the table has."""
+    if again:
+        return []
+    run = last_runs(read("tiles"), name, key).get(FAMILIES[name].cases[place].name, [])
+    today = (datetime.date.today().isoformat(), device_name(), str(FAMILIES[name].table[key]))
+    same = run and (run[0]["date"], run[0]["device"], run[0]["tile"]) == today
+    return [dict(x) for x in run] if same else []
+
+
+def _lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def _again(error: Exception) -> None:
+    """The same command in this process anew, which goes on after the candidate that was last."""
+    count = int(os.environ.get(RESTARTS, "0"))
+    print(f"{_now()} the device is lost: {str(error)[:100]}", flush=True)
+    if count < 3:
+        os.environ[RESTARTS] = str(count + 1)
+        arguments = [x for x in sys.argv if x != "--again"]
+        os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Registers, spills and shared memory of each candidate's kernels."""
+    compiling = Compiling(options.jobs)
+    asked = []
+    for name in options.families:
+        for key, places in keys_of(name, options.case).items():
+            for place in places:
+                tiles = list(tried(FAMILIES[name], key, options.most))
+                asked.append(
+                    (name, place, tiles, compiling.ask(name, place, [x[2] for x in tiles]))
+                )
+    for name, place, tiles, futures in asked:
+        case = FAMILIES[name].cases[place]
+        for (field, label, _), future in zip(tiles, futures):
+            found = _waited(future)
+            what = {"family": name, "case": case.name, "field": field, "tile": label}
+            sizes = {x: getattr(found, x) for x in FIT}
+            row = {**what, "arch": case.key[0], **sizes, "fits": int(not found.note)}
+            record("tiles_fit", [{**row, "note": found.note}])
+            print(_now(), *row.values(), found.note, flush=True)
+    compiling.stop()
+
+
+def read(name: str) -> list[dict[str, str]]:
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def propose(names: list[str], write: bool) -> None:
+    """Prints what of the tables is not what was recorded as the best, and writes it if asked to."""
+    rows = read("tiles")
+    for name in names:
+        family = FAMILIES[name]
+        path = Path(str(importlib.import_module(family.tiles).__file__))
+        before = source = path.read_text()
+        for key in dict.fromkeys(case.key for case in family.cases):
+            tile = expected(family, name, key, rows)
+            if tile is not None and tile != family.table[key]:
+                source = placed(source, family.name, key, tile)
+        if source == before:
+            print(f"{name}: as recorded")
+            continue
+        lines = (before.splitlines(), source.splitlines(), str(path), str(path))
+        print("\n".join(difflib.unified_diff(*lines, lineterm="", n=0)))
+        if write:
+            path.write_text(source)
+            print(f"{path}: written; wants `ruff format`")
+
+
+def placed(source: str, table: str, key: tuple, tile: Any) -> str:
+    """The source with this value of the table at key."""
+    assigned = {
         ast.unparse(x.targets[0]): x.value
         for x in ast.parse(source).body
         if isinstance(x, ast.Assign) and isinstance(x.value, ast.Dict)
     }
-    pairs = zip(named["TILES"].keys, named["TILES"].values)
+    pairs = zip(assigned[table].keys, assigned[table].values)
     old = next(v for k, v in pairs if k and ast.literal_eval(k) == key)
     segment = ast.get_source_segment(source, old)
     assert segment is not None
     begin = sum(map(len, source.splitlines(keepends=True)[: old.lineno - 1])) + old.col_offset
-    path.write_text(source[:begin] + repr(tile) + source[begin + len(segment) :])
-    print(f"{path}: {key} is {tile}; wants `ruff format`")
+    return source[:begin] + repr(tile) + source[begin + len(segment) :]
 
 
-def _line(row: dict[str, object]) -> str:
-    end = "" if row["right"] else f" WRONG {row.get('error', '')}"
-    if "note" in row:
-        return f"{row['tile']} {str(row['note'])[:20]}"
-    mark = "*" if row.get("chosen") else ""
-    return f"{row['tile']} {row['forward_ms']:.3f}|{row['both_ms']:.3f}{mark}{end}"
-
-
-def _choose(family: Family, rows: list[dict[str, object]], base: tuple[float, float]) -> None:
-    """Marks the fastest right one of each field that is worth it."""
-    for field in family.candidates:
-        column, limit = ("forward_ms", base[0]) if field in family.forward else ("both_ms", base[1])
-        mine = [row for row in rows if row["field"] == field and row["right"]]
-        best = min(mine, key=lambda row: float(str(row[column])), default=None)
-        if best is not None and float(str(best[column])) <= WORTH * limit:
-            best["chosen"] = 1
+def show(names: list[str]) -> None:
+    rows = [x for x in read("tiles") if x["family"] in names]
+    rows.sort(key=lambda x: (x["family"], x["case"], x["field"], float(x["both_ms"] or "inf")))
+    for row in rows:
+        print(", ".join(f"{k} {v}" for k, v in row.items() if v and k not in ("torch", "key")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("families", nargs="+", choices=[*FAMILIES, "all"])
     parser.add_argument("--case", default="", help="part of the names of the cases wanted")
     parser.add_argument("--most", type=int, help="candidates of a field")
-    parser.add_argument("--fit", metavar="ARCH", help="compile the candidates, without a GPU")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--seconds", type=float, help="begin nothing after this")
+    parser.add_argument("--again", action="store_true", help="what was recorded today too")
+    parser.add_argument("--fit", action="store_true", help="compile alone, without a GPU")
     parser.add_argument("--rows", action="store_true", help="print what was recorded")
-    parser.add_argument("--write", action="store_true", help="put what is better into the table")
+    parser.add_argument("--propose", action="store_true", help="print what it says of the tables")
+    parser.add_argument("--write", action="store_true", help="and put that into them")
     options = parser.parse_args()
-    cases = [x for x in FAMILIES[options.family].cases if options.case in x.name]
+    if "all" in options.families:
+        options.families = list(FAMILIES)
     if options.rows:
-        return show(options.family)
-    if options.fit:
-        return fit(options.family, options.fit, cases)
-    replay.ON = False  # a record of a call keeps the tile that it had
-    for case in cases:
-        try:
-            rows, better = tune(options.family, case, options.most)
-            print("recorded in", record("tiles", rows))
-            if options.write and better is not None:
-                write(FAMILIES[options.family], case.key, better)
-        except Exception as e:
-            print(f"{options.family} {case.name}: {type(e).__name__}: {str(e)[:150]}", flush=True)
-    return None
-
-
-def show(name: str) -> None:
-    rows = [x for x in _read("tiles") if x["family"] == name]
-    rows.sort(key=lambda x: (x["case"], x["field"], float(x["both_ms"] or "inf")))
-    for row in rows:
-        print(", ".join(f"{k} {v}" for k, v in row.items() if v and k not in ("torch", "key")))
+        show(options.families)
+    elif options.fit:
+        fit(options)
+    else:
+        if torch.cuda.is_available() and not options.propose:
+            tune(options)
+        propose(options.families, options.write)
 
 
 if __name__ == "__main__":

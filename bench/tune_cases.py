@@ -2,12 +2,17 @@
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from slipstream.cli.samples import Sample, Shape, chosen
 
 TRITON = "slipstream.kernels.linear.triton"
+# By field, the numbers to try; of "" those of several fields at once, of JOINT.
+Candidates = Mapping[str, list[tuple[int, ...]]]
+JOINT = ("BX", "warps", "stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,24 +28,30 @@ class Case:
     def sample(self) -> Sample:
         return chosen([self.op])[0]
 
+    @property
+    def odd(self) -> Shape:
+        """Another shape that takes the row, with blocks that are not whole."""
+        return dataclasses.replace(self.shape, B=1, T=333)
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """tiles: the module that has TILES. caches: "module:function" that remember its rows.
+    """tiles: the module that has the table, by name. caches: "module:function" that remember rows.
 
-    candidates: by field; those of "" are several fields at once. forward: fields of kernels that
-    forward runs; a candidate for any other is chosen by forward and backward together.
+    candidates: those of a key. forward: fields of kernels that forward runs; a candidate for any
+    other is chosen by forward and backward together.
     """
 
     tiles: str
     caches: tuple[str, ...]
     cases: tuple[Case, ...]
-    candidates: Mapping[str, list[Any]]
+    candidates: Callable[[tuple], Candidates]
     forward: tuple[str, ...] = ()
+    name: str = "TILES"
 
     @property
     def table(self) -> dict:
-        return importlib.import_module(self.tiles).TILES
+        return getattr(importlib.import_module(self.tiles), self.name)
 
     def forget(self) -> None:
         for path in self.caches:
@@ -48,80 +59,143 @@ class Family:
             getattr(importlib.import_module(module), name).cache_clear()
 
 
-_WALKS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]
-_GRADS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2)]
-_SOLVE = [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 2, 1)]
-_ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
-_BIG, _WIDE = Shape(B=1, T=8192, H=96), Shape(B=1, T=8192, H=32, grouped=True)
-_LONG, _SMALL = Shape(B=1, T=32768, H=8), Shape(B=1, T=8192, H=96, K=64, V=64)
+def _walks(key: tuple) -> list[tuple[int, ...]]:
+    """Columns a program, warps, stages. What has no room is left out later (core/tiles.py)."""
+    _, size, width = key
+    if size == 4:
+        return [(64, 4, 1), (64, 8, 1)]
+    if width == 256:
+        return [(64, 4, 1), (64, 8, 1), (64, 8, 2)]
+    return [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2)]
+
+
+def _walk(key: tuple) -> Candidates:
+    return {"": _walks(key)}
+
+
+_SOLVE = [(64, 4, 1), (64, 4, 2), (128, 4, 1)]
+_GRADS = [(64, 4, 1), (64, 4, 2), (64, 8, 2)]
+
+
+def _delta(key: tuple) -> Candidates:
+    names = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+    return {"solve": _SOLVE, **dict.fromkeys(names, _walks(key)), "grads": _GRADS}
+
+
+def _channel(key: tuple) -> Candidates:
+    parts = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 1)]
+    return {"prepare": parts, "grads": parts[:2] + parts[3:]}
+
+
+def _dplr(key: tuple) -> Candidates:
+    walks = dict.fromkeys(("walk", "keep", "back"), _walks(key))
+    return {"prepare": _SOLVE[:2], **walks, "scores": _GRADS[:2], "grads": _GRADS[:2]}
+
+
+def _attention(key: tuple) -> Candidates:
+    """Queries, keys, warps, stages."""
+    _, size, width = key
+    if size == 4:
+        few = [(64, 64, 4, 2), (64, 64, 8, 1), (64, 64, 8, 2)]
+        return dict.fromkeys(("forward", "dq", "dkv"), few)
+    stages = (1, 2) if width == 256 else (2, 3)
+    wide = [(128, 64, 8, n) for n in stages]
+    narrow = [(64, 64, 4, n) for n in stages]
+    return {
+        "forward": [*wide, *narrow],
+        "dq": [*wide, *narrow],
+        "dkv": [(64, 128, 8, stages[0]), *narrow],
+    }
+
+
+def _shape(width: int, H: int = 96, T: int = 8192, **more: Any) -> Shape:
+    return Shape(B=1, T=T, H=H, K=width, V=width, **more)
+
+
+def _float32(width: int) -> Shape:
+    return _shape(width, H=32, T=4096, dtype=torch.float32)
+
+
+_BIG, _WIDE = _shape(128), _shape(128, H=32, grouped=True)
+_LONG, _256 = _shape(128, H=8, T=32768), _shape(256, H=32)
+
+
+def _key(size: int, width: int) -> tuple:
+    return ("sm_90", size, width)
+
 
 FAMILIES = {
+    "linear": Family(
+        f"{TRITON}.tiles",
+        (f"{TRITON}.launch:_tile", f"{TRITON}.channel_walks:_walk_tile"),
+        (
+            Case("A", _key(2, 128), "chunk_linear_attn", _BIG),
+            Case("C", _key(2, 128), "chunk_simple_gla", _LONG),
+            Case("K64", _key(2, 64), "chunk_simple_gla", _shape(64)),
+            Case("K256", _key(2, 256), "chunk_simple_gla", _256),
+            *(
+                Case(f"K{w} fp32", _key(4, w), "chunk_simple_gla", _float32(w))
+                for w in (64, 128, 256)
+            ),
+        ),
+        _walk,
+    ),
     "delta": Family(
         f"{TRITON}.delta_tiles",
         (f"{TRITON}.delta_plan:_tile",),
         (
-            Case("A", ("sm_90", 2, 128), "chunk_delta_rule", _BIG),
-            Case("Q1", ("sm_90", 2, 128), "chunk_gated_delta_rule", _WIDE),
-            Case("C", ("sm_90", 2, 128), "chunk_gated_delta_rule", _LONG),
-            Case("K64", ("sm_90", 2, 64), "chunk_gated_delta_rule", _SMALL),
+            Case("A", _key(2, 128), "chunk_delta_rule", _BIG),
+            Case("Q1", _key(2, 128), "chunk_gated_delta_rule", _WIDE),
+            Case("K64", _key(2, 64), "chunk_gated_delta_rule", _shape(64)),
+            Case("K256", _key(2, 256), "chunk_gated_delta_rule", _256),
+            Case("K64 fp32", _key(4, 64), "chunk_gated_delta_rule", _float32(64)),
+            Case("K128 fp32", _key(4, 64), "chunk_gated_delta_rule", _float32(128)),
         ),
-        {
-            "solve": _SOLVE,
-            "walk": _WALKS,
-            "crowded_walk": _WALKS,
-            "keep": _WALKS,
-            "crowded_keep": _WALKS,
-            "back": _WALKS,
-            "crowded_back": _WALKS,
-            "grads": _GRADS,
-        },
+        _delta,
         ("solve", "walk", "crowded_walk"),
-    ),
-    "linear": Family(
-        f"{TRITON}.tiles",
-        (f"{TRITON}.launch:_tile",),
-        (
-            Case("A", ("sm_90", 2, 128), "chunk_linear_attn", _BIG),
-            Case("C", ("sm_90", 2, 128), "chunk_simple_gla", _LONG),
-            Case("K64", ("sm_90", 2, 64), "chunk_simple_gla", _SMALL),
-        ),
-        {"": [{"BX": b, "warps": w, "stages": s} for b, w, s in _WALKS]},
     ),
     "channel": Family(
         f"{TRITON}.channel_tiles",
         (f"{TRITON}.channel_launch:_tile",),
-        (Case("gla A", ("sm_90", 2), "chunk_gla", _BIG),),
-        {
-            "prepare": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 8, 1)],
-            "grads": [(64, 4, 1), (64, 4, 2), (64, 8, 1), (128, 8, 1)],
-        },
+        (
+            Case("A", ("sm_90", 2), "chunk_gla", _BIG),
+            Case("K64", ("sm_90", 2), "chunk_gla", _shape(64)),
+            Case("K256", ("sm_90", 2), "chunk_gla", _256),
+            Case("K128 fp32", ("sm_90", 4), "chunk_gla", _float32(128)),
+        ),
+        _channel,
         ("prepare",),
+    ),
+    "channel_walks": Family(
+        f"{TRITON}.channel_tiles",
+        (f"{TRITON}.channel_walks:_walk_tile",),
+        (Case("A", _key(2, 128), "chunk_gla", _BIG),),
+        _walk,
+        name="WALKS",
     ),
     "dplr": Family(
         f"{TRITON}.dplr_tiles",
         (f"{TRITON}.dplr_walks:_tile",),
         (
-            Case("kda A", ("sm_90", 2, 128), "chunk_kda", _BIG),
-            Case("dplr A", ("sm_90", 2, 128), "chunk_dplr_delta_rule", _BIG),
+            Case("kda A", _key(2, 128), "chunk_kda", _BIG),
+            Case("dplr A", _key(2, 128), "chunk_dplr_delta_rule", _BIG),
+            Case("kda K64", _key(2, 64), "chunk_kda", _shape(64)),
+            Case("kda K256", _key(2, 256), "chunk_kda", _256),
         ),
-        {
-            "prepare": _SOLVE,
-            "walk": _WALKS,
-            "keep": _WALKS,
-            "back": _WALKS,
-            "scores": _GRADS,
-            "grads": _GRADS,
-        },
+        _dplr,
         ("prepare", "walk"),
     ),
     "softmax": Family(
         "slipstream.kernels.softmax.triton.tiles",
-        (),
+        ("slipstream.kernels.softmax.triton.device:tiles_of",),
         (
             Case("D128", ("sm_90", 2, 128), "attention", Shape(B=4, T=4096, H=16)),
             Case("D64", ("sm_90", 2, 64), "attention", Shape(B=4, T=4096, H=32, K=64, V=64)),
+            Case("D256", ("sm_90", 2, 256), "attention", Shape(B=2, T=4096, H=8, K=256, V=256)),
+            Case("D64 fp32", ("sm_90", 4, 64), "attention", _float32(64)),
+            Case("D128 fp32", ("sm_90", 4, 128), "attention", _float32(128)),
         ),
-        dict.fromkeys(("forward", "dq", "dkv"), _ATTENTION),
+        _attention,
         ("forward",),
     ),
 }
