@@ -337,13 +337,14 @@ def _beside(
     return found | {"fla error": ", ".join(errors.values())}
 
 
-def warm(row: Row) -> dict[str, object]:
+def warm(row: Row, limit: float) -> dict[str, object]:
     """Errors, and one call of each side: from then on the caches have all that row launches."""
     torch.manual_seed(0)
     found: dict[str, object] = {"operator": row.op, "shape": row.label}
     found |= judged(against_float64(row))
     given = inputs(row, False)
-    for name, fn in (("ours", ours_of(row)), ("fla", peer_of(row))):
+    peer = peer_of(row) if limit else "not asked"
+    for name, fn in (("ours", ours_of(row)), ("fla", peer)):
         if not isinstance(fn, str):
             found[name] = f"{Provider(fn, given, row).first():.1f} s"
     return found
@@ -375,7 +376,7 @@ def rows(
         choose(Path(tuned), best)
     for row in wanted:
         try:
-            yield warm(row) if warming else one(row, limit, firsts.get(ROWS.index(row)))
+            yield warm(row, limit) if warming else one(row, limit, firsts.get(ROWS.index(row)))
         except Exception as e:
             failed = f"{type(e).__name__}: {str(e)[:60]}"
             yield {"operator": row.op, "shape": row.label, "error": failed}

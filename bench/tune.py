@@ -39,7 +39,7 @@ from record import RESULTS, device_name, record
 from torch import Tensor
 from tune_cases import FAMILIES, Case, Family
 from tune_choice import expected, last_runs, replaced, text, together
-from tune_compile import FIT, Compiling, Fit, using
+from tune_compile import FIT, Compiling, Fit, judged, using
 
 from slipstream.cli.samples import Shape
 from slipstream.core import guard, replay
@@ -215,14 +215,14 @@ def tune_key(
     cases = {p: Timed(name, family.cases[p], _known(name, key, p, options.again)) for p in futures}
     for place, case in cases.items():
         try:
-            _waited(futures[place][0])
+            base = _waited(futures[place][0])
             case.table()
             seen: set[tuple] = set()
             for (field, label, tile), future in zip(tiles, futures[place][1:]):
                 if options.seconds and time.perf_counter() - START > options.seconds:
                     print(f"{_now()} {name} {family.cases[place].name}: no time left", flush=True)
                     return
-                fit = _waited(future)
+                fit = judged(_waited(future), base)
                 if (field, *fit.kernels) not in seen:  # numbers that are cut to the same tile
                     seen.add((field, *fit.kernels))
                     case.candidate(field, label, tile, fit)
@@ -289,8 +289,9 @@ def fit(options: argparse.Namespace) -> None:
                 )
     for name, place, tiles, futures in asked:
         case = FAMILIES[name].cases[place]
-        for (field, label, _), future in zip(tiles, futures):
-            found = _waited(future)
+        base = _waited(futures[0])
+        for (field, label, _), future in zip(tiles, futures[1:]):
+            found = judged(_waited(future), base)
             what = {"family": name, "case": case.name, "field": field, "tile": label}
             sizes = {x: getattr(found, x) for x in FIT}
             row = {**what, "arch": case.key[0], **sizes, "fits": int(not found.note)}

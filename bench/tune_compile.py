@@ -64,11 +64,14 @@ def fitting(name: str, place: int, tile: Any) -> Fit:
     most = {field: max(getattr(x, field) for x in made) for field in FIT}
     fit = Fit(**most, kernels=tuple(sorted(job.key for job in jobs)))
     limit = ARCHS[case.key[0]].shared
-    if fit.shared > limit:
-        return fit._replace(note=f"shared {fit.shared} of {limit}")
-    if tile is not None and fit.stack > 2 * _stack(name, place) + 64:
-        return fit._replace(note=f"spills {fit.stack} bytes")
-    return fit
+    return fit if fit.shared <= limit else fit._replace(note=f"shared {fit.shared} of {limit}")
+
+
+def judged(fit: Fit, table: Fit) -> Fit:
+    """Against what the table's tile takes."""
+    if fit.note or table.note or fit.stack <= 2 * table.stack + 64:
+        return fit
+    return fit._replace(note=f"spills {fit.stack} bytes, the table's {table.stack}")
 
 
 def _traced(case: Case) -> dict[str, Any]:
@@ -87,12 +90,6 @@ def _traced(case: Case) -> dict[str, Any]:
 @cache
 def _jobs(name: str, place: int) -> dict[str, Any]:
     return _traced(FAMILIES[name].cases[place])
-
-
-@cache
-def _stack(name: str, place: int) -> int:
-    """Spilled by the table's."""
-    return max(job.compile().stack for job in _jobs(name, place).values())
 
 
 def _blind(arch: str) -> None:
