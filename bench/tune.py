@@ -215,14 +215,16 @@ def tune_key(
     cases = {p: Timed(name, family.cases[p], _known(name, key, p, options.again)) for p in futures}
     for place, case in cases.items():
         try:
-            base = _waited(futures[place][0])
+            base = _waited(futures[place][0], options.seconds)
+            if _late(options.seconds):
+                return
             case.table()
             seen: set[tuple] = set()
             for (field, label, tile), future in zip(tiles, futures[place][1:]):
-                if options.seconds and time.perf_counter() - START > options.seconds:
+                fit = judged(_waited(future, options.seconds), base)
+                if _late(options.seconds):
                     print(f"{_now()} {name} {family.cases[place].name}: no time left", flush=True)
                     return
-                fit = judged(_waited(future), base)
                 if (field, *fit.kernels) not in seen:  # numbers that are cut to the same tile
                     seen.add((field, *fit.kernels))
                     case.candidate(field, label, tile, fit)
@@ -239,9 +241,15 @@ def tune_key(
         case.calls, case.want = [], []
 
 
-def _waited(future: Any) -> Fit:
+def _late(seconds: float | None) -> bool:
+    return seconds is not None and time.perf_counter() - START > seconds
+
+
+def _waited(future: Any, seconds: float | None = None) -> Fit:
+    """seconds: when nothing is begun any more."""
+    left = PATIENCE if seconds is None else START + seconds - time.perf_counter()
     try:
-        return future.result(PATIENCE)
+        return future.result(max(0.0, min(PATIENCE, left)))
     except TooLong:
         return Fit(note=f"over {PATIENCE:.0f} s to compile")
     except Exception as e:
