@@ -225,9 +225,10 @@ def tune_key(
                 if _late(options.seconds):
                     print(f"{_now()} {name} {family.cases[place].name}: no time left", flush=True)
                     return
-                if (field, *fit.kernels) not in seen:  # numbers that are cut to the same tile
-                    seen.add((field, *fit.kernels))
-                    case.candidate(field, label, tile, fit)
+                if fit.kernels and (field, *fit.kernels) in seen:
+                    continue  # numbers that are cut to the same tile
+                seen.add((field, *fit.kernels))
+                case.candidate(field, label, tile, fit)
         except Exception as e:
             print(f"{_now()} {name} {family.cases[place].name}: {str(e)[:150]}", flush=True)
             if _lost():
