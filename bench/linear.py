@@ -6,9 +6,9 @@
     python bench/linear.py --limit 60  on a GPU: the peer, where it tunes no longer; 0: without it
     python bench/linear.py --tuned DIR the peer tuned among what linear_tuned.py put there; the
                                        first calls of all rows go side by side, each to its limit
+    python bench/linear.py --best 1    and among no more than its best one of each kernel
     python bench/linear.py --warm      on a GPU: errors, and one call of each side (with --limit 0
                                        of ours alone): fills the caches
-    python bench/linear.py --best 1    and among no more than its best one of each kernel
     python bench/linear.py --only gla,kda  operators with these in their names; --part 1/3 a third
 
 On a GPU: linear_peers.py. The rest is about a CPU. Ours and the peer take turns on the same inputs,

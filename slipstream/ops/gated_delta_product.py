@@ -107,7 +107,7 @@ def _run(
     given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, *, recurrent: bool
 ) -> tuple[Tensor, Tensor | None]:
     checks.expect_tensor("q", given.q)
-    if not isinstance(n, int) or n < 1:  # an equal float is the same key
+    if not isinstance(n, int) or n < 1:  # a list is no key
         raise ValueError(f"num_householder: want an integer of at least 1, got {n!r}")
     key = signature((*given, cu_seqlens), n, *options[1:], recurrent)
     if key is not None:

@@ -9,10 +9,13 @@ from torch.multiprocessing.spawn import spawn
 
 from tests.kernels.loss.test_shard import OPTIONS, RANKS, check, found
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < RANKS or not dist.is_nccl_available(),
-    reason="needs two CUDA devices and NCCL",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < RANKS or not dist.is_nccl_available(),
+        reason="needs two CUDA devices and NCCL",
+    ),
+]
 ROWS, WIDTH, VOCABULARY = 1000, 512, 2 * 12_345
 
 
