@@ -45,7 +45,7 @@ def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> Delta
 # stages. What is larger than this on sm_80 makes ptxas put every register on the stack.
 # float32 with K = 256 does so everywhere: right, but slow. On sm_90 its chunks of 64 don't fit, and
 # narrower dots are only right there with 2 warps, which don't use wgmma.
-# The row of sm_90 with K = 128 in 16 bits by bench/results/delta_gpu_sweep.csv.
+# Rows of sm_90 by bench/results/tiles.csv, with K = 128 in 16 bits by delta_gpu_sweep.csv first.
 TILES = {
     ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
     ("sm_80", 2, 64): _tile(32, (64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2)),
@@ -66,8 +66,28 @@ TILES = {
         crowded_keep=Part(64, 4, 2),
         crowded_back=Part(64, 4, 2),
     ),
-    ("sm_90", 2, 256): _tile(64, (64, 4, 2), (64, 8, 1), (64, 8, 1), (64, 4, 2)),
-    ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 8, 1), (64, 8, 1), (64, 8, 1)),
+    ("sm_90", 2, 256): DeltaTile(
+        64,
+        solve=Part(128, 4, 1),
+        walk=Part(64, 8, 2),
+        keep=Part(64, 8, 2),
+        back=Part(64, 8, 2),
+        grads=Part(64, 4, 2),
+        crowded_walk=Part(64, 8, 1),
+        crowded_keep=Part(64, 8, 1),
+        crowded_back=Part(64, 8, 1),
+    ),
+    ("sm_90", 4, 64): DeltaTile(
+        64,
+        solve=Part(64, 4, 1),
+        walk=Part(64, 8, 1),
+        keep=Part(64, 8, 1),
+        back=Part(64, 8, 1),
+        grads=Part(64, 4, 1),
+        crowded_walk=Part(64, 4, 1),
+        crowded_keep=Part(64, 4, 1),
+        crowded_back=Part(64, 4, 1),
+    ),
     ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
     ("interpreter", 4, 64): _tile(32, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
 }
