@@ -78,7 +78,10 @@ def check(arch: str, call: Any, spills: int | None) -> None:
         got = job.compile()
         assert got.shared <= ARCHS[arch].shared, job.name
         if job.name.startswith(WITH_DOTS):
-            assert got.instructions[ARCHS[arch].instruction or "fma"], job.name
+            wanted = [ARCHS[arch].instruction or "fma"]
+            if arch == "sm_100" and job.name == "softmax_dkv_kernel":
+                wanted.append("mma.sync")  # of the widest heads, by tiles of 32 rows
+            assert any(got.instructions[x] for x in wanted), job.name
             if arch == "sm_90":  # what narrow tiles fall back to
                 assert not got.instructions["mma.sync"], job.name
         assert not got.instructions["atomic"], job.name

@@ -15,6 +15,8 @@ from slipstream.kernels.linear.triton.tiles import FILL
 
 # Widths of K up to which products of the walks take pairs of bf16 (docs/log.md).
 FINE_WIDTH = 32
+# Width of K up to which rows of p come in as many stages as those of k.
+WIDEST_BESIDE = 128
 
 
 @cache
@@ -71,13 +73,15 @@ def fine(terms: Terms) -> bool:
 
 
 def options(terms: Terms, part: Part) -> dict[str, Any]:
+    # beside k there is no room for as many stages of p
+    wide = terms.p is not None and terms.q.shape[-1] > WIDEST_BESIDE
     return {
         "HAS_GATE": terms.g is not None,
         "PACKED": terms.cu_seqlens is not None,
         "EXACT": terms.q.dtype == torch.float32,
         "PRECISION": precision(),
         "num_warps": part.warps,
-        "num_stages": part.stages,
+        "num_stages": 1 if wide else part.stages,
     }
 
 
