@@ -87,7 +87,9 @@ def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[T
     tile = GATED.get(row, TILES[row]) if gated else TILES[row]
     BX = min(tile.BX, max(narrowest, power_of_two(X)))
     stages = 1 if tile.tma and family in UNPIPELINED else tile.stages
-    return Tile(tile.C, BX, tile.warps, stages, tile.tma), BD
+    # rows that come an element at a time take more registers than 4 warps of sm_90 have
+    warps = 8 if family == "sm_90" and min(D, X) * bytes_each < 16 else tile.warps
+    return Tile(tile.C, BX, warps, stages, tile.tma), BD
 
 
 def segment_tokens(programs: int, tokens: int, C: int) -> int | None:
