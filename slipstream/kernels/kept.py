@@ -8,11 +8,9 @@ more than 32 bits, subclasses of tensors, and other types. So is all in the inte
 GPUs, where the size of the memory behind a tensor counts too.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from inspect import getclosurevars
 from operator import attrgetter, itemgetter, or_
-from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +18,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.core.ahead import compiling
-from slipstream.core.replay import Recorder, recorder
+from slipstream.core.record import Recorder, recorder
+from slipstream.kernels.again import Again, Maps, Together, unwrapped
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 
 Pick = Callable[[tuple], tuple]
 # In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
 RUNS = "3.6."
-# Descriptors that are kept of a launch's argument.
-MOST_MAPS = 256
 _DESCRIPTOR = "TensorDescriptor"
 _dtype = attrgetter("dtype")
 # by the identity of kernels, which it keeps alive
@@ -162,10 +159,10 @@ class Kept:
         again = None
         if kept is not None and kept.run is not None and memory:
             maps = [x for x in given.values() if not isinstance(x, Tensor)]
-            run, known = _unwrapped(kept.run)
+            run, known = unwrapped(kept.run)
             if len(known) == len(maps) and None not in known:
-                again = Again(kept, run, grid, args, set(given), list(map(_Maps, maps, known)))
-        taking.launched(memory, again)
+                again = Again(kept, run, grid, args, set(given), list(map(Maps, maps, known)))
+        taking.launched(memory, again, Together)
 
     def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
         """Of all that decides which kernel it is; None where this does not tell."""
@@ -224,78 +221,8 @@ class Kept:
         return tuple(named[p.name] for p in last)
 
 
-class Again:
-    """A launch for other memory at the same places: core/replay.py's Launch."""
-
-    def __init__(
-        self,
-        kept: Found,
-        run: Callable[..., Any],
-        grid: tuple[int, ...],
-        args: tuple,
-        given: Collection[int],
-        maps: Sequence["_Maps"],
-    ) -> None:
-        """given: places of memory in args; maps: of those that are descriptors, in order."""
-        self._kept, self._run, self._stream = kept, run, kept.stream_of()
-        self._args = list(kept.head(grid))
-        self._head = len(self._args)
-        self._places, self._maps = [], []
-        left = iter(maps)
-        for i, x in enumerate((*args, *kept.rest)):
-            self._args.append(x)
-            if i in given:
-                self._places.append(len(self._args) - 1)
-                if not isinstance(x, Tensor):
-                    self._maps.append((len(self._args) - 1, next(left)))
-                    self._args += [*x.shape, *x.strides]
-        for place in self._places:
-            self._args[place] = None  # their memory is not kept
-
-    def __call__(self, pointers: Sequence[int]) -> None:
-        args = self._args.copy()
-        args[3] = self._stream()  # after the grid's three sizes
-        for place, pointer in zip(self._places, pointers):
-            args[place] = pointer
-        for place, map_of in self._maps:
-            args[place] = map_of(args[place])
-        if self._kept.watched():
-            args[self._head - 3 : self._head] = self._kept.told()
-        self._run(*args)
-
-
-class _Maps:
-    """TMA's descriptors, by address: those of memory that is allocated again are made."""
-
-    def __init__(self, like: Any, meta: Any) -> None:
-        self._like = {"shape": like.shape, "strides": like.strides, "padding": like.padding}
-        self._meta = meta
-        self._made: dict[int, Any] = {}
-
-    def __call__(self, pointer: int) -> Any:
-        found = self._made.get(pointer)
-        if found is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            if len(self._made) >= MOST_MAPS:
-                self._made.clear()
-            base = SimpleNamespace(data_ptr=lambda: pointer)
-            made = make_tensordesc_arg(SimpleNamespace(base=base, **self._like), self._meta)
-            found = self._made[pointer] = made[0]
-        return found
-
-
 def _is_descriptor(x: Any) -> bool:
     return type(x).__name__ == _DESCRIPTOR
-
-
-def _unwrapped(run: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """The launcher that takes maps for TMA, and what there is to know of each; they are made in
-    Python, by a function around it."""
-    if type(run) is not FunctionType:
-        return run, ()
-    around = getclosurevars(run).nonlocals
-    return around["launcher"], around["tensordesc_meta"]
 
 
 def _picking(places: list[int]) -> Pick:

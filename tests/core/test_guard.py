@@ -289,7 +289,7 @@ def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.Mo
     import triton
     from triton.runtime.jit import JITFunction
 
-    from slipstream.core import replay
+    from slipstream.core import record
 
     monkeypatch.delattr(triton, "knobs")
     monkeypatch.setitem(sys.modules, "triton.knobs", None)
@@ -304,7 +304,7 @@ def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.Mo
     assert asked == ["slipstream.kernels.x 0"]
     undo()
     assert JITFunction.cache_hook is None  # pyright: ignore
-    with replay._Launches() as seen:
+    with record.Launches() as seen:
         assert seen.count == 0
 
 

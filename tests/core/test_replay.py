@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.core import ahead, library, replay
+from slipstream.core import ahead, library, record, replay
 from slipstream.kernels.launching import HAVE_TRITON
 
 if HAVE_TRITON:
@@ -48,7 +48,7 @@ def launch(x: Tensor, y: Tensor) -> None:
         for i in range(n):
             target[i] = 2 * source[i]
 
-    taking = replay.recorder()
+    taking = record.recorder()
     if taking is not None:
         taking.launched([x, y], again)
     knobs.runtime.launch_enter_hook(None)
@@ -128,7 +128,7 @@ def test_constants_are_kept() -> None:
     agree(Toy(body), lambda x: 2 * torch.arange(4.0) + x, lambda: (torch.randn(4),))
 
 
-def test_temporaries_are_let_go() -> None:
+def test_temporaries_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(x: Tensor) -> Tensor:
         for _ in range(4):
             y = torch.empty_like(x)
@@ -136,10 +136,11 @@ def test_temporaries_are_let_go() -> None:
             x = y
         return x
 
-    taking = replay.record(body, (torch.ones(3),))[1]
-    assert taking is not None
-    drops = [n for _, gone in taking._runs for n in gone]
-    assert sorted(drops) == [1, 2, 3]
+    for most, gone in ((0, [1, 2, 3]), (1 << 20, [])):
+        monkeypatch.setattr(replay, "MOST_ROOM", most)
+        taking = replay.record(body, (torch.ones(3),))[1]
+        assert taking is not None
+        assert sorted(n for _, drops in taking._runs for n in drops) == gone
 
 
 def test_temporaries_are_places_of_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +165,58 @@ def test_temporaries_are_places_of_one_allocation(monkeypatch: pytest.MonkeyPatc
         taken = replay.record(body, (x,))[1]
         assert taken is not None and taken._room == room
         agree(Toy(body), want, lambda: (torch.randn(3),))
+
+
+def test_launches_in_a_row_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is returned is there before them; what is let go ends a row, where memory of its
+    own follows, as does an operation of torch."""
+
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = torch.empty_like(x), torch.empty(3, 2)
+        launch(x, y)
+        launch(y, z[:2].view(4))
+        w = torch.empty_like(x)
+        launch(z.view(6)[:4], w)
+        out = torch.empty_like(x)
+        launch(w, out)
+        out += 1
+        again = torch.empty_like(x)
+        launch(out, again)
+        return w, again
+
+    def want(x: Tensor) -> tuple[Tensor, Tensor]:
+        return 8 * x, 32 * x + 2
+
+    rows: list[int] = []
+
+    def together(launches: Any) -> record.Launch:
+        rows.append(len(launches))
+        return record.one_by_one(launches)
+
+    def launched(taken: record.Taken, tensors: Any, again: Any) -> None:
+        told(taken, tensors, again, together)
+
+    told = record.Taken.launched
+    monkeypatch.setattr(record.Taken, "launched", launched)
+    for most, lengths in ((1 << 20, [4, 1]), (0, [2, 1, 1, 1])):
+        monkeypatch.setattr(replay, "MOST_ROOM", most)
+        rows.clear()
+        agree(Toy(body), want, lambda: (torch.randn(4),))
+        assert rows == lengths
+
+
+def test_operations_are_played_with_tensors_anywhere() -> None:
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat([x, y], dim=0)
+        first, last = both.split(4)
+        out = torch.empty_like(x)
+        launch(last, out)
+        return torch.addcmul(out, first, y, value=2) + torch.stack([x, y]).sum(0)
+
+    def want(x: Tensor, y: Tensor) -> Tensor:
+        return 2 * y + 2 * x * y + x + y
+
+    agree(Toy(body), want, lambda: (torch.randn(4), torch.randn(4)))
 
 
 def test_what_the_host_sees_is_not_recorded() -> None:

@@ -183,6 +183,36 @@ def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
         assert played[0][4][1] == played[1][4][0]
 
 
+def test_launches_in_a_row_are_made_by_one_call(gpu: list[tuple]) -> None:
+    """The stream is asked for once, and a profiler still sees each of them."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y, z = torch.empty_like(x), torch.empty_like(x)
+        remembering[1,](x, y, None, 2, 5, 1, W=32, FLAG=True)
+        remembering[1,](y, z, x, 2.0, 5, 1, W=32, FLAG=True)
+        remembering[2,](z, y, x, 2, 5, 1, W=32, FLAG=True)
+        return y
+
+    remembering, x = Kept(toy_kernel), torch.zeros(64)
+    with mock.patch.object(Driver, "get_current_stream", return_value=7) as asked:
+        call(x)
+        record = replay.record(call, (x,))[1]
+        assert record is not None
+        asked.reset_mock()
+        gpu.clear()
+        record.play((x,))
+        assert asked.call_count == 1 and len(gpu) == 3
+    # of scalars that are equal each launch has its own
+    assert [type(given[3]) for *_, given in gpu[:3]] == [int, float, int]
+    hook = mock.Mock()
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        record.play((x,))
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert hook.call_count == 3 and len(gpu) == 6
+
+
 def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None:
     def call(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(x)

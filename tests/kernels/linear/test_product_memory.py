@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core import replay
+from slipstream.core import record, replay
 from slipstream.core.trace import trace
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear import product, slices
@@ -33,8 +33,8 @@ class Counted(Allocated):
         out = super().dispatch(func, types, args, kwargs)
         if func.namespace == "aten":  # the others are of fake tensors
             assert isinstance(out, Tensor), f"{func} cannot be recorded"
-            fresh = func._schema.name in replay._EMPTY
-            self.operations += not fresh and not replay._is_view(func)
+            fresh = func._schema.name in record.EMPTY
+            self.operations += not fresh and not record.is_view(func)
         return out
 
 

@@ -179,11 +179,11 @@ def norm_fwd_kernel(
 
 @triton.jit
 def _load_terms(
-    dy_ptr, h_ptr, gate_ptr, o, m, b_w, b_rstd, b_mean, eps,
+    dy_ptr, h_ptr, gate_ptr, stats_ptr, o, m, b_w, b_rstd, b_mean, eps,
     SILU: tl.constexpr, GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Of a tile dy, dy past the gate, u, d, h, f, f' and rstd, which the l2 norm makes again where
-    it is None; dy and d are 0 outside, u is finite."""
+    there are no stats; dy and d are 0 outside, u is finite."""
     b_h = tl.load(h_ptr + o, mask=m, other=0.0).to(tl.float32)
     b_dy = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
     b_z, b_dz, b_f, b_df = b_h, b_dy, 1.0, 0.0
@@ -193,7 +193,7 @@ def _load_terms(
             b_z = b_h * b_f
         else:
             b_dz = b_dy * b_f
-    if b_rstd is None:
+    if stats_ptr is None:
         b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) + eps)
     b_u = (b_z - b_mean[:, None]) * b_rstd[:, None]
     return b_dy, b_dz, b_u, b_dz * b_w, b_h, b_f, b_df, b_rstd
@@ -226,7 +226,7 @@ def norm_sums_kernel(
         o, m = row[:, None] * D + o_d[None, :], (o_d < D)[None, :]
         b_w, _ = _affine(w_ptr, None, i_g * D + o_d, o_d < D, ZERO_CENTERED)
         _, _, b_u, b_d, _, _, _, _ = _load_terms(
-            dy_ptr, h_ptr, gate_ptr, o, m, b_w, b_rstd, b_mean, 0.0, SILU, GATE_FIRST
+            dy_ptr, h_ptr, gate_ptr, stats_ptr, o, m, b_w, b_rstd, b_mean, 0.0, SILU, GATE_FIRST
         )  # fmt: skip
         b_du += b_d * b_u
         b_sum += b_d
@@ -260,13 +260,13 @@ def norm_bwd_kernel(
         row = o_r.to(tl.int64) * G + i_g
         m = m_r[:, None] & m_d[None, :]
         o = row[:, None] * D + o_d[None, :]
-        b_rstd, b_mean = None, tl.zeros([BR], tl.float32)
+        b_rstd, b_mean = tl.zeros([BR], tl.float32), tl.zeros([BR], tl.float32)
         if stats_ptr is not None:
             b_rstd, b_mean = _load_stats(stats_ptr, row, m_r, rows, CENTRE)
         if BD > KEPT:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, m_d, ZERO_CENTERED)
         b_dy, b_dz, b_u, b_d, b_h, b_f, b_df, b_rstd = _load_terms(
-            dy_ptr, h_ptr, gate_ptr, o, m, b_w, b_rstd, b_mean, eps, SILU, GATE_FIRST
+            dy_ptr, h_ptr, gate_ptr, stats_ptr, o, m, b_w, b_rstd, b_mean, eps, SILU, GATE_FIRST
         )  # fmt: skip
         if dw_ptr is not None:
             b_dw += b_dz * b_u
