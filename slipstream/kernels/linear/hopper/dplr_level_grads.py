@@ -90,12 +90,12 @@ def load_chunk(
     v_col = i_h * V
     load_before(states_desc, do_desc, y_desc, ss, os, ys, full.index(0), n, row, i_h, i_k, V)
     mbarrier.expect(full.index(1), after_bytes)
-    copy_in(dstates_desc, [n * V, i_k], full.index(1), ds)
-    copy_in(x_desc, [n * V, 0], full.index(1), xs)
+    copy_in(dstates_desc, [n * V, i_k], full.index(1), ds.index(0))
+    copy_in(x_desc, [n * V, 0], full.index(1), xs.index(0))
     copy_in(dqb_desc, [n * C, 0], full.index(1), scores.index(0))
     copy_in(dab_desc, [n * C, 0], full.index(1), scores.index(1))
     if not DELTA:
-        copy_in(v_desc, [row, v_col], full.index(1), vs)
+        copy_in(v_desc, [row, v_col], full.index(1), vs.index(0))
         copy_in(dqk_desc, [n * C, 0], full.index(1), scores.index(2))
         copy_in(dak_desc, [n * C, 0], full.index(1), scores.index(3))
 
@@ -231,7 +231,7 @@ def one_chunk(
     ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
     vs = xs
     if not DELTA:
-        vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
+        vs = gl.allocate_shared_memory(act, [1, C, V], v_desc.layout)
     scores = gl.allocate_shared_memory(act, [NS, C, C], dqb_desc.layout)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     gates = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], tile)
@@ -279,7 +279,8 @@ def one_chunk(
     if not DELTA:
         b_g = g_high.to(gl.float32) + g_low.to(gl.float32)  # as sums have it
     b_dq, b_da, b_dw, b_du, b_dg = through_states(
-        ss, ds, os, ys, xs, vs, sums, gates, full, b_q, b_a, b_w, b_k, b_g, b_total, m,
+        ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
+        vs.index(none), sums, gates, full, b_q, b_a, b_w, b_k, b_g, b_total, m,
         none, scale, V, DELTA,
     )  # fmt: skip
     for s in gl.static_range(NS):
