@@ -14,10 +14,11 @@ where own and own' are the gradients of the scores of pairs (i, i), whose P N is
     z    = exp(G_C) sum over V of S dS' + sum over i of (w exp(late) x dS'^T + u ...)_i
 
 The differences are of the same rounded factors, so that what cancels does so to the last bits.
-Every operand comes by TMA into a buffer of its own; one warp loads those of the next chunk as soon
-as the others, which share the channels of K, have done with them. What goes to global memory is
-stored after a fence rather than before, which would wait for it. Strong chunks are computed, too:
-dplr_level_grads.py, which comes later, writes over them.
+Channels come in blocks of BK, one after the other: a thread holds half of what all of K's 128 would
+take, and hardly uses the stack. Every operand comes by TMA into a buffer of its own, q, k, a
+and b into one of two; one warp loads those of the next block as soon as the others have done with
+them. What goes to global memory is stored after a fence rather than before, which would wait for
+it. Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes over them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
