@@ -211,7 +211,7 @@ def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
     made["beta"] = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
     scores = walked.scores if free else [*walked.scores[:2], None, None]
     given = (terms.q, terms.k, terms.a, terms.b)
-    BK = K // 2 if levels else K
+    BK = K // 2
     read = [
         *(tiles(x, HV * V, C, V) for x in (terms.v if free else None, do)),
         *(tiles(x, C, V, C) for x in (walked.x, walked.y)),
@@ -230,9 +230,9 @@ def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
         threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
         threads.launch(kernels().levels, 2 * chunks * HV, args, BK=BK, **flags)
     else:
-        heads = [*(tiles(x, H * K, C, K) for x in given), tiles(terms.g, HV * K, C, K)]
+        heads = [*(tiles(x, H * K, C, BK) for x in given), tiles(terms.g, HV * K, C, BK)]
         args = (*heads, *read, *rest, SCALE, chunks * HV, *sizes)
-        threads.launch(kernels().whole, 2, args, NK=2, WIDE=2, **flags)
+        threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, **flags)
     return made
 
 

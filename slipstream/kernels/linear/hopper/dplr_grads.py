@@ -14,10 +14,11 @@ where own and own' are the gradients of the scores of pairs (i, i), whose P N is
     z    = exp(G_C) sum over V of S dS' + sum over i of (w exp(late) x dS'^T + u ...)_i
 
 The differences are of the same rounded factors, so that what cancels does so to the last bits.
-Every operand comes by TMA into a buffer of its own; one warp loads those of the next chunk as soon
-as the others, which share the channels of K, have done with them. What goes to global memory is
-stored after a fence rather than before, which would wait for it. Strong chunks are computed, too:
-dplr_level_grads.py, which comes later, writes over them.
+Channels come in blocks of BK, one after the other: a thread holds half of what all of K's 128 would
+take, and hardly uses the stack. Every operand comes by TMA into a buffer of its own, q, k, a
+and b into one of two; one warp loads those of the next block as soon as the others have done with
+them. What goes to global memory is stored after a fence rather than before, which would wait for
+it. Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes over them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -50,17 +51,17 @@ from slipstream.kernels.linear.hopper.parts import place, ring
 
 @gluon.jit
 def decays(
-    gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, HV, zero,
-    C: gl.constexpr, K: gl.constexpr, wide: gl.constexpr,
+    gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, stride, zero,
+    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Gates, E, early and late; the gradients of the gates of the turn before are written."""
+    """Gates, E, early and late; the gradients of the gates before them are written."""
     cl: gl.constexpr = zero.type.layout
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, cl))
-    mbarrier.wait(full.index(2), now)
+    o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
+    mbarrier.wait(full.index(1), now)
     if left < C:
-        clear(gs, left, C, K, wide)
+        clear(gs, left, C, BK, wide)
     b_g = gs.load(cl).to(gl.float32) * LOG2E
     g_high, g_low = halves(b_g)
     parts.index(0).store(g_high)
@@ -68,115 +69,118 @@ def decays(
     fence_async_shared()
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
-    store_gates(dg_ptr, b_dg, was_first, was_left, o_c + none, o_k, HV, K)
+    store_gates(dg_ptr, b_dg, was_first, was_left, o_c + none, o_k, stride)
     from_middle = seen(C, ca, none, True)
     b_e = warpgroup_mma(from_middle, parts.index(1), zero, use_acc=False, is_async=True)
     b_e = warpgroup_mma(from_middle, parts.index(0), b_e, is_async=True)
     b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
-    mbarrier.arrive(empty.index(2), count=1)
+    mbarrier.arrive(empty.index(1), count=1)
     return b_g, b_e, b_early, b_late
 
 
 @gluon.jit
 def decay_operands(
-    ops, b_g, b_e, b_p, b_n, b_sign, left, act: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
-    wide: gl.constexpr, DELTA: gl.constexpr,
+    ops, at, b_g, b_e, b_p, b_n, b_sign, left, act: gl.constexpr, C: gl.constexpr,
+    BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """In their places: r, s, w and u; k as it was, and P of s."""
     cl: gl.constexpr = b_g.type.layout
     if left < C:
         for j in gl.static_range(3 if DELTA else 4):
-            clear(ops.index(j), left, C, K, wide)
-    b_q = ops.index(0).load(cl).to(gl.float32)
-    b_k = ops.index(1).load(cl)
+            clear(ops.index(at + j), left, C, BK, wide)
+    b_q = ops.index(at).load(cl).to(gl.float32)
+    b_k = ops.index(at + 1).load(cl)
     if DELTA:
         b_f = b_p
-        ops.index(2).store((b_k.to(gl.float32) * b_p * b_sign).to(act))
+        ops.index(at + 2).store((b_k.to(gl.float32) * b_p * b_sign).to(act))
     else:
         b_f = fast_exp2(b_e - b_g)
-        b_a = ops.index(2).load(cl).to(gl.float32)
-        b_w = ops.index(3).load(cl).to(gl.float32)
-        ops.index(2).store((b_a * b_f).to(act))
-        ops.index(3).store((b_w * b_n).to(act))
-    ops.index(0).store((b_q * b_p).to(act))
-    ops.index(1).store((b_k.to(gl.float32) * b_n).to(act))
+        b_a = ops.index(at + 2).load(cl).to(gl.float32)
+        b_w = ops.index(at + 3).load(cl).to(gl.float32)
+        ops.index(at + 2).store((b_a * b_f).to(act))
+        ops.index(at + 3).store((b_w * b_n).to(act))
+    ops.index(at).store((b_q * b_p).to(act))
+    ops.index(at + 1).store((b_k.to(gl.float32) * b_n).to(act))
     fence_async_shared()
     gl.thread_barrier()
     return b_k, b_f
 
 
 @gluon.jit
-def gradients_of_reads(
-    ss, ds, os, ys, ops, scores, full, empty, now, b_early, b_late, scale, zero,
-    V: gl.constexpr, K: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
+def by_states(
+    ss, ds, os, ys, xs, vs, ops, at, empty, last, b_early, b_late, scale, zero,
+    V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dr and ds [C, K], and the sum over V of S dS', decayed."""
-    W: gl.constexpr = 1 if DELTA else 3
-    b_z = products_of_states(ss, ds, V, K, wide)
-    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, zero.type.layout))
+    """dr, ds, dw and du [C, BK] by way of the states before and after the chunk, and z."""
+    cl: gl.constexpr = zero.type.layout
+    b_z = gl.convert_layout(products_of_states(ss, ds, V, BK, wide), gl.SliceLayout(0, cl))
     b_z *= gl.exp2(b_early + b_late)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
-    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-    mbarrier.arrive(empty.index(0), count=1)
-    b_early = gl.exp2(b_early)[None, :]
-    b_dr *= b_early * scale
-    b_ds *= b_early
-    mbarrier.wait(full.index(4), now)
-    b_dr = warpgroup_mma(scores.index(0), ops.index(W), b_dr, is_async=True)
-    b_ds = warpgroup_mma(scores.index(1), ops.index(W), b_ds, is_async=True)
-    if not DELTA:
-        b_dr = warpgroup_mma(scores.index(2), ops.index(1), b_dr, is_async=True)
-        b_ds = warpgroup_mma(scores.index(3), ops.index(1), b_ds, is_async=True)
-    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-    return b_dr, b_ds, b_z
-
-
-@gluon.jit
-def gradients_of_writes(ds, xs, vs, ops, scores, empty, b_late, b_z, zero, DELTA: gl.constexpr):
-    """dw and du [C, K]; z with what they have of dS'."""
-    cl: gl.constexpr = zero.type.layout
-    W: gl.constexpr = 1 if DELTA else 3
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
-    b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-    b_late = gl.exp2(b_late)[None, :]
-    b_dw *= b_late
-    b_sum = ops.index(W).load(cl).to(gl.float32) * b_dw
-    if not DELTA:
-        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
-        b_du = warpgroup_mma_wait(0, deps=(b_du,))
-        b_du *= b_late
-        b_sum += ops.index(1).load(cl).to(gl.float32) * b_du
-    mbarrier.arrive(empty.index(1), count=1)
-    b_dw = warpgroup_mma(scores.index(0).permute((1, 0)), ops.index(0), b_dw, is_async=True)
-    b_dw = warpgroup_mma(scores.index(1).permute((1, 0)), ops.index(2), b_dw, is_async=True)
-    if not DELTA:
-        b_du = warpgroup_mma(scores.index(2).permute((1, 0)), ops.index(0), b_du, is_async=True)
-        b_du = warpgroup_mma(scores.index(3).permute((1, 0)), ops.index(2), b_du, is_async=True)
-    b_z += gl.sum(b_sum, 0)
     if DELTA:
-        b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+        b_dr, b_ds, b_dw = warpgroup_mma_wait(0, deps=(b_dr, b_ds, b_dw))
         b_du = b_dw
     else:
-        b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
-    mbarrier.arrive(empty.index(4), count=1)
-    return b_dw, b_du, b_z
+        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
+        b_dr, b_ds, b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dr, b_ds, b_dw, b_du))
+    mbarrier.arrive(empty.index(0), count=1)
+    if last:
+        mbarrier.arrive(empty.index(4), count=1)
+    b_early = gl.exp2(b_early)[None, :]
+    b_late = gl.exp2(b_late)[None, :]
+    b_dr *= b_early * scale
+    b_ds *= b_early
+    b_dw *= b_late
+    b_sum = ops.index(at + (1 if DELTA else 3)).load(cl).to(gl.float32) * b_dw
+    if not DELTA:
+        b_du *= b_late
+        b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+    return b_dr, b_ds, b_dw, b_du, b_z + gl.sum(b_sum, 0)
 
 
 @gluon.jit
-def gradients_of_gates(sums, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
+def by_scores(scores, ops, at, empty, last, none, b_dr, b_ds, b_dw, b_du, DELTA: gl.constexpr):
+    """And by way of the scores."""
+    W: gl.constexpr = 1 if DELTA else 3
+    b_dr = warpgroup_mma(scores.index(none), ops.index(at + W), b_dr, is_async=True)
+    b_ds = warpgroup_mma(scores.index(none + 1), ops.index(at + W), b_ds, is_async=True)
+    if not DELTA:
+        b_dr = warpgroup_mma(scores.index(none + 2), ops.index(at + 1), b_dr, is_async=True)
+        b_ds = warpgroup_mma(scores.index(none + 3), ops.index(at + 1), b_ds, is_async=True)
+        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    qb = scores.index(none).permute((1, 0))
+    ab = scores.index(none + 1).permute((1, 0))
+    b_dw = warpgroup_mma(qb, ops.index(at), b_dw, is_async=True)
+    b_dw = warpgroup_mma(ab, ops.index(at + 2), b_dw, is_async=True)
+    if DELTA:
+        b_dr, b_ds, b_dw = warpgroup_mma_wait(0, deps=(b_dr, b_ds, b_dw))
+        b_du = b_dw
+    else:
+        qk = scores.index(none + 2).permute((1, 0))
+        ak = scores.index(none + 3).permute((1, 0))
+        b_du = warpgroup_mma(qk, ops.index(at), b_du, is_async=True)
+        b_du = warpgroup_mma(ak, ops.index(at + 2), b_du, is_async=True)
+        b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
+    if last:
+        mbarrier.arrive(empty.index(5), count=1)
+    return b_dr, b_ds, b_dw, b_du
+
+
+@gluon.jit
+def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
     """b_t + z + sums over later tokens of b_s, less b_x; under way."""
     ca: gl.constexpr = gl.DotOperandLayout(0, b_s.type.layout, 2)
     b_t -= b_x
     s_high, s_low = halves(b_s - b_x)
-    sums.index(0).store(s_high)
-    sums.index(2).store(s_low)
+    sums.index(at).store(s_high)
+    sums.index(at + 2).store(s_low)
     fence_async_shared()
     gl.thread_barrier()
     later = seen(C, ca, none, False)
-    b_dg = warpgroup_mma(later, sums.index(2), b_t + b_z[None, :], is_async=True)
-    return warpgroup_mma(later, sums.index(0), b_dg, is_async=True)
+    b_dg = warpgroup_mma(later, sums.index(at + 2), b_t + b_z[None, :], is_async=True)
+    return warpgroup_mma(later, sums.index(at), b_dg, is_async=True)
 
 
 @gluon.jit
@@ -192,16 +196,17 @@ def grads_part(
     ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
     beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr, wide: gl.constexpr,
-    DELTA: gl.constexpr, PACKED: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
+    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     act: gl.constexpr = ss.dtype
     W: gl.constexpr = 1 if DELTA else 3
-    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, wide], [16, K // wide, 16])
+    BLOCKS: gl.constexpr = K // BK
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, wide], [16, BK // wide, 16])
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, cl))
-    zero = gl.zeros([C, K], gl.float32, cl)
-    sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, K], ops.layout)
+    o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
+    zero = gl.zeros([C, BK], gl.float32, cl)
+    sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, BK], ops.layout)
     b_dg = zero
     was_first = total.to(gl.int64) * 0
     was_left = total * 0
@@ -211,97 +216,100 @@ def grads_part(
         n = pid + turn * programs
         row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
-        now = turn & 1
-        none = turn + T >> 31 << 10
-        m_c = o_c < left
-        m = m_c[:, None]
         first = row.to(gl.int64) * HV + i_h
-        p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
-        b_qb = gl.load(p_own)[:, None]
-        b_sign = b_qb
-        if DELTA:
-            o_t = first + o_c * HV
-            b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
-        else:
-            b_qk = gl.load(p_own + C)[:, None]
-        b_g, b_e, b_early, b_late = decays(
-            gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, HV, zero,
-            C, K, wide,
-        )  # fmt: skip
-        b_p = fast_exp2(b_e)
-        b_n = fast_exp2(-b_e)
-        mbarrier.wait(full.index(3), now)
-        b_k, b_f = decay_operands(
-            ops, b_g, b_e, b_p, b_n, b_sign, left, act, C, K, wide, DELTA
-        )  # fmt: skip
+        b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
+        for block in range(BLOCKS):
+            unit = turn * BLOCKS + block
+            now = unit & 1
+            at = now * (ops.shape[0] // 2)
+            last = block == BLOCKS - 1
+            none = unit + T >> 31 << 10
+            m_c = o_c + none < left
+            m = m_c[:, None]
+            first_k = first * K + block * BK
+            p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
+            b_qb = gl.load(p_own)[:, None]
+            b_sign = b_qb
+            if DELTA:
+                o_t = first + (o_c + none) * HV
+                b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+            else:
+                b_qk = gl.load(p_own + C)[:, None]
+            b_g, b_e, b_early, b_late = decays(
+                gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr,
+                HV * K, zero, C, BK, wide,
+            )  # fmt: skip
+            b_p = fast_exp2(b_e)
+            b_n = fast_exp2(-b_e)
+            mbarrier.wait(full.index(2 + now), (unit >> 1) & 1)
+            b_k, b_f = decay_operands(
+                ops, at, b_g, b_e, b_p, b_n, b_sign, left, act, C, BK, wide, DELTA
+            )  # fmt: skip
 
-        # by way of the state before the chunk, and what was written
-        mbarrier.wait(full.index(0), now)
-        mbarrier.wait(full.index(1), now)
-        if left < C:
-            clear(os, left, C, V, wide)
+            mbarrier.wait(full.index(4), turn & 1)
+            mbarrier.wait(full.index(0), now)
+            if (left < C) & (block == 0):
+                clear(os.index(none), left, C, V, wide)
+                if not DELTA:
+                    clear(vs.index(none), left, C, V, wide)
+                fence_async_shared()
+                gl.thread_barrier()
+            b_dr, b_ds, b_dw, b_du, b_z = by_states(
+                ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
+                vs.index(none), ops, at, empty, last, b_early, b_late, scale, zero,
+                V, BK, wide, DELTA,
+            )  # fmt: skip
+            mbarrier.wait(full.index(5), turn & 1)
+            b_dr, b_ds, b_dw, b_du = by_scores(
+                scores, ops, at, empty, last, none, b_dr, b_ds, b_dw, b_du, DELTA
+            )
+            b_r = ops.index(at).load(cl)
+            b_t = b_r.to(gl.float32) * b_dr
+            b_s = b_t + ops.index(at + 2).load(cl).to(gl.float32) * b_ds
+            b_ds *= b_f
+            if DELTA:
+                b_t = b_s
+            b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
             if not DELTA:
-                clear(vs, left, C, V, wide)
-            fence_async_shared()
-            gl.thread_barrier()
-        b_dr, b_ds, b_z = gradients_of_reads(
-            ss, ds, os, ys, ops, scores, full, empty, now, b_early, b_late, scale, zero,
-            V, K, wide, DELTA,
-        )  # fmt: skip
-        o_o = (o_c + none)[:, None] * (HV * K) + o_k[None, :]
-        b_t = ops.index(0).load(cl).to(gl.float32) * b_dr
-        b_dr += b_qb * ops.index(W).load(cl).to(gl.float32)
-        if not DELTA:
-            b_dr += b_qk * ops.index(1).load(cl).to(gl.float32)
-        gl.store(dq_ptr + first * K + o_o, (b_dr * b_p).to(act), mask=m)
-        b_s = ops.index(2).load(cl).to(gl.float32) * b_ds
-        b_ds *= b_f
-        if DELTA:
-            b_dbeta = -gl.sum(b_ds * b_k.to(gl.float32), 1)
-            stride = tokens.to(gl.int64) * HV
-            store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
-            b_ds *= b_sign
-            b_t += b_s
-            b_s = b_t
-        else:
-            gl.store(da_ptr + first * K + o_o, b_ds.to(act), mask=m)
-            b_s += b_t
+                b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+            b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
 
-        # by way of the state after it, and what was read
-        b_dw, b_du, b_z = gradients_of_writes(
-            ds, xs, vs, ops, scores, empty, b_late, b_z, zero, DELTA
-        )  # fmt: skip
-        b_x = ops.index(W).load(cl).to(gl.float32) * b_dw
-        if not DELTA:
-            b_x += ops.index(1).load(cl).to(gl.float32) * b_du
-        b_r = ops.index(0).load(cl)
-        b_dg = gradients_of_gates(sums, b_s, b_t, b_x, b_z, none, C)
-        b_n = fast_reciprocal(b_p)
-        b_dw = (b_dw + b_qb * b_r) * b_n
-        if DELTA:
-            gl.store(dk_ptr + first * K + o_o, (b_dw + b_ds).to(act), mask=m)
-        else:
-            gl.store(db_ptr + first * K + o_o, b_dw.to(act), mask=m)
-            gl.store(dk_ptr + first * K + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
-        b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
-        mbarrier.arrive(empty.index(3), count=1)
-        was_first = first
-        was_left = left
-    store_gates(dg_ptr, b_dg, was_first, was_left, o_c, o_k, HV, K)
+            o_o = (o_c + none)[:, None] * (HV * K) + o_k[None, :]
+            b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
+            if not DELTA:
+                b_dr += b_qk * ops.index(at + 1).load(cl).to(gl.float32)
+            gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
+            b_n = fast_reciprocal(b_p)
+            b_dw = (b_dw + b_qb * b_r) * b_n
+            if DELTA:
+                gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds * b_sign).to(act), mask=m)
+                b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
+                if last:
+                    stride = tokens.to(gl.int64) * HV
+                    store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
+            else:
+                gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
+                gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
+                gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
+            b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
+            mbarrier.arrive(empty.index(2 + now), count=1)
+            was_first = first_k
+            was_left = left
+    store_gates(dg_ptr, b_dg, was_first, was_left, o_c, o_k, HV * K)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
 def dplr_grads_sm90_kernel(
-    q_desc,  # [tokens, H * K] by [C, K]
+    q_desc,  # [tokens, H * K] by [C, BK]
     k_desc,
     a_desc,  # none for delta
     b_desc,
-    g_desc,  # [tokens, HV * K] by [C, K]
+    g_desc,  # [tokens, HV * K] by [C, BK]
     v_desc,  # [tokens, HV * V] by [C, V], dplr
     do_desc,
     x_desc,  # [chunks * HV * V, C] by [V, C]
     y_desc,
-    states_desc,  # [chunks * HV * V, K] by [V, K]
+    states_desc,  # [chunks * HV * V, K] by [V, BK]
     dstates_desc,
     dqb_desc,  # [chunks * HV * C, C] by [C, C]
     dab_desc,
@@ -324,6 +332,7 @@ def dplr_grads_sm90_kernel(
     H,
     tokens,
     K: gl.constexpr,
+    BK: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
     NK: gl.constexpr,
@@ -331,38 +340,36 @@ def dplr_grads_sm90_kernel(
     DELTA: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads."""
-    SHARED: gl.constexpr = K == 128 and not DELTA  # gates and scores take turns in one buffer
+    """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads.
+
+    One block of BK channels after the other: no sum but dbeta is over channels.
+    """
     dtype: gl.constexpr = q_desc.dtype
-    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, K, C)
-    ops = gl.allocate_shared_memory(dtype, [3 if DELTA else 4, C, K], q_desc.layout)
-    parts = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], q_desc.layout)
+    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
+    ops = gl.allocate_shared_memory(dtype, [6 if DELTA else 8, C, BK], q_desc.layout)
+    parts = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], q_desc.layout)
     if g_desc.dtype == gl.float32:
-        gs = parts._reinterpret(gl.float32, [C, K], g_desc.layout)
+        gs = parts._reinterpret(gl.float32, [C, BK], g_desc.layout)
     else:
-        gs = parts.index(0)._reinterpret(g_desc.dtype, [C, K], g_desc.layout)
-    NS: gl.constexpr = 2 if DELTA else 4
+        gs = parts.index(0)._reinterpret(g_desc.dtype, [C, BK], g_desc.layout)
     if DELTA:
         vs = xs
     else:
-        vs = gl.allocate_shared_memory(dtype, [C, V], v_desc.layout)
-    if SHARED:
-        scores = parts._reinterpret(dtype, [NS, C, C], dqb_desc.layout)
-    else:
-        scores = gl.allocate_shared_memory(dtype, [NS, C, C], dqb_desc.layout)
-    full = ring(1, 5)
-    empty = ring(1, 5)
+        vs = gl.allocate_shared_memory(dtype, [1, C, V], v_desc.layout)
+    scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
+    full = ring(1, 6)
+    empty = ring(1, 6)
     gl.warp_specialize(
         [
             (grads_part, (
                 ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
                 beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
-                scale, total, tokens, T, N, HV, K, V, C, NK, WIDE, DELTA, PACKED)),
+                scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
             (load_part, (
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
                 states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
                 ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV,
-                H, K, V, C, DELTA, SHARED, PACKED)),
+                H, K, BK, V, C, DELTA, PACKED)),
         ],
         [1],
         [24],

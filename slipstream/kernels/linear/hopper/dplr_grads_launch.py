@@ -107,17 +107,17 @@ def whole_grads(
     H, K = terms.q.shape[2:]
     x, y, states, dstates = walked
     chunks, own = x.shape[0], scores[-1]
-    heads = [_tiles(t, H * K, CHUNK, K) for t in (terms.q, terms.k, terms.a, terms.b)]
+    heads = [_tiles(t, H * K, CHUNK, TILE_K) for t in (terms.q, terms.k, terms.a, terms.b)]
     v = None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V)
     programs = min(processors(do.device.index), chunks * HV)
     launch: Any = kept(dplr_grads_sm90_kernel)[(programs,)]
     launch(
         *heads,
-        _tiles(terms.g, HV * K, CHUNK, K),
+        _tiles(terms.g, HV * K, CHUNK, TILE_K),
         v,
         _tiles(do, HV * V, CHUNK, V),
         *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        *(_tiles(t, K, V, K) for t in (states, dstates)),
+        *(_tiles(t, K, V, TILE_K) for t in (states, dstates)),
         *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
         terms.beta,
         own,
@@ -132,6 +132,7 @@ def whole_grads(
         H,
         B * T,
         K=K,
+        BK=TILE_K,
         V=V,
         C=CHUNK,
         NK=1 if dbeta is None else dbeta.shape[0] - 1,

@@ -30,13 +30,16 @@ def chunk_tiles(
     states_desc, dstates_desc, do_desc, y_desc, x_desc,
     V: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for a chunk's S, dS', do, y and x."""
+    """Shared memory for a chunk's S, dS', do, y and x, one of each.
+
+    Taken by an index that no compiler knows (seen), or addresses would take registers all the time.
+    """
     dtype: gl.constexpr = do_desc.dtype
-    ss = gl.allocate_shared_memory(dtype, [V, K], states_desc.layout)
-    ds = gl.allocate_shared_memory(dtype, [V, K], dstates_desc.layout)
-    os = gl.allocate_shared_memory(dtype, [C, V], do_desc.layout)
-    ys = gl.allocate_shared_memory(dtype, [V, C], y_desc.layout)
-    xs = gl.allocate_shared_memory(dtype, [V, C], x_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [1, V, K], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [1, V, K], dstates_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [1, C, V], do_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [1, V, C], y_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [1, V, C], x_desc.layout)
     return ss, ds, os, ys, xs
 
 
@@ -47,9 +50,9 @@ def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k,
         states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
     )
     mbarrier.expect(bar, nbytes)
-    copy_in(states_desc, [n * V, i_k], bar, ss)
-    copy_in(do_desc, [row, i_h * V], bar, os)
-    copy_in(y_desc, [n * V, 0], bar, ys)
+    copy_in(states_desc, [n * V, i_k], bar, ss.index(0))
+    copy_in(do_desc, [row, i_h * V], bar, os.index(0))
+    copy_in(y_desc, [n * V, 0], bar, ys.index(0))
 
 
 @gluon.jit
@@ -57,58 +60,62 @@ def load_part(
     q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
     dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
     ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV, H,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr, SHARED: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Barriers: 0 of S, do and y, 1 of dS', x and v, 2 of g, 3 of q, k, a and b, 4 of scores."""
-    after_bytes: gl.constexpr = (
-        dstates_desc.block_type.nbytes
-        + x_desc.block_type.nbytes
-        + (0 if DELTA else do_desc.block_type.nbytes)
-    )
-    input_bytes: gl.constexpr = q_desc.block_type.nbytes
-    score_bytes: gl.constexpr = dqb_desc.block_type.nbytes
+    """Barriers: 0 of S and dS', 1 of g, 2 and 3 of q, k, a and b, of a block of channels.
+
+    Of a chunk: 4 of do, y, x and v, 5 of scores.
+    """
+    state_bytes: gl.constexpr = 2 * states_desc.block_type.nbytes
+    value_bytes: gl.constexpr = (3 if DELTA else 4) * do_desc.block_type.nbytes
+    input_bytes: gl.constexpr = q_desc.block_type.nbytes * (2 if DELTA else 4)
+    score_bytes: gl.constexpr = dqb_desc.block_type.nbytes * (2 if DELTA else 4)
+    BLOCKS: gl.constexpr = K // BK
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     for turn in range(gl.cdiv(total - pid, programs)):
         n = pid + turn * programs
         row, _, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
-        k_col = i_h // (HV // H) * K
-        was = (turn & 1) ^ 1
-        if not SHARED:
-            mbarrier.wait(empty.index(2), was)
-            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
-            copy_in(g_desc, [row, i_h * K], full.index(2), gs)
-        mbarrier.wait(empty.index(0), was)
-        load_before(states_desc, do_desc, y_desc, ss, os, ys, full.index(0), n, row, i_h, 0, V)
-        mbarrier.wait(empty.index(1), was)
-        mbarrier.expect(full.index(1), after_bytes)
-        copy_in(dstates_desc, [n * V, 0], full.index(1), ds)
-        copy_in(x_desc, [n * V, 0], full.index(1), xs)
-        if not DELTA:
-            copy_in(v_desc, [row, i_h * V], full.index(1), vs)
-        if SHARED:
-            mbarrier.wait(empty.index(4), was)
-            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
-            copy_in(g_desc, [row, i_h * K], full.index(2), gs)
-        mbarrier.wait(empty.index(3), was)
-        mbarrier.expect(full.index(3), input_bytes * (2 if DELTA else 4))
-        copy_in(q_desc, [row, k_col], full.index(3), ops.index(0))
-        copy_in(k_desc, [row, k_col], full.index(3), ops.index(1))
-        if not DELTA:
-            copy_in(a_desc, [row, k_col], full.index(3), ops.index(2))
-            copy_in(b_desc, [row, k_col], full.index(3), ops.index(3))
-        if SHARED:
-            mbarrier.wait(empty.index(2), turn & 1)
-        else:
-            mbarrier.wait(empty.index(4), was)
-        mbarrier.expect(full.index(4), score_bytes * (2 if DELTA else 4))
-        copy_in(dqb_desc, [n * C, 0], full.index(4), scores.index(0))
-        copy_in(dab_desc, [n * C, 0], full.index(4), scores.index(1))
-        if not DELTA:
-            copy_in(dqk_desc, [n * C, 0], full.index(4), scores.index(2))
-            copy_in(dak_desc, [n * C, 0], full.index(4), scores.index(3))
+        was_chunk = (turn & 1) ^ 1
+        for block in range(BLOCKS):
+            unit = turn * BLOCKS + block
+            was = (unit & 1) ^ 1
+            i_k = block * BK
+            k_col = i_h // (HV // H) * K + i_k
+            slot = unit & 1
+            was_slot = ((unit >> 1) & 1) ^ 1
+            at = slot * (ops.shape[0] // 2)
+            mbarrier.wait(empty.index(2 + slot), was_slot)
+            mbarrier.expect(full.index(2 + slot), input_bytes)
+            copy_in(q_desc, [row, k_col], full.index(2 + slot), ops.index(at))
+            copy_in(k_desc, [row, k_col], full.index(2 + slot), ops.index(at + 1))
+            if not DELTA:
+                copy_in(a_desc, [row, k_col], full.index(2 + slot), ops.index(at + 2))
+                copy_in(b_desc, [row, k_col], full.index(2 + slot), ops.index(at + 3))
+            mbarrier.wait(empty.index(1), was)
+            mbarrier.expect(full.index(1), g_desc.block_type.nbytes)
+            copy_in(g_desc, [row, i_h * K + i_k], full.index(1), gs)
+            mbarrier.wait(empty.index(0), was)
+            mbarrier.expect(full.index(0), state_bytes)
+            copy_in(states_desc, [n * V, i_k], full.index(0), ss.index(0))
+            copy_in(dstates_desc, [n * V, i_k], full.index(0), ds.index(0))
+            if block == 0:
+                mbarrier.wait(empty.index(4), was_chunk)
+                mbarrier.expect(full.index(4), value_bytes)
+                copy_in(do_desc, [row, i_h * V], full.index(4), os.index(0))
+                copy_in(y_desc, [n * V, 0], full.index(4), ys.index(0))
+                copy_in(x_desc, [n * V, 0], full.index(4), xs.index(0))
+                if not DELTA:
+                    copy_in(v_desc, [row, i_h * V], full.index(4), vs.index(0))
+                mbarrier.wait(empty.index(5), was_chunk)
+                mbarrier.expect(full.index(5), score_bytes)
+                copy_in(dqb_desc, [n * C, 0], full.index(5), scores.index(0))
+                copy_in(dab_desc, [n * C, 0], full.index(5), scores.index(1))
+                if not DELTA:
+                    copy_in(dqk_desc, [n * C, 0], full.index(5), scores.index(2))
+                    copy_in(dak_desc, [n * C, 0], full.index(5), scores.index(3))
 
 
 @gluon.jit
@@ -159,7 +166,7 @@ def products_of_states(ss, ds, V: gl.constexpr, K: gl.constexpr, wide: gl.conste
 
 
 @gluon.jit
-def store_gates(dg_ptr, b_dg, first, left, o_c, o_k, HV, K: gl.constexpr):
-    p = dg_ptr + first * K
+def store_gates(dg_ptr, b_dg, first, left, o_c, o_k, stride):
+    p = dg_ptr + first
     b_dg = b_dg.to(dg_ptr.dtype.element_ty)
-    gl.store(p + (o_c[:, None] * (HV * K) + o_k[None, :]), b_dg, mask=(o_c < left)[:, None])
+    gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < left)[:, None])
