@@ -36,6 +36,8 @@ from slipstream.core.worker import Worker
 TIMEOUT = 300.0
 # Seconds that a process waits for another that writes down what it has learnt.
 LOCKED = 10.0
+# Modules of kernels/ that only launch again what is compiled.
+_AGAIN = ("again", "kept")
 _NARROW = frozenset((torch.float16, torch.bfloat16))
 
 
@@ -76,7 +78,8 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
 def families() -> dict[str, str]:
     """Of each family a digest of what its kernels are, and of how they are launched."""
     root = Path(__file__).parents[1] / "kernels"
-    shared = b"".join(x.read_bytes() for x in sorted(root.glob("*.py")))
+    paths = sorted(x for x in root.glob("*.py") if x.stem not in _AGAIN)
+    shared = b"".join(x.read_bytes() for x in paths)
     found = {CORE: _digest([Path(__file__).with_name("ids_triton.py")], shared)}
     for folder in root.iterdir():
         if (folder / "__init__.py").exists():
