@@ -65,6 +65,12 @@ class Buffer(threads.Buffer):
         return Buffer(self.data.reshape(shape))
 
 
+def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
+    turned = np.flip(x, axis) if reverse else x
+    found = np.cumsum(turned, axis)
+    return threads.tensor(np.flip(found, axis) if reverse else found)
+
+
 @contextmanager
 def emulated() -> Any:
     """What these kernels want and those of attention don't."""
@@ -77,7 +83,7 @@ def emulated() -> Any:
         reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
         min=lambda x, axis: threads.tensor(np.min(x, axis)),
-        associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
+        associative_scan=_scan,
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
         NVMMASharedLayout=made,
@@ -101,7 +107,7 @@ def emulated() -> Any:
 def kernels() -> SimpleNamespace:
     parts = {
         "solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads", "ends": "ends",
-        "ends_back": "ends_back", "wide": "walk_wide",
+        "ends_back": "ends_back", "wide": "walk_wide", "fused": "back",
     }  # fmt: skip
     with emulated():
         # not from the package, which may have those that are compiled
