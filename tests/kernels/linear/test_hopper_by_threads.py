@@ -198,9 +198,12 @@ class Run:
         self.call(kernels().walk, tensors, s_in, s_out, KEEP=keep)
         return out, states
 
-    def wide(self, s_in: Any, s_out: Any, keep: bool) -> tuple[Tensor, Tensor]:
+    def wide(
+        self, s_in: Any, s_out: Any, keep: bool, window: Any = None, out: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """window: the first token of a sequence that is walked, and how many are."""
         t = self.terms
-        out = self.empty(*t.v.shape)
+        out = self.empty(*t.v.shape) if out is None else out
         states = self.empty(self.chunks, self.HV, self.V, self.K)
         widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C, "s": self.K}
         blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C), "s": (BV, self.K)}
@@ -211,7 +214,8 @@ class Run:
         flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
         flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
         programs = self.V // (2 * BV) * self.HV * self.slots
-        threads.launch(kernels().wide, programs, (*args, *self.sizes[:6]), **flags, KEEP=keep)
+        args += [*self.sizes[:6], *(window or (0, self.T))]
+        threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)
         return out, states
 
     def back(self, do: Tensor, s_in: Any, s_out: Any) -> tuple[Tensor, Tensor]:

@@ -79,3 +79,21 @@ def test_delta_backward_in_one_walk_matches_reference(case: tuple) -> None:
             if name != "initial_state":
                 near(found[name][:, :end], want[name])
         assert found["v"][:, end:].isnan().all()
+
+
+def test_spans_of_tokens_equal_the_whole() -> None:
+    terms = inputs((290, 1, 2, 16, 32, 2, True, True))
+    run, heads = Run(terms), 2
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    want = wanted(terms, do, dfinal, 290)
+    final, mark = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    o, _ = run.wide(terms.initial_state, mark, False, (0, 128))
+    run.wide(mark, final, False, (128, 192), o)
+    near(o, run.walk(terms.initial_state, None, keep=False)[0])
+    state, found = dfinal.clone(), []
+    for start, window in ((mark, (128, 192)), (terms.initial_state, (0, 128))):
+        w, states = run.wide(start, None, True, window)
+        found.append(fused(run, do, w, states, (state, state), heads, window))
+    near(state, want["initial_state"])
+    for name in ("q", "k", "v", "beta", "g"):
+        near(torch.cat([found[1][name][:, :128], found[0][name][:, 128:]], 1), want[name])

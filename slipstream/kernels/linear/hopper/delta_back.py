@@ -284,7 +284,7 @@ def delta_back_sm90_kernel(
         row += begin
         length = gl.minimum(length - begin, span)
         first += begin // C
-        kept = i_n * gl.cdiv(length, C)
+        kept = i_n * gl.cdiv(length, C)  # of S there is that of the span alone
     n = gl.cdiv(length, C)
     if SKIP and n == 0:
         return
