@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.hopper.plan import in_one_walk
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 
 # Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
@@ -68,7 +69,14 @@ def spans_of(terms: Terms, impl: str) -> int:
     """How many spans of tokens a forward pass is cut into whose backward pass follows."""
     if impl.startswith(("eager", "reference")) or not _with_spans(terms):
         return 1
+    if impl.startswith("hopper") and goes_back_whole(terms):
+        return 1
     return _count(terms, True)
+
+
+def goes_back_whole(terms: Terms) -> bool:
+    """Whether hopper/delta_back_launch.py takes a call, and cuts it itself."""
+    return terms.cu_seqlens is None and in_one_walk(terms)
 
 
 def trains_whole(terms: Terms, impl: str) -> bool:

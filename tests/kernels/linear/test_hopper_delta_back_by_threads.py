@@ -1,4 +1,7 @@
-"""The delta rule's backward in one walk as numpy, against the oracle; see test_hopper_by_threads.py."""
+"""The delta rule's backward in one walk as numpy, against the oracle.
+
+As test_hopper_by_threads.py has the other kernels.
+"""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its
 formulas of the portable delta_grads.py. Three parts of a program, which has all columns of V:
 
     walk     dS and dv, V as the rows; B and M; clears a short chunk's rest
-    grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv    (delta_back_grads.py)
+    grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (delta_back_grads.py)
     load     q, k, do, R, w and S by TMA, beta and G
 
 Two stages of q, k, do, beta and G, one of all else. Of each chunk `grads` says when dS' and w are

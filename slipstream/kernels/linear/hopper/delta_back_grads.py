@@ -5,7 +5,7 @@ M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not re
 
     dq = scale exp(G) do S + B beta k + own beta k
     dp = exp(G) dv S + M beta k
-    dk' = exp(G_C - G) w dS' + B^T q - M^T k + own q          dk = beta dk' - dp      dbeta = k . dk'
+    dk' = exp(G_C - G) w dS' + B^T q - M^T k + own q      dk = beta dk' - dp      dbeta = k . dk'
     dg = what is to come of (q . dq + p . dp - k . dk), and of sum(S' * dS')
 
 BK channels of K at a time.
@@ -186,10 +186,7 @@ def grads_part(
         leave(rank, dq_desc, dq_ptr, qs.index(s), at, cols, C, K, SHARED)
         leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
         o_t = (row + c * C).to(gl.int64) * HV + i_h
-        write_sums(
-            dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al, C, HAS_GATE
-        )
-    if SHARED:
-        if n > 0:
-            pass_on(p_turns, rank, G)
+        write_sums(dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al, C, HAS_GATE)
+    if SHARED and n > 0:
+        pass_on(p_turns, rank, G)
     store_wait(0)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
-from slipstream.kernels.linear.hopper.delta_back import delta_back_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_ends import (
     delta_ends_back_sm90_kernel,
     delta_ends_sm90_kernel,
@@ -31,11 +30,6 @@ STAGES = 3
 TILE_K = 64  # channels of K that the gradients' kernel takes at a time
 GRADS = {"num_warps": 4, "maxnreg": 255}
 SOLVE = {"num_warps": 4, "maxnreg": 128}  # four programs fit a multiprocessor
-# By V: registers of all warps, and of those of the gradients.
-BACK = {
-    64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208},
-    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 192},
-}
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -119,8 +113,10 @@ def walk_wide(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     skip: bool = False,
+    span: tuple[int, int] | None = None,
 ) -> None:
-    """As walk, of whole sequences, two tiles of V a program."""
+    """As walk, of whole sequences, two tiles of V a program. span: the first token of each
+    sequence that is walked, and how many are; states has room for their chunks alone."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     flags = _flags(terms, s_in, s_out, None)
@@ -140,6 +136,7 @@ def walk_wide(
         terms.cu_seqlens,
         scale,
         *_sizes(terms, None)[:4],
+        *(span or (0, terms.v.shape[1])),
         KEEP=states is not None,
         **flags,
         SKIP=skip,
@@ -179,64 +176,6 @@ def walk_back(
         *_sizes(terms, segment),
         **_flags(terms, s_in, s_out, segment),
         SKIP=skip,
-    )
-
-
-def back(
-    terms: Terms,
-    do: Tensor,
-    solved: Solved,
-    scale: float,
-    w: Tensor,
-    states: Tensor,
-    made: dict[str, Tensor],
-    *,
-    s_in: Tensor | None,
-    s_out: Tensor | None,
-    skip: bool = False,
-) -> None:
-    """walk_back and grads in one, of S alone, for V of 64 or 128. Into made, as grads has them;
-    that of v comes where w is."""
-    T, HV, V = terms.v.shape[1:]
-    H, K = terms.q.shape[2:]
-    heads = made["q"].shape[2]
-    turns: Any = {"dtype": torch.int32, "device": do.device}
-    launch: Any = kept(delta_back_sm90_kernel)[(HV * terms.sequences,)]
-    launch(
-        *(_tiles(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
-        _tiles(do, HV * V, CHUNK, V),
-        _tiles(solved.r, HV * CHUNK, CHUNK, CHUNK),
-        _tiles(w, HV * V, CHUNK, V),
-        _tiles(states, K, V, K),
-        *(_tiles(made[name], heads * K, CHUNK, K) for name in "qk"),
-        made["q"],
-        made["k"],
-        w,
-        solved.rows,
-        made["beta"],
-        made.get("g"),
-        s_in,
-        s_out,
-        terms.cu_seqlens,
-        torch.zeros(solved.rows.shape[0], heads, **turns) if heads < HV else None,
-        scale,
-        *_sizes(terms, None)[:4],
-        HV // heads,
-        0,
-        T,
-        K=K,
-        V=V,
-        BK=TILE_K,
-        C=CHUNK,
-        ST=2,
-        WARPS=V // 16,
-        HAS_GATE=terms.g is not None,
-        HAS_S_IN=s_in is not None,
-        HAS_S_OUT=s_out is not None,
-        PACKED=terms.cu_seqlens is not None,
-        SHARED=heads < HV,
-        SKIP=skip,
-        **BACK[V],
     )
 
 
