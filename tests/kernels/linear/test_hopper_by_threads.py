@@ -215,6 +215,7 @@ class Run:
         flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
         programs = self.V // (2 * BV) * self.HV * self.slots
         args += [*self.sizes[:6], *(window or (0, self.T))]
+        flags["SPAN"] = window is not None
         threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)
         return out, states
 

@@ -140,6 +140,7 @@ def walk_wide(
         KEEP=states is not None,
         **flags,
         SKIP=skip,
+        SPAN=span is not None,
     )
 
 

@@ -263,11 +263,12 @@ def delta_walk_wide_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
+    SPAN: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
-    Over `span` tokens of a sequence from its token `begin` on, of packed ones over all; S is kept
-    as if there were no others. SKIP as delta_walk_sm90_kernel has it.
+    SPAN: over `span` tokens of a sequence from its token `begin` on, and S is kept as if there
+    were no others; not of packed ones. SKIP as delta_walk_sm90_kernel has it.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
@@ -282,7 +283,7 @@ def delta_walk_wide_sm90_kernel(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
     kept = chunk
-    if not PACKED:
+    if SPAN:
         row += begin
         length = gl.minimum(length - begin, span)
         n = gl.cdiv(length, C)
