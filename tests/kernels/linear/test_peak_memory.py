@@ -66,10 +66,9 @@ Allocated.__torch_dispatch__ = Allocated.dispatch  # pyright: ignore
 def batch(B: int, T: int, H: int, HV: int, device: torch.device) -> Terms:
     """Of the gated delta rule, HV value heads that share H of q and k."""
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    qk = (torch.empty(B, T, H, _K, **like) for _ in "qk")
-    each = (torch.empty(B, T, HV, device=device) for _ in range(2))
-    g, beta = each
-    return Terms(*qk, torch.empty(B, T, HV, _K, **like), g=g, beta=beta)
+    q, k = torch.empty(B, T, H, _K, **like), torch.empty(B, T, H, _K, **like)
+    g, beta = torch.empty(B, T, HV, device=device), torch.empty(B, T, HV, device=device)
+    return Terms(q, k, torch.empty(B, T, HV, _K, **like), g=g, beta=beta)
 
 
 def make(kind: str, lengths: tuple[int, ...], H: int, device: torch.device) -> Terms:
