@@ -102,7 +102,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
             wide = like.new_empty(B, T, HV if make == "one_walk" else given.q.shape[2], K)
             each, solved = rows.new_empty(B, T, HV), delta_launch.Solved(r, rows)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
-            both = {"s_in": given.initial_state, "s_out": given.initial_state}
+            both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
             delta_back_launch.launch_back(given, out, solved, 0.1, out, states, made, **both)
         elif make in ("ends", "ends_back", "meet", "meet_back"):
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isqrt
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ def _walk(
     split: Split | None = None,
     active: int | None = None,
 ) -> None:
-    ends = {"states": states, "s_in": s_in, "s_out": s_out}
+    ends: dict[str, Any] = {"states": states, "s_in": s_in, "s_out": s_out}
     skip = active is not None and split is None
     slots = slots_of(terms, split) if active is None else active
     if states is not None and terms.g is None and crowded(terms, slots):
