@@ -162,6 +162,29 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
     expect(lambda: run(launch, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
 
 
+ONE_WALK = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("size", ONE_WALK.values(), ids=ONE_WALK)
+def test_backward_in_one_walk_matches_reference(
+    size: tuple, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row after row and in two spans of tokens too, as long calls go."""
+    from slipstream.kernels.linear.hopper import delta_back_launch, launch
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(plan, "FUSED", 1)
+    terms = inputs(size, gated)
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    expect(lambda: run(launch, terms, do, dfinal), want, {}, 2 * LIMIT)
+    if size[5] == 128 and terms.cu_seqlens is None:
+        tokens = [slice(0, 64), slice(64, size[1])]
+        monkeypatch.setattr(delta_back_launch, "spans_of", lambda terms: (1, tokens))
+        expect(lambda: run(launch, terms, do, dfinal), want, {}, 2 * LIMIT)
+
+
 BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
 
 

@@ -228,7 +228,8 @@ def gradients(
         if wider and do is not None:
             do = do.float()
         able = getattr(launches, "IN_SLICES", False)
-        parts = slices.of_backward(wide, marks) if able else [slices.WHOLE]
+        whole = not able or (impl == "hopper" and slices.goes_back_whole(wide))
+        parts = [slices.WHOLE] if whole else slices.of_backward(wide, marks)
         more = {"out": out} if able and out is not None else {}
         left = kept if hasattr(launches, "forward_kept") else ()
         if len(parts) == 1:

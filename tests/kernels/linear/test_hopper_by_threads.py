@@ -65,6 +65,12 @@ class Buffer(threads.Buffer):
         return Buffer(self.data.reshape(shape))
 
 
+def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
+    turned = np.flip(x, axis) if reverse else x
+    found = np.cumsum(turned, axis)
+    return threads.tensor(np.flip(found, axis) if reverse else found)
+
+
 @contextmanager
 def emulated() -> Any:
     """What these kernels want and those of attention don't."""
@@ -77,7 +83,7 @@ def emulated() -> Any:
         reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
         min=lambda x, axis: threads.tensor(np.min(x, axis)),
-        associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
+        associative_scan=_scan,
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
         NVMMASharedLayout=made,
@@ -101,7 +107,7 @@ def emulated() -> Any:
 def kernels() -> SimpleNamespace:
     parts = {
         "solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads", "ends": "ends",
-        "ends_back": "ends_back", "wide": "walk_wide",
+        "ends_back": "ends_back", "wide": "walk_wide", "fused": "back",
     }  # fmt: skip
     with emulated():
         # not from the package, which may have those that are compiled
@@ -192,9 +198,12 @@ class Run:
         self.call(kernels().walk, tensors, s_in, s_out, KEEP=keep)
         return out, states
 
-    def wide(self, s_in: Any, s_out: Any, keep: bool) -> tuple[Tensor, Tensor]:
+    def wide(
+        self, s_in: Any, s_out: Any, keep: bool, window: Any = None, out: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """window: the first token of a sequence that is walked, and how many are."""
         t = self.terms
-        out = self.empty(*t.v.shape)
+        out = self.empty(*t.v.shape) if out is None else out
         states = self.empty(self.chunks, self.HV, self.V, self.K)
         widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C, "s": self.K}
         blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C), "s": (BV, self.K)}
@@ -205,7 +214,9 @@ class Run:
         flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
         flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
         programs = self.V // (2 * BV) * self.HV * self.slots
-        threads.launch(kernels().wide, programs, (*args, *self.sizes[:6]), **flags, KEEP=keep)
+        args += [*self.sizes[:6], *(window or (0, self.T))]
+        flags["SPAN"] = window is not None
+        threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)
         return out, states
 
     def back(self, do: Tensor, s_in: Any, s_out: Any) -> tuple[Tensor, Tensor]:

@@ -33,11 +33,17 @@ SPLIT = CASES["gated"]
 
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
-    "meet", "meet_back", "span", "wide_span", "back_span",
+    "meet", "meet_back", "span", "wide_span", "back_span", "one_walk", "shared_walk",
 ]  # fmt: skip
 
 
-FURTHER = ("shared", "span", "wide_span", "back_span")  # flags of others: one case is the sample
+FURTHER = (
+    "shared",
+    "span",
+    "wide_span",
+    "back_span",
+    "shared_walk",
+)  # flags of others: one case is the sample
 
 
 def terms(case: tuple, device: torch.device | str) -> Terms:
@@ -58,7 +64,7 @@ def terms(case: tuple, device: torch.device | str) -> Terms:
 
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.core.trace import trace
-    from slipstream.kernels.linear.hopper import delta_launch
+    from slipstream.kernels.linear.hopper import delta_back_launch, delta_launch
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
@@ -92,6 +98,12 @@ def jobs(case: tuple, make: str) -> list[Job]:
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
+        elif make in ("one_walk", "shared_walk"):
+            wide = like.new_empty(B, T, HV if make == "one_walk" else given.q.shape[2], K)
+            each, solved = rows.new_empty(B, T, HV), delta_launch.Solved(r, rows)
+            made = {"q": wide, "k": wide, "beta": each, "g": each}
+            both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
+            delta_back_launch.launch_back(given, out, solved, 0.1, out, states, made, **both)
         elif make in ("ends", "ends_back", "meet", "meet_back"):
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
             solved = delta_launch.Solved(r, rows, growth)
@@ -115,10 +127,11 @@ def check(job: Job, both_ends: bool = False) -> Compiled:
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it, but for the wide walk, which keeps
     # addresses of S and w. The gradients' kernel, without such a loop, those of its many tiles
-    most = 352 if "grads" in job.name else 80 if both_ends else 48
+    one_walk = "delta_back" in job.name  # whose gradients take more than their part of registers
+    most = 160 if one_walk else 352 if "grads" in job.name else 80 if both_ends else 48
     assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
     words = most_spilled(disassemble(got.asm["cubin"]))
-    limit = 4 if "wide" in job.name else 2  # of others ptxas 13 has none
+    limit = 48 if one_walk else 4 if "wide" in job.name else 2  # of others ptxas 13 has none
     assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
@@ -144,7 +157,11 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
         return
     # no part of a program waits at the barrier of all of them while it works
     partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)
-    assert {threads for _, threads in partitions} == {"128"}
+    walk = {"256"} if make.endswith("_walk") and case[2] == 128 else set()
+    assert {threads for _, threads in partitions} == {"128"} | walk
+    if make.endswith("_walk"):  # products are not waited for one by one
+        text = disassemble(got.asm["cubin"])
+        assert text.count("WARPGROUP.ARRIVE") < text.count("HGMMA") // 3
 
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,10 @@ def walk_wide(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     skip: bool = False,
+    span: tuple[int, int] | None = None,
 ) -> None:
-    """As walk, of whole sequences, two tiles of V a program."""
+    """As walk, of whole sequences, two tiles of V a program. span: the first token of each
+    sequence that is walked, and how many are; states has room for their chunks alone."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     flags = _flags(terms, s_in, s_out, None)
@@ -134,9 +136,11 @@ def walk_wide(
         terms.cu_seqlens,
         scale,
         *_sizes(terms, None)[:4],
+        *(span or (0, terms.v.shape[1])),
         KEEP=states is not None,
         **flags,
         SKIP=skip,
+        SPAN=span is not None,
     )
 
 

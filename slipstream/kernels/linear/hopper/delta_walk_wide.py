@@ -238,7 +238,7 @@ def keep_part(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "begin", "span"])
 def delta_walk_wide_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -256,6 +256,8 @@ def delta_walk_wide_sm90_kernel(
     N,
     HV,
     H,
+    begin,
+    span,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -267,10 +269,12 @@ def delta_walk_wide_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
+    SPAN: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
-    SKIP as delta_walk_sm90_kernel has it.
+    SPAN: over `span` tokens of a sequence from its token `begin` on, and S is kept as if there
+    were no others; not of packed ones. SKIP as delta_walk_sm90_kernel has it.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
@@ -284,6 +288,13 @@ def delta_walk_wide_sm90_kernel(
     i_v, i_h, slot, row, length, n, chunk, _, _, _ = opening(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
+    kept = chunk
+    if SPAN:
+        row += begin
+        length = gl.minimum(length - begin, span)
+        n = gl.cdiv(length, C)
+        kept = slot * n * HV + i_h
+        chunk += begin // C * HV
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // H) * K
@@ -304,7 +315,7 @@ def delta_walk_wide_sm90_kernel(
                     tiles, rings, ends, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (keep_part, (
-                    states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
+                    states_desc, o_desc, o_ptr, tiles, rings, row, kept, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
                 (load_part, (
                     k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isqrt
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.hopper import delta_back_launch, dplr_launch
 from slipstream.kernels.linear.hopper import delta_launch as sm90
-from slipstream.kernels.linear.hopper import dplr_launch
-from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, per_channel
+from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, in_one_walk, per_channel
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
 from slipstream.kernels.linear.triton import dplr_launch as dplr_portable
@@ -62,8 +63,13 @@ def forward_kept(
     """Those, and what backward takes as `kept`: empty where it would take nothing."""
     if per_channel(terms):
         return *forward(terms, scale, out, marks), []
-    o, final, solved = portable.forward_kept(_placed(terms), scale, _own(active), out, marks)
-    return o, final, [x for x in solved if x is not None]
+    own, left = _own(active), []
+    if in_one_walk(terms, active) and _split(terms) is None and marks is None:
+        spans = delta_back_launch.spans_of(terms)[1]
+        if len(spans) > 1:
+            own = own._replace(walk=partial(_walk_spans, spans=spans, left=left))
+    o, final, solved = portable.forward_kept(_placed(terms), scale, own, out, marks)
+    return o, final, [x for x in (*solved, *left) if x is not None]
 
 
 def backward(
@@ -84,8 +90,11 @@ def backward(
     dout = None if dout is None else _at_16_bytes(dout)
     if per_channel(terms):
         return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch, out)
-    solved = portable.Solved(*kept) if kept else None
-    own, terms = _own(active), _placed(terms)
+    own, terms, count = _own(active), _placed(terms), 2 if terms.g is None else 3
+    solved = portable.Solved(*kept[:count]) if kept else None
+    if in_one_walk(terms, active) and _split(terms) is None:
+        back = partial(_back, active=active, marks=kept[count] if len(kept) > count else None)
+        own = own._replace(back=back)
     if spends_q and terms.q.shape[2] == terms.v.shape[2]:
         out = {**out, "q": terms.q}
     return portable.backward(terms, dout, dfinal, scale, own, solved, out)
@@ -114,7 +123,7 @@ def _walk(
     split: Split | None = None,
     active: int | None = None,
 ) -> None:
-    ends = {"states": states, "s_in": s_in, "s_out": s_out}
+    ends: dict[str, Any] = {"states": states, "s_in": s_in, "s_out": s_out}
     skip = active is not None and split is None
     slots = slots_of(terms, split) if active is None else active
     if states is not None and terms.g is None and crowded(terms, slots):
@@ -148,6 +157,40 @@ def _walk_back(
     ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
     skip = active is not None and split is None
     sm90.walk_back(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends, skip=skip)
+
+
+def _walk_spans(
+    terms: Terms,
+    solved: portable.Solved,
+    scale: float,
+    o: Tensor,
+    *,
+    s_in: Tensor | None,
+    s_out: Tensor,
+    split: Split | None,
+    spans: list[slice],
+    left: list[Tensor],
+) -> None:
+    """Forward of what backward takes in spans of tokens; the states between them are left."""
+    left.append(delta_back_launch.walk_spans(terms, solved, scale, o, s_out, spans))
+
+
+def _back(
+    terms: Terms,
+    do: Tensor,
+    dfinal: Tensor | None,
+    solved: portable.Solved,
+    scale: float,
+    dstate: Tensor | None,
+    out: Mapping[str, Tensor],
+    active: int | None,
+    marks: Tensor | None,
+) -> dict[str, Tensor]:
+    return delta_back_launch.backward(
+        terms, do, dfinal, solved, scale, dstate, out,
+        walk=partial(_walk, active=active), together=_together(terms), marks=marks,
+        skip=active is not None,
+    )  # fmt: skip
 
 
 def _together(terms: Terms) -> int:

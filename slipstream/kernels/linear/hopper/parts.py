@@ -81,9 +81,9 @@ def ring(COUNT: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def clear(tile, left, C: gl.constexpr, N: gl.constexpr):
+def clear(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
     b = tile.load(layout)
     tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))

@@ -12,6 +12,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
 CHUNK = 64
 TILE_V = 64
+# Value heads of all sequences from which on the delta rule goes back in one walk, a program each.
+FUSED = 96
 
 
 def per_channel(terms: Terms) -> bool:
@@ -42,3 +44,15 @@ def refuses(terms: Terms) -> str | None:
     if not tokens or (tokens + CHUNK * terms.sequences) * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
     return guard.objection(lambda: kind(terms, "hopper"), q.device)
+
+
+def in_one_walk(terms: Terms, sequences: int | None = None) -> bool:
+    """Whether these kernels take a delta rule's backward in one walk (delta_back.py).
+
+    Args:
+        sequences: of packed ones those that have tokens, about; all if None.
+    """
+    if terms.transition != "delta" or terms.decay == "channel":
+        return False
+    HV, V = terms.v.shape[2:]
+    return V <= 128 and HV * (sequences or terms.sequences) >= FUSED

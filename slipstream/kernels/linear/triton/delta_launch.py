@@ -57,6 +57,7 @@ class Own(NamedTuple):
     _walk, _walk_back, _grads, and how it splits sequences.
 
     together: how many value heads that share q and k have those gradients added up by `grads`.
+    back: all of backward that comes after the inverse, where it takes the call.
     meet: the state that each segment meets, and what meet_back wants of it. Its walks write the
     states at the ends of sequences themselves.
     """
@@ -69,6 +70,7 @@ class Own(NamedTuple):
     split: Callable[[Terms], Split | None]
     meet: Callable[[Terms, Solved, Split], tuple[Tensor, Any]]
     meet_back: Callable[..., Tensor]
+    back: Callable[..., dict[str, Tensor]] | None = None
 
 
 def forward(
@@ -161,28 +163,10 @@ def backward(
             dstate = terms.initial_state.new_empty(terms.state_shape)
     with _on(do.device):
         solved = _solve(terms, own) if solved is None else solved
-        split = split_of(terms) if own is None else own.split(terms)
-        met, met_back, after = terms.initial_state, dfinal, dstate
-        if split is not None and own is not None:
-            met, made = own.meet(terms, solved, split)
-            met_back = own.meet_back(terms, do, solved, scale, dfinal, made, split)
-            del made
-        elif split is not None:
-            met, M = _ends(terms, solved, split)
-            join(terms, split, met, M, terms.initial_state, None)
-            met_back = torch.empty_like(met)
-            _walk_back(terms, do, solved, scale, s_out=met_back, split=split)
-            join(terms, split, met_back, M, dfinal, dstate, reverse=True)
-            del M
-            after = None
-        like = do.shape, do.dtype, do.device
-        w = fitting(None if own is None else out.get("k"), *like)  # _grads
-        dv = fitting(out.get("v"), *like)
-        states, dstates = states_like(terms), states_like(terms)
-        walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
-        walk(terms, solved, scale, w, states=states, s_in=met, split=split)
-        walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
-        grads = _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own, out)
+        if own is not None and own.back is not None:
+            grads = own.back(terms, do, dfinal, solved, scale, dstate, out)
+        else:
+            grads = _walked_back(terms, do, dfinal, solved, scale, dstate, own, out)
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
@@ -192,6 +176,41 @@ def backward(
             if name not in out:  # where it is rounded on its way
                 grads[name] = grads[name].to(like.dtype)
     return grads
+
+
+def _walked_back(
+    terms: Terms,
+    do: Tensor,
+    dfinal: Tensor | None,
+    solved: Solved,
+    scale: float,
+    dstate: Tensor | None,
+    own: Own | None,
+    out: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """By two walks; into dstate too."""
+    split = split_of(terms) if own is None else own.split(terms)
+    met, met_back, after = terms.initial_state, dfinal, dstate
+    if split is not None and own is not None:
+        met, made = own.meet(terms, solved, split)
+        met_back = own.meet_back(terms, do, solved, scale, dfinal, made, split)
+        del made
+    elif split is not None:
+        met, M = _ends(terms, solved, split)
+        join(terms, split, met, M, terms.initial_state, None)
+        met_back = torch.empty_like(met)
+        _walk_back(terms, do, solved, scale, s_out=met_back, split=split)
+        join(terms, split, met_back, M, dfinal, dstate, reverse=True)
+        del M
+        after = None
+    like = do.shape, do.dtype, do.device
+    w = fitting(None if own is None else out.get("k"), *like)  # _grads
+    dv = fitting(out.get("v"), *like)
+    states, dstates = states_like(terms), states_like(terms)
+    walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
+    walk(terms, solved, scale, w, states=states, s_in=met, split=split)
+    walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
+    return _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own, out)
 
 
 def _prepare(terms: Terms) -> Terms:

@@ -1,0 +1,192 @@
+"""Delta rule backward in one walk on sm_90 (delta_back.py): the gradients of a chunk.
+
+With S before a chunk, dS' after it, w and dv, and B = scale stril(do w^T decay),
+M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not reach,
+
+    dq = scale exp(G) do S + B beta k + own beta k
+    dp = exp(G) dv S + M beta k
+    dk' = exp(G_C - G) w dS' + B^T q - M^T k + own q      dk = beta dk' - dp      dbeta = k . dk'
+    dg = what is to come of (q . dq + p . dp - k . dk), and of sum(S' * dS')
+
+BK channels of K at a time.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.linear.hopper.delta_grads import leave, pass_on, products_of
+from slipstream.kernels.linear.hopper.parts import write
+from slipstream.kernels.turns import turn_of
+
+
+@gluon.jit
+def start_of(rows, al: gl.constexpr, C: gl.constexpr):
+    """exp(G) of a chunk's tokens. Read wherever it is wanted: registers are what there is least."""
+    return gl.exp2(rows.slice(C, C).load(gl.SliceLayout(1, al)))
+
+
+@gluon.jit
+def end_of(rows, al: gl.constexpr, C: gl.constexpr):
+    """exp(G_C - G)."""
+    G_C = rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, al))
+    return gl.exp2(G_C - rows.slice(C, C).load(gl.SliceLayout(1, al)))
+
+
+@gluon.jit
+def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
+    return rows.slice(0, C).load(gl.SliceLayout(1, al))
+
+
+@gluon.jit
+def along(b, tile, al: gl.constexpr):
+    """Of each row sum(b * tile)."""
+    return gl.sum(b * tile.load(al), 1)
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def write_sums(
+    dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al: gl.constexpr, C: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
+    o_c = gl.arange(0, C, line)
+    o_t += o_c.to(gl.int64) * HV
+    if HAS_GATE:
+        z *= gl.exp2(rows.slice(2 * C - 1, 1).load(line))
+        z += gl.sum(e * beta_of(rows, al, C), 0)
+        dg = gl.associative_scan(gl.convert_layout(gates, line), 0, add, reverse=True)
+        gl.store(dg_ptr + o_t, dg + z, mask=o_c < left)
+    gl.store(dbeta_ptr + o_t, gl.convert_layout(sums, line), mask=o_c < left)
+
+
+@gluon.jit
+def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
+    """B or -M times beta, as a left operand."""
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    b_beta = rows.slice(0, C).load(gl.SliceLayout(0, aa))
+    return (tile.load(aa).to(gl.float32) * b_beta[None, :]).to(tile.dtype)
+
+
+@gluon.jit
+def grads_part(
+    descs, pointers, p_turns, tiles, made, rings, row, i_h, HV, G, length, n, scale,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """p_turns: of the first chunk."""
+    dq_desc, dk_desc, dv_desc = descs
+    dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
+    qs, ks, os, gs, _, ws, ss, _ = tiles
+    ds, ys, bs, ms, owns = made
+    full, empty, _, _, w_full, s_full, done, early, late = rings
+    NK: gl.constexpr = K // BK
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    zero = gl.zeros([C, BK], gl.float32, al)
+    heads = HV // G  # of dq and dk
+    rank = i_h % G
+    for i in range(n):
+        s = i % ST
+        c = n - 1 - i
+        left = length - c * C
+        rows = gs.index(s)
+        mbarrier.wait(done.index(0), i & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(w_full.index(0), i & 1)
+        e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+        gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
+        sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
+        z = 0.0
+        dks = ()
+        for h in gl.static_range(NK):
+            o = i >> (27 + h)  # 0, another for each so that no address is kept, as in walk_part
+            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
+            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
+            b_ds = ds.index(o).slice(h * BK, BK, 1)
+            b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
+            if h == 0:
+                if i > 0:  # the chunk before has been written out of its stage
+                    if SHARED:
+                        pass_on(p_turns + (c + 1) * heads, rank, G)
+                    store_wait(0)
+                    mbarrier.arrive(empty.index((i - 1) % ST), count=1)
+                write(dv_desc, dv_ptr, ys.index(o), row + c * C, i_h * V, HV * V, left, C, V)
+                mbarrier.wait(s_full.index(0), i & 1)
+                if HAS_GATE:
+                    z = products_of(ss.index(o), ds.index(o), V, K)
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if HAS_GATE:
+                b_dk *= end_of(rows, al, C)[:, None]
+                e += along(b_dk, b_ks, al)
+            b_dk = warpgroup_mma(bs.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
+            b_dk = warpgroup_mma(ms.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if HAS_GATE:
+                gates -= along(b_dk, b_ks, al) * beta_of(rows, al, C)
+            b_dk += owns.load(gl.SliceLayout(1, al))[:, None] * b_qs.load(al)
+            sums += along(b_dk, b_ks, al)
+            b_dk *= beta_of(rows, al, C)[:, None]
+            b_ss = ss.index(o).slice(h * BK, BK, 1)
+            b_dp = warpgroup_mma(ys.index(o), b_ss, zero, use_acc=False, is_async=True)
+            b_m = scaled(ms.index(o), rows, al, C)
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            if HAS_GATE:
+                b_dp *= -start_of(rows, al, C)[:, None]
+            else:
+                b_dp = -b_dp
+            b_dp = warpgroup_mma(b_m, b_ks, b_dp, is_async=True)  # -dp
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            if HAS_GATE:
+                gates += along(b_dp, b_ks, al)
+            dks += ((b_dk + b_dp).to(qs.dtype),)
+        mbarrier.arrive(early.index(0), count=1)
+        for h in gl.static_range(NK):
+            o = i >> (29 + h)
+            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
+            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
+            b_ss = ss.index(o).slice(h * BK, BK, 1)
+            b_dq = warpgroup_mma(os.index(s + o), b_ss, zero, use_acc=False, is_async=True)
+            b_b = scaled(bs.index(o), rows, al, C)
+            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            b_dq *= scale
+            if HAS_GATE:
+                b_dq *= start_of(rows, al, C)[:, None]
+            b_dq = warpgroup_mma(b_b, b_ks, b_dq, is_async=True)
+            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            if HAS_GATE:
+                gates += along(b_dq, b_qs, al)
+            own = owns.load(gl.SliceLayout(1, al)) * beta_of(rows, al, C)
+            b_dq += own[:, None] * b_ks.load(al)
+            if h == NK - 1:
+                store_wait(0)
+                mbarrier.arrive(late.index(0), count=1)
+            gl.thread_barrier()
+            b_qs.store(b_dq.to(qs.dtype))
+            b_ks.store(dks[h])
+        fence_async_shared()
+        gl.thread_barrier()
+        if SHARED:
+            while turn_of(p_turns + c * heads) < rank:
+                pass
+        at, cols = (row + c * C, left), (i_h // G * K, heads * K)
+        leave(rank, dq_desc, dq_ptr, qs.index(s), at, cols, C, K, SHARED)
+        leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
+        o_t = (row + c * C).to(gl.int64) * HV + i_h
+        write_sums(dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al, C, HAS_GATE)
+    if SHARED and n > 0:
+        pass_on(p_turns, rank, G)
+    store_wait(0)
