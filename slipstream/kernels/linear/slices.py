@@ -56,6 +56,9 @@ GROUPED, PACKED = 160_000, 800_000
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
 BUSY = 128
+# Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192 with
+# 32 heads take a tenth longer than two (docs/log.md).
+FEW = 48
 _SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
 
 
@@ -335,7 +338,7 @@ def _most(terms: Terms, one_walk: bool = False) -> int:
         most = max(1, min(COUNT, T * HV // (PACKED if packed else GROUPED)))
     if not packed:
         return most
-    busy = COUNT if programs >= BUSY else programs * N // (3 * BUSY // 4)
+    busy = COUNT if programs >= BUSY else programs * N // FEW
     return max(1, min(most, busy, T // (SPARSE * N)))
 
 

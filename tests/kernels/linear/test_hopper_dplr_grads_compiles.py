@@ -17,15 +17,15 @@ KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel", "dplr_score
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # transition, dtype, of gates, K, V, packed -> bytes of a thread's stack, of each kernel
 CASES = {
-    "kda": (("kda", BF16, FP32, 128, 128, False), (32, 0, 0)),
-    "dplr packed": (("dplr", BF16, FP32, 128, 128, True), (48, 96, 0)),
+    "kda": (("kda", BF16, FP32, 128, 128, False), (16, 0, 0)),
+    "dplr packed": (("dplr", BF16, FP32, 128, 128, True), (16, 96, 0)),
     "kda narrow": (("kda", FP16, FP32, 64, 128, True), (0, 0, 0)),
     "kda bf16 gates": (("kda", BF16, BF16, 128, 128, False), (16, 0, 0)),
-    "dplr bf16 gates": (("dplr", BF16, BF16, 128, 128, False), (32, 96, 0)),
+    "dplr bf16 gates": (("dplr", BF16, BF16, 128, 128, False), (16, 96, 0)),
     "dplr fp16 gates": (("dplr", FP16, FP16, 64, 128, True), (0, 96, 0)),
 }
-# words of it that a loop may store and load: of the free a and b a few pointers
-IN_LOOPS = 6
+# words of it that a loop may store and load
+IN_LOOPS = 0
 
 
 def terms(case: tuple, device: torch.device) -> Terms:

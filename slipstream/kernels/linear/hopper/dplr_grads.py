@@ -15,10 +15,10 @@ where own and own' are the gradients of the scores of pairs (i, i), whose P N is
 
 The differences are of the same rounded factors, so that what cancels does so to the last bits.
 Channels come in blocks of BK, one after the other: a thread holds half of what all of K's 128 would
-take, and hardly uses the stack. Every operand comes by TMA into a buffer of its own, q, k, a
-and b into one of two; one warp loads those of the next block as soon as the others have done with
-them. What goes to global memory is stored after a fence rather than before, which would wait for
-it. Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes over them.
+take, and does without the stack. Every operand comes by TMA into a buffer of its own, q, k, a and b
+into one of two; one warp loads those of the next block as soon as the others have done with them.
+What goes to global memory is stored after a fence rather than before, which would wait for it.
+Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes over them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -59,7 +59,7 @@ def decays(
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
-    mbarrier.wait(full.index(1), now)
+    mbarrier.wait(full.index(2), now)
     if left < C:
         clear(gs, left, C, BK, wide)
     b_g = gs.load(cl).to(gl.float32) * LOG2E
@@ -75,7 +75,7 @@ def decays(
     b_e = warpgroup_mma(from_middle, parts.index(0), b_e, is_async=True)
     b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
-    mbarrier.arrive(empty.index(1), count=1)
+    mbarrier.arrive(empty.index(2), count=1)
     return b_g, b_e, b_early, b_late
 
 
@@ -108,64 +108,74 @@ def decay_operands(
 
 
 @gluon.jit
-def by_states(
-    ss, ds, os, ys, xs, vs, ops, at, empty, last, b_early, b_late, scale, zero,
+def gradients_of_reads(
+    ss, ds, os, ys, ops, at, scores, full, empty, turn, last, none, b_early, b_late, scale, zero,
     V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dr, ds, dw and du [C, BK] by way of the states before and after the chunk, and z."""
-    cl: gl.constexpr = zero.type.layout
-    b_z = gl.convert_layout(products_of_states(ss, ds, V, BK, wide), gl.SliceLayout(0, cl))
+    """dr and ds [C, BK], and the sum over V of S dS', decayed."""
+    W: gl.constexpr = 1 if DELTA else 3
+    b_z = products_of_states(ss, ds, V, BK, wide)
+    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, zero.type.layout))
     b_z *= gl.exp2(b_early + b_late)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
-    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
-    if DELTA:
-        b_dr, b_ds, b_dw = warpgroup_mma_wait(0, deps=(b_dr, b_ds, b_dw))
-        b_du = b_dw
-    else:
-        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
-        b_dr, b_ds, b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dr, b_ds, b_dw, b_du))
+    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
     mbarrier.arrive(empty.index(0), count=1)
     if last:
-        mbarrier.arrive(empty.index(4), count=1)
+        mbarrier.arrive(empty.index(5), count=1)
     b_early = gl.exp2(b_early)[None, :]
-    b_late = gl.exp2(b_late)[None, :]
     b_dr *= b_early * scale
     b_ds *= b_early
-    b_dw *= b_late
-    b_sum = ops.index(at + (1 if DELTA else 3)).load(cl).to(gl.float32) * b_dw
-    if not DELTA:
-        b_du *= b_late
-        b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
-    return b_dr, b_ds, b_dw, b_du, b_z + gl.sum(b_sum, 0)
-
-
-@gluon.jit
-def by_scores(scores, ops, at, empty, last, none, b_dr, b_ds, b_dw, b_du, DELTA: gl.constexpr):
-    """And by way of the scores."""
-    W: gl.constexpr = 1 if DELTA else 3
+    mbarrier.wait(full.index(7), turn & 1)
     b_dr = warpgroup_mma(scores.index(none), ops.index(at + W), b_dr, is_async=True)
     b_ds = warpgroup_mma(scores.index(none + 1), ops.index(at + W), b_ds, is_async=True)
     if not DELTA:
         b_dr = warpgroup_mma(scores.index(none + 2), ops.index(at + 1), b_dr, is_async=True)
         b_ds = warpgroup_mma(scores.index(none + 3), ops.index(at + 1), b_ds, is_async=True)
-        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-    qb = scores.index(none).permute((1, 0))
-    ab = scores.index(none + 1).permute((1, 0))
-    b_dw = warpgroup_mma(qb, ops.index(at), b_dw, is_async=True)
-    b_dw = warpgroup_mma(ab, ops.index(at + 2), b_dw, is_async=True)
+    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    return b_dr, b_ds, b_z
+
+
+@gluon.jit
+def gradients_of_writes(
+    ds, xs, vs, ops, at, scores, empty, last, none, b_late, b_z, zero, DELTA: gl.constexpr
+):
+    """dw and du [C, BK]; z with what they have of dS'."""
+    cl: gl.constexpr = zero.type.layout
+    W: gl.constexpr = 1 if DELTA else 3
+    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
+    b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+    b_late = gl.exp2(b_late)[None, :]
+    b_dw *= b_late
+    b_sum = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+    if not DELTA:
+        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
+        b_du = warpgroup_mma_wait(0, deps=(b_du,))
+        b_du *= b_late
+        b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+    mbarrier.arrive(empty.index(1), count=1)
+    if last:
+        mbarrier.arrive(empty.index(6), count=1)
+    b_dw = warpgroup_mma(scores.index(none).permute((1, 0)), ops.index(at), b_dw, is_async=True)
+    b_dw = warpgroup_mma(
+        scores.index(none + 1).permute((1, 0)), ops.index(at + 2), b_dw, is_async=True
+    )
+    if not DELTA:
+        b_du = warpgroup_mma(
+            scores.index(none + 2).permute((1, 0)), ops.index(at), b_du, is_async=True
+        )
+        b_du = warpgroup_mma(
+            scores.index(none + 3).permute((1, 0)), ops.index(at + 2), b_du, is_async=True
+        )
+    b_z += gl.sum(b_sum, 0)
     if DELTA:
-        b_dr, b_ds, b_dw = warpgroup_mma_wait(0, deps=(b_dr, b_ds, b_dw))
+        b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
         b_du = b_dw
     else:
-        qk = scores.index(none + 2).permute((1, 0))
-        ak = scores.index(none + 3).permute((1, 0))
-        b_du = warpgroup_mma(qk, ops.index(at), b_du, is_async=True)
-        b_du = warpgroup_mma(ak, ops.index(at + 2), b_du, is_async=True)
         b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
     if last:
-        mbarrier.arrive(empty.index(5), count=1)
-    return b_dr, b_ds, b_dw, b_du
+        mbarrier.arrive(empty.index(7), count=1)
+    return b_dw, b_du, b_z
 
 
 @gluon.jit
@@ -241,58 +251,66 @@ def grads_part(
             )  # fmt: skip
             b_p = fast_exp2(b_e)
             b_n = fast_exp2(-b_e)
-            mbarrier.wait(full.index(2 + now), (unit >> 1) & 1)
+            mbarrier.wait(full.index(3 + now), (unit >> 1) & 1)
             b_k, b_f = decay_operands(
                 ops, at, b_g, b_e, b_p, b_n, b_sign, left, act, C, BK, wide, DELTA
             )  # fmt: skip
 
-            mbarrier.wait(full.index(4), turn & 1)
+            # by way of the state before the chunk, and what was written
             mbarrier.wait(full.index(0), now)
+            mbarrier.wait(full.index(1), now)
+            mbarrier.wait(full.index(5), turn & 1)
+            mbarrier.wait(full.index(6), turn & 1)
             if (left < C) & (block == 0):
                 clear(os.index(none), left, C, V, wide)
                 if not DELTA:
                     clear(vs.index(none), left, C, V, wide)
                 fence_async_shared()
                 gl.thread_barrier()
-            b_dr, b_ds, b_dw, b_du, b_z = by_states(
-                ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
-                vs.index(none), ops, at, empty, last, b_early, b_late, scale, zero,
+            b_dr, b_ds, b_z = gradients_of_reads(
+                ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores, full,
+                empty, turn, last, none, b_early, b_late, scale, zero,
                 V, BK, wide, DELTA,
             )  # fmt: skip
-            mbarrier.wait(full.index(5), turn & 1)
-            b_dr, b_ds, b_dw, b_du = by_scores(
-                scores, ops, at, empty, last, none, b_dr, b_ds, b_dw, b_du, DELTA
-            )
-            b_r = ops.index(at).load(cl)
-            b_t = b_r.to(gl.float32) * b_dr
-            b_s = b_t + ops.index(at + 2).load(cl).to(gl.float32) * b_ds
-            b_ds *= b_f
-            if DELTA:
-                b_t = b_s
-            b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
-            if not DELTA:
-                b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
-            b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
-
             o_o = (o_c + none)[:, None] * (HV * K) + o_k[None, :]
+            b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
             b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
             if not DELTA:
                 b_dr += b_qk * ops.index(at + 1).load(cl).to(gl.float32)
             gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
-            b_n = fast_reciprocal(b_p)
-            b_dw = (b_dw + b_qb * b_r) * b_n
+            b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
+            b_ds *= b_f
             if DELTA:
-                gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds * b_sign).to(act), mask=m)
                 b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
                 if last:
                     stride = tokens.to(gl.int64) * HV
                     store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
+                b_ds *= b_sign
+                b_t += b_s
+                b_s = b_t
             else:
                 gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
+                b_s += b_t
+
+            # by way of the state after it, and what was read
+            b_dw, b_du, b_z = gradients_of_writes(
+                ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last, none,
+                b_late, b_z, zero, DELTA,
+            )  # fmt: skip
+            b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+            if not DELTA:
+                b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+            b_r = ops.index(at).load(cl)
+            b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
+            b_n = fast_reciprocal(b_p)
+            b_dw = (b_dw + b_qb * b_r) * b_n
+            if DELTA:
+                gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
+            else:
                 gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
                 gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
             b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
-            mbarrier.arrive(empty.index(2 + now), count=1)
+            mbarrier.arrive(empty.index(3 + now), count=1)
             was_first = first_k
             was_left = left
     store_gates(dg_ptr, b_dg, was_first, was_left, o_c, o_k, HV * K)
@@ -357,8 +375,8 @@ def dplr_grads_sm90_kernel(
     else:
         vs = gl.allocate_shared_memory(dtype, [1, C, V], v_desc.layout)
     scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
-    full = ring(1, 6)
-    empty = ring(1, 6)
+    full = ring(1, 8)
+    empty = ring(1, 8)
     gl.warp_specialize(
         [
             (grads_part, (

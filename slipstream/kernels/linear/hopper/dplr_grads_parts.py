@@ -63,12 +63,13 @@ def load_part(
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Barriers: 0 of S and dS', 1 of g, 2 and 3 of q, k, a and b, of a block of channels.
+    """Barriers: 0 of S, 1 of dS', 2 of g, 3 and 4 of q, k, a and b, of a block of channels.
 
-    Of a chunk: 4 of do, y, x and v, 5 of scores.
+    Of a chunk: 5 of do and y, 6 of x and v, 7 of scores.
     """
-    state_bytes: gl.constexpr = 2 * states_desc.block_type.nbytes
-    value_bytes: gl.constexpr = (3 if DELTA else 4) * do_desc.block_type.nbytes
+    do_bytes: gl.constexpr = do_desc.block_type.nbytes
+    before_bytes: gl.constexpr = do_bytes + y_desc.block_type.nbytes
+    after_bytes: gl.constexpr = x_desc.block_type.nbytes + (0 if DELTA else do_bytes)
     input_bytes: gl.constexpr = q_desc.block_type.nbytes * (2 if DELTA else 4)
     score_bytes: gl.constexpr = dqb_desc.block_type.nbytes * (2 if DELTA else 4)
     BLOCKS: gl.constexpr = K // BK
@@ -87,35 +88,41 @@ def load_part(
             slot = unit & 1
             was_slot = ((unit >> 1) & 1) ^ 1
             at = slot * (ops.shape[0] // 2)
-            mbarrier.wait(empty.index(2 + slot), was_slot)
-            mbarrier.expect(full.index(2 + slot), input_bytes)
-            copy_in(q_desc, [row, k_col], full.index(2 + slot), ops.index(at))
-            copy_in(k_desc, [row, k_col], full.index(2 + slot), ops.index(at + 1))
+            mbarrier.wait(empty.index(3 + slot), was_slot)
+            mbarrier.expect(full.index(3 + slot), input_bytes)
+            copy_in(q_desc, [row, k_col], full.index(3 + slot), ops.index(at))
+            copy_in(k_desc, [row, k_col], full.index(3 + slot), ops.index(at + 1))
             if not DELTA:
-                copy_in(a_desc, [row, k_col], full.index(2 + slot), ops.index(at + 2))
-                copy_in(b_desc, [row, k_col], full.index(2 + slot), ops.index(at + 3))
-            mbarrier.wait(empty.index(1), was)
-            mbarrier.expect(full.index(1), g_desc.block_type.nbytes)
-            copy_in(g_desc, [row, i_h * K + i_k], full.index(1), gs)
+                copy_in(a_desc, [row, k_col], full.index(3 + slot), ops.index(at + 2))
+                copy_in(b_desc, [row, k_col], full.index(3 + slot), ops.index(at + 3))
+            mbarrier.wait(empty.index(2), was)
+            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
+            copy_in(g_desc, [row, i_h * K + i_k], full.index(2), gs)
             mbarrier.wait(empty.index(0), was)
-            mbarrier.expect(full.index(0), state_bytes)
+            mbarrier.expect(full.index(0), states_desc.block_type.nbytes)
             copy_in(states_desc, [n * V, i_k], full.index(0), ss.index(0))
-            copy_in(dstates_desc, [n * V, i_k], full.index(0), ds.index(0))
             if block == 0:
-                mbarrier.wait(empty.index(4), was_chunk)
-                mbarrier.expect(full.index(4), value_bytes)
-                copy_in(do_desc, [row, i_h * V], full.index(4), os.index(0))
-                copy_in(y_desc, [n * V, 0], full.index(4), ys.index(0))
-                copy_in(x_desc, [n * V, 0], full.index(4), xs.index(0))
-                if not DELTA:
-                    copy_in(v_desc, [row, i_h * V], full.index(4), vs.index(0))
                 mbarrier.wait(empty.index(5), was_chunk)
-                mbarrier.expect(full.index(5), score_bytes)
-                copy_in(dqb_desc, [n * C, 0], full.index(5), scores.index(0))
-                copy_in(dab_desc, [n * C, 0], full.index(5), scores.index(1))
+                mbarrier.expect(full.index(5), before_bytes)
+                copy_in(do_desc, [row, i_h * V], full.index(5), os.index(0))
+                copy_in(y_desc, [n * V, 0], full.index(5), ys.index(0))
+            mbarrier.wait(empty.index(1), was)
+            mbarrier.expect(full.index(1), dstates_desc.block_type.nbytes)
+            copy_in(dstates_desc, [n * V, i_k], full.index(1), ds.index(0))
+            if block == 0:
+                mbarrier.wait(empty.index(6), was_chunk)
+                mbarrier.expect(full.index(6), after_bytes)
+                copy_in(x_desc, [n * V, 0], full.index(6), xs.index(0))
                 if not DELTA:
-                    copy_in(dqk_desc, [n * C, 0], full.index(5), scores.index(2))
-                    copy_in(dak_desc, [n * C, 0], full.index(5), scores.index(3))
+                    copy_in(v_desc, [row, i_h * V], full.index(6), vs.index(0))
+            if block == 0:
+                mbarrier.wait(empty.index(7), was_chunk)
+                mbarrier.expect(full.index(7), score_bytes)
+                copy_in(dqb_desc, [n * C, 0], full.index(7), scores.index(0))
+                copy_in(dab_desc, [n * C, 0], full.index(7), scores.index(1))
+                if not DELTA:
+                    copy_in(dqk_desc, [n * C, 0], full.index(7), scores.index(2))
+                    copy_in(dak_desc, [n * C, 0], full.index(7), scores.index(3))
 
 
 @gluon.jit
