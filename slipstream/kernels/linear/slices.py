@@ -56,8 +56,8 @@ GROUPED, PACKED = 160_000, 800_000
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
 BUSY = 128
-# Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192 with
-# 32 heads take a tenth longer than two (docs/log.md).
+# Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192
+# with 32 heads take a tenth longer than two (docs/log.md).
 FEW = 48
 _SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
 

@@ -268,8 +268,8 @@ def grads_part(
                 fence_async_shared()
                 gl.thread_barrier()
             b_dr, b_ds, b_z = gradients_of_reads(
-                ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores, full,
-                empty, turn, last, none, b_early, b_late, scale, zero,
+                ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
+                full, empty, turn, last, none, b_early, b_late, scale, zero,
                 V, BK, wide, DELTA,
             )  # fmt: skip
             o_o = (o_c + none)[:, None] * (HV * K) + o_k[None, :]
