@@ -14,15 +14,17 @@ from slipstream.kernels.softmax.hopper.tiles import TILES, TRIED
 from slipstream.kernels.softmax.terms import Options, Terms
 from tests.kernels.linear.sass import disassemble, most_spilled, overwritten
 
+# of slipstream.kernels.softmax.hopper.common, which imports Triton
+LEFT = 1
+
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-# bytes of stack a thread, for what lives from a unit to the next: the loops over tiles touch none
-# of it but where SPILLED says so
-SPILLS = 112
-# words stored or loaded a tile, by a part of the kernel's name and the width of a head
-SPILLED = {("dkv", 256): 1}
+# bytes of stack a thread, by a part of the kernel's name, the width of a head, and whether there is
+# a window: what ptxas keeps from before a loop over tiles till after it; the loops touch none of it
+STACK = {("fwd", 128, True): 32, ("bwd", 128, False): 8, ("bwd", 128, True): 8}
+STACK |= {("dkv", 256, True): 8}
 
 
 def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:
@@ -97,11 +99,13 @@ def check(call: Any, only: str = "") -> None:
         assert not got.instructions["mma.sync"], job.name
         # who takes a unit of the forward, by a counter
         assert not got.instructions["atomic"] or "fwd" in job.name, job.name
-        assert got.stack <= SPILLS, f"{job.name}: {got.stack} bytes spilled"
+        part, width = job.name.split("_")[1], job.constants["D"]
+        window = bool(job.constants["FLAGS"] & LEFT)
+        most = STACK.get((part, width, window), 0)
+        assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
         text = disassemble(got.asm["cubin"])
         products = text.count("HGMMA")
         # where the assembler serialises them there is a wait for each
         assert text.count("WARPGROUP.DEPBAR") * 3 <= products, job.name
-        part, width = job.name.split("_")[1], job.constants["D"]
-        assert most_spilled(text) <= SPILLED.get((part, width), 0), job.name
+        assert not most_spilled(text), job.name
         assert not overwritten(text), job.name

@@ -20,11 +20,16 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
+    ROWS_OWN,
     anew,
     barriers,
     clean,
     keys_seen,
+    note,
+    noted,
+    notes,
     place,
+    places_anew,
     put,
     ready,
     stage,
@@ -36,7 +41,7 @@ from slipstream.kernels.softmax.hopper.forward_weights import (
     weights,
     with_sink,
 )
-from slipstream.kernels.softmax.hopper.units import board_of, hear
+from slipstream.kernels.softmax.hopper.units import board_of, hear, program
 from slipstream.kernels.softmax.triton.scores import LN2, LOG2E
 
 _SIZES = ["T", "S", "H", "N", "group", "tiles", "steps", "section", "units", "left", "right"]
@@ -44,6 +49,8 @@ _AT = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
 _DO_AT = ["do_rb", "do_rh", "do_ch"]
 # beside the flags of common.py and units.py: a score of no key
 SINKS = gl.constexpr(64)
+# numbers of a unit that each warpgroup writes down
+NOTED = gl.constexpr(5)
 
 
 @gluon.jit
@@ -130,7 +137,7 @@ def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexp
 
 
 @gluon.jit
-def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
+def _finish(at_q, turn, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
     """Stores o and its lse, and frees the queries, whose buffer o goes through."""
     o_ptr, lse_ptr, sinks_ptr = out
@@ -138,7 +145,7 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
     m, l, acc = sums
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
-    o_m = gl.arange(0, 64, m.type.layout)
+    o_m = places_anew(gl.arange(0, 64, m.type.layout), turn, ROWS_OWN)
     if FLAGS & SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -150,7 +157,7 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
     if bufs_q.shape[2] == DV:
         rows = stage(bufs_q.index(at_q), acc, DV)
         mbarrier.arrive(empty_q.index(at_q))
-        put(p_o, rows, H * DV, queries - row, DV)
+        put(p_o, rows, H * DV, queries - row, turn, DV)
     else:
         mbarrier.arrive(empty_q.index(at_q))
         o_r = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
@@ -163,8 +170,8 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
 
 @gluon.jit
 def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, sizes,
-            given, board, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+            given, board, pad, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+            DV: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_q, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
@@ -174,7 +181,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    unit = gl.program_id(0)
+    unit = program(turn)
     while unit < units:
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
@@ -184,6 +191,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
         row += c * 64
+        note(pad, (i_h, i_b, begin, queries, row), c * NOTED)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
@@ -194,32 +202,34 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         turn += count
         last = bufs_v.index((turn - 1) % ST)
         ready(full_v, turn - 1, ST)
-        clean(last, keys - key - (count - 1) * BN, BN, DV)
+        clean(last, keys - key - (count - 1) * BN, turn, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
-        spot = (i_h, i_b, begin, queries, row)
+        spot = noted(pad, c * NOTED, 5)
         shape = (sizes[0], sizes[2])
         if DV > 64:
             shape = anew(shape, turn)
-        _finish(at_q, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
+        _finish(
+            at_q + (turn >> 30), turn, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS
+        )
         unit = hear(unit, board, mine, FLAGS)
         mine += 1
 
 
 @gluon.jit
-def _first(out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+def _first(out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
            NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
             NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
-def _second(out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+def _second(out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
             NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
             ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
             NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
@@ -282,19 +292,20 @@ def softmax_fwd_sm90_kernel(
     full_v = barriers(ST, 1)
     empty_v = barriers(ST, NC)
     words, told, heard = board_of(NC)
+    pad = notes(NC * NOTED)
     gl.warp_specialize([
         (_first, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
                   (bufs_q, bufs_k, bufs_v),
                   (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                  (counter_ptr, words, told, heard), NC, BN, D, DV, ST, FLAGS)),
+                  (counter_ptr, words, told, heard), pad, NC, BN, D, DV, ST, FLAGS)),
         (_second, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
                    (bufs_q, bufs_k, bufs_v),
                    (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                    (cu_q_ptr, cu_k_ptr, lengths_ptr),
                    (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                   (counter_ptr, words, told, heard), NC, BN, D, DV, ST, FLAGS)),
+                   (counter_ptr, words, told, heard), pad, NC, BN, D, DV, ST, FLAGS)),
         (load_units, ((desc_q, desc_k, desc_v), (bufs_q, bufs_k, bufs_v),
                       (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                       (cu_q_ptr, cu_k_ptr, lengths_ptr),

@@ -12,11 +12,14 @@ first.
 
 from slipstream.kernels.gluon import gl, gluon
 from slipstream.kernels.softmax.hopper.common import (
+    COLUMNS_OWN,
     LEFT,
     RIGHT,
+    ROWS_OWN,
     SOFTCAP,
     anew,
     inverse,
+    places_anew,
     where_below,
 )
 
@@ -76,8 +79,9 @@ def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
         s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
         under = 1.0
     if MASKED:
-        o_m = gl.arange(0, 64, gl.SliceLayout(1, layout))
-        o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        o_m = places_anew(gl.arange(0, 64, m.type.layout), turn, ROWS_OWN)
+        o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        o_n = key + places_anew(o_n, turn, COLUMNS_OWN)
         low, high = at - window[0] - 1, at + window[1] + 1
         if FLAGS & LEFT:  # bounds on both sides would take registers between masked tiles
             low, high = anew((low, high), turn)
