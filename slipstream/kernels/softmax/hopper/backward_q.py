@@ -154,7 +154,7 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        clean(k, keys - key, turn, BN, D)
+        clean(k, keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -250,8 +250,11 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         )
         key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
         row += c * 64
-        left, right = anew(window, turn)
-        o_m = places_anew(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), turn, ROWS_OWN)
+        left, right = window
+        o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        if not FLAGS & SOFTCAP:  # with it these go to the stack in the loop over masked tiles
+            left, right = anew(window, turn)
+            o_m = places_anew(o_m, turn, ROWS_OWN)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
         if FLAGS & RIGHT:
