@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 STACK = {("fwd", 128, "window"): 32, ("dkv", 256, "window"): 8}
 STACK |= {("bwd", 128, x): 8 for x in ("", "window", "softcap")}
 STACK |= {("dq", 256, "window"): 40, ("dq", 256, "softcap"): 40}
+STACK |= {("fwd", 64, "softcap"): 8, ("bwd", 64, "softcap"): 8}
 
 
 def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:

@@ -34,6 +34,7 @@ from slipstream.kernels.softmax.hopper.backward_kv import weights
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     RIGHT,
+    ROOMY,
     ROWS_OWN,
     anew,
     barriers,
@@ -41,6 +42,7 @@ from slipstream.kernels.softmax.hopper.common import (
     corner,
     fetch,
     free,
+    late,
     note,
     noted,
     notes,
@@ -137,9 +139,11 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn):
 
 
 @gluon.jit
-def _sight(at, row, keys, window, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
+def _sight(at, row, keys, window, turn, layout: gl.constexpr, D: gl.constexpr,
+           FLAGS: gl.constexpr):  # fmt: skip
     """The queries that see each of 64 keys: from `low` to before `high`. at: the first key, as a
     row of queries."""
+    turn = late(turn, D)
     left, right = anew(window, turn)
     o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
     low = o_n * 0
@@ -211,17 +215,16 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
 
 
 @gluon.jit
-def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-          window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
+          sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
-    group, units = sizes[4], sizes[8]
+    group = sizes[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WIDTH: gl.constexpr = D if D == 64 else D // 2
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)
-    unit = program(units)
     turn = unit >> 31  # 0, but not to a compiler
     k, v = buffers[0].index(turn).slice(c * 64, 64), buffers[1].index(turn).slice(c * 64, 64)
     i_kv, _, _, queries, i_kb, begin_k, keys, room, row, _ = place(
@@ -234,9 +237,9 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
         outer = inner
     row += c * 64
     FIRST: gl.constexpr = c * NOTED
-    span = (query + (count - 1) * BM, count, inner, outer, queries)
-    note(pad, span, FIRST)
-    note(pad, (row, keys, i_kv, i_kb, begin_k, room), FIRST + 5)
+    known = (query + (count - 1) * BM, count, inner, outer, queries)
+    known = known + (row, keys, i_kv, i_kb, begin_k, room)
+    note(pad, known, FIRST, D)
     dk = gl.zeros([64, D], gl.float32, k_layout)
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
@@ -248,8 +251,8 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         held = (k.load(k_regs), v.load(k_regs))
     for _ in range(anew((group,), turn)[0]):
-        last, count, inner, outer, queries, row, keys = noted(pad, FIRST, 7)
-        sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, FLAGS)
+        last, count, inner, outer, queries, row, keys = noted(pad, known[:7], FIRST, D)
+        sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, D, FLAGS)
         for i in range(count - outer):
             dk, dv = _step(
                 c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, sight,
@@ -261,14 +264,16 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
                 last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
             )  # fmt: skip
         if FLAGS & RIGHT:
-            last, count, inner, _, queries, row, keys = noted(pad, FIRST, 7)
-            sight = _sight(row - (keys - queries), row, keys, window, turn + inner, s_layout, FLAGS)
+            last, count, inner, _, queries, row, keys = noted(pad, known[:7], FIRST, D)
+            sight = _sight(
+                row - (keys - queries), row, keys, window, turn + inner, s_layout, D, FLAGS
+            )
             for i in range(count - inner, count):
                 dk, dv = _step(
                     c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, sight,
                     last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                 )  # fmt: skip
-        turn += noted(pad, FIRST + 1, 1)[0]
+        turn += noted(pad, known[1:2], FIRST + 1, D)[0]
     if D == 64:
         _whole(c, buffers[0], buffers[4], buffers[5], full, empty, zero_q, turn - 1)
     elif turn > 0:
@@ -283,12 +288,28 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
     k, v = buffers[0].index(same).slice(c * 64, 64), buffers[1].index(same).slice(c * 64, 64)
     out_k = stage(k, (dk * scale).to(k.dtype), D)
     out_v = stage(v, dv.to(k.dtype), D)
-    row, _, i_kv, i_kb, begin_k, room = noted(pad, FIRST + 5, 6)
+    row, _, i_kv, i_kb, begin_k, room = noted(pad, known[5:], FIRST + 5, D)
     S, H, each = anew((sizes[1], sizes[2], group), turn)
     HKV = H // each
     at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
     put(dk_ptr + at, out_k, HKV * D, room - row, turn, D)
     put(dv_ptr + at, out_v, HKV * D, room - row, turn, D)
+
+
+@gluon.jit
+def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
+          window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+          FLAGS: gl.constexpr):  # fmt: skip
+    units = sizes[8]
+    if D > ROOMY:
+        _unit(c, program(units), dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
+              sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
+    else:
+        # one unit too, but not to a compiler: ptxas would make addresses of buffers and barriers
+        # in uniform registers
+        for unit in range(program(units), units, gl.num_programs(0)):
+            _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
+                  window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit

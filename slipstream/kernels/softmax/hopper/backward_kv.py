@@ -273,7 +273,8 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr
         sides = anew(window, turn)
         query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 64, FLAGS)
         sight = (row - (keys - queries), sides)
-        note(pad, (row, i_kv, i_kb, begin_k, room), KEYS * NOTED)
+        spot = (row, i_kv, i_kb, begin_k, room)
+        note(pad, spot, KEYS * NOTED, D)
         acc = gl.zeros([64, D], gl.float32, k_layout)
         mbarrier.wait(full[0].index(0), mine & 1)
         if KEYS:
@@ -307,7 +308,7 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr
         out = stage(out_buffers.index(KEYS + (turn >> 30)), (acc * scale).to(bufs_k.dtype), D)
         if KEYS:
             mbarrier.arrive(empty[0].index(1))
-        row, i_kv, i_kb, begin_k, room = noted(pad, KEYS * NOTED, 5)
+        row, i_kv, i_kb, begin_k, room = noted(pad, spot, KEYS * NOTED, D)
         S, H, each = anew((sizes[1], sizes[2], group), turn)
         HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D

@@ -263,7 +263,8 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
-        note(pad, (i_h, i_b, begin, queries, row), c * NOTED)
+        spot = (i_h, i_b, begin, queries, row)
+        note(pad, spot, c * NOTED, D)
         mbarrier.wait(full[0].index(2 * c), mine & 1)
         mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
         if D < 256:
@@ -278,7 +279,7 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
             )  # fmt: skip
         turn += count
         mine += 1
-        i_h, i_b, begin, queries, row = noted(pad, c * NOTED, 5)
+        i_h, i_b, begin, queries, row = noted(pad, spot, c * NOTED, D)
         T, H = anew((sizes[0], sizes[2]), turn)
         out = stage(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty[0].index(c))

@@ -33,6 +33,8 @@ STEP = gl.constexpr(16)
 # bits of a product's row and column that are a thread's own
 ROWS_OWN = gl.constexpr(55)
 COLUMNS_OWN = gl.constexpr(6)
+# channels that leave registers to spare: there it costs more to make anew and to note than to keep
+ROOMY = gl.constexpr(64)
 
 
 @gluon.jit
@@ -51,6 +53,12 @@ def places_anew(x, turn, OWN: gl.constexpr):
     """The same of x, which is gl.arange(0, 2^n), where a thread has several: OWN are the bits that
     are its own. Of one number the others are made, and none is kept."""
     return ((x & OWN) ^ (turn >> 30)) + (x & (x.shape[0] - 1 - OWN))
+
+
+@gluon.jit
+def late(turn, WIDTH: gl.constexpr):
+    """The turn to make anew by; 0, which a compiler knows, if WIDTH channels leave registers."""
+    return turn if WIDTH > ROOMY else 0
 
 
 @gluon.jit
@@ -183,20 +191,24 @@ def notes(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def note(pad, numbers, FIRST: gl.constexpr):
+def note(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Writes down what would be kept in registers that the loops over tiles lack."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    for i in gl.static_range(len(numbers)):
-        pad.index(FIRST + i).store(gl.full([1], numbers[i], gl.int32, layout))
+    if WIDTH > ROOMY:
+        for i in gl.static_range(len(numbers)):
+            pad.index(FIRST + i).store(gl.full([1], numbers[i], gl.int32, layout))
 
 
 @gluon.jit
-def noted(pad, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT of what note() wrote."""
+def noted(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """The same numbers as note() wrote them, or as they are if it did not."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     made = ()
-    for i in gl.static_range(FIRST, FIRST + COUNT):
-        made = made + (gl.max(pad.index(i).load(layout), 0),)
+    for i in gl.static_range(len(numbers)):
+        if WIDTH > ROOMY:
+            made = made + (gl.max(pad.index(FIRST + i).load(layout), 0),)
+        else:
+            made = made + (numbers[i],)
     return made
 
 
@@ -215,7 +227,7 @@ def clean(buffer, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    o_r = places_anew(o_r, turn, 1024 // WIDTH - 1)
+    o_r = places_anew(o_r, late(turn, WIDTH), 1024 // WIDTH - 1)
     if rows < ROWS:
         for i in gl.static_range(0, ROWS, STEP):
             if rows < i + STEP:
@@ -266,7 +278,7 @@ def put(ptr, values, stride, rows, turn, WIDTH: gl.constexpr):
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    o_r = places_anew(o_r, turn, 1024 // WIDTH - 1)
+    o_r = places_anew(o_r, late(turn, WIDTH), 1024 // WIDTH - 1)
     p = ptr + o_r.to(gl.int64)[:, None] * stride + o_c[None, :]
     for i in gl.static_range(64 // STEP):
         gl.store(p, values[i], mask=(o_r < rows - i * STEP)[:, None] & (o_c >= 0)[None, :])

@@ -25,6 +25,7 @@ from slipstream.kernels.softmax.hopper.common import (
     barriers,
     clean,
     keys_seen,
+    late,
     note,
     noted,
     notes,
@@ -86,7 +87,7 @@ def _step(at_q, bufs_q, zero, ring_k, ring_v, state, turn, sight, key, ST: gl.co
     acc = warpgroup_mma(p, bufs_v.index(before % ST), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(empty_k.index(turn % ST))
-    e, m, shrink = weights(s, m, sight, turn, key, MASKED, FLAGS)
+    e, m, shrink = weights(s, m, sight, turn, key, bufs_v.shape[2], MASKED, FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # the assembler lifts the wait for p v over the exponentials, but not over another wait
     ready(full_v, before, ST)
@@ -109,9 +110,9 @@ def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexp
     mbarrier.arrive(empty_k.index(turn % ST))
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     if (inner == 0) & (outer > 0):
-        e, m, _ = weights(s, m, sight, turn, key, False, FLAGS)
+        e, m, _ = weights(s, m, sight, turn, key, DV, False, FLAGS)
     else:
-        e, m, _ = weights(s, m, sight, turn, key, True, FLAGS)
+        e, m, _ = weights(s, m, sight, turn, key, DV, True, FLAGS)
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
@@ -191,7 +192,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
         row += c * 64
-        note(pad, (i_h, i_b, begin, queries, row), c * NOTED)
+        spot = (i_h, i_b, begin, queries, row)
+        note(pad, spot, c * NOTED, DV)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
@@ -206,13 +208,10 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
-        spot = noted(pad, c * NOTED, 5)
-        shape = (sizes[0], sizes[2])
-        if DV > 64:
-            shape = anew(shape, turn)
-        _finish(
-            at_q + (turn >> 30), turn, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS
-        )
+        spot = noted(pad, spot, c * NOTED, DV)
+        now = late(turn, DV)
+        shape = anew((sizes[0], sizes[2]), now)
+        _finish(at_q + (now >> 30), now, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
         unit = hear(unit, board, mine, FLAGS)
         mine += 1
 
