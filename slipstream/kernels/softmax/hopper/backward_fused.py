@@ -250,7 +250,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         held = (k.load(k_regs), v.load(k_regs))
-    for _ in range(anew((group,), turn)[0]):
+    for _ in range(anew((group,), late(turn, D))[0]):
         last, count, inner, outer, queries, row, keys = noted(pad, known[:7], FIRST, D)
         sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, D, FLAGS)
         for i in range(count - outer):
@@ -284,7 +284,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     # both warpgroups are done with k once both have handed over the last tile
     mbarrier.arrive(empty[2].index(0))
     mbarrier.wait(empty[2].index(0), 0)
-    same = turn >> 30
+    same = late(turn, D) >> 30
     k, v = buffers[0].index(same).slice(c * 64, 64), buffers[1].index(same).slice(c * 64, 64)
     out_k = stage(k, (dk * scale).to(k.dtype), D)
     out_v = stage(v, dv.to(k.dtype), D)
