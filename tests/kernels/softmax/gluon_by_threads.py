@@ -239,8 +239,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
-    """1 / x, else by what there is of operands: 2^x, a product, and the first where the others
-    ascend."""
+    """1 / x, the program's number, else by what there is of operands: 2^x, a product, and the first
+    where the others ascend."""
+    if "%ctaid" in asm:
+        return tensor(_LOCAL.program[0])
     if asm.startswith("rcp"):
         return tensor(1.0 / x[0])
     if len(x) == 3:

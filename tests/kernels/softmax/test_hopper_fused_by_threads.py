@@ -37,15 +37,11 @@ def test_fused_backward_matches_reference(call: Call, D: int) -> None:
     terms, options = call.terms(torch.float64), call.options
     do, dlse = incoming(terms)
     right = want(terms, options, do, dlse)
-    units = sizes(terms, options, True)[8]
-    for programs in (min(3, units), units):
-        grads = fused(terms, options, right, do, dlse, programs)
-        check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
+    grads = fused(terms, options, right, do, dlse)
+    check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
 
 
-def fused(
-    terms: Terms, options: Options, right: dict, do: Any, dlse: Any, programs: int
-) -> dict[str, Any]:
+def fused(terms: Terms, options: Options, right: dict, do: Any, dlse: Any) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     o, lse = right["o"], right["lse"]
@@ -68,7 +64,7 @@ def fused(
     rows = [Descriptor(x.numpy().reshape(-1), (64,)) for x in (base, delta)]
     dq = Descriptor(sums.numpy().reshape(-1, D), (64, D // 2))
     launch_together(
-        found("backward_fused:softmax_bwd_sm90_kernel"), programs,
+        found("backward_fused:softmax_bwd_sm90_kernel"), sizes(terms, options, True)[8],
         (desc(q, 64), desc(k, 128), desc(v, 128), desc(do, 64), *rows, dq, ptr(turns), ptr(dk),
          ptr(dv), *offsets(terms), *factors(options), options.scale, *sizes(terms, options, True),
          *at(q), *at(k), *at(v), *at(do)),

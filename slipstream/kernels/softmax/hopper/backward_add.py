@@ -16,6 +16,7 @@ from slipstream.kernels.softmax.hopper.common import (
     queries_seen,
     ready,
 )
+from slipstream.kernels.softmax.hopper.units import program
 from slipstream.kernels.turns import reduce_out, turn_done, turn_of
 
 
@@ -35,36 +36,36 @@ def _add(parity: gl.constexpr, desc_dq, turns_ptr, buffers, full, empty, offsets
          BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """Writes or adds every second tile of dq once all earlier keys' are there."""
     group, units = sizes[4], sizes[8]
-    turn = units * 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        i_kv, i_b, begin, queries, _, _, keys, _, row, i_n = place(
-            unit, offsets, sizes, 128, True, FLAGS
-        )
-        sides = anew(window, turn)
-        low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
-        for i_g in range(group):
-            there = anew(sizes, turn)
-            first = tile_of_sequence(i_b, i_kv * group + i_g, i_n, begin, there, BM, FLAGS)
-            for i in range(count):
-                if turn % 2 == parity:
-                    query = low + (count - 1 - i) * BM
-                    tile = first + query // BM
-                    rank = row // 128
-                    if FLAGS & LEFT:  # the first keys that these queries see
-                        rank -= gl.maximum(query + keys - queries - sides[0], 0) // 128
-                    while turn_of(turns_ptr + tile) < rank:
-                        pass
-                    ready(full, turn, 2)
-                    for c in gl.static_range(2):
-                        to = [tile * BM, c * (D // 2)]
-                        if rank == 0:
-                            copy_out(desc_dq, to, buffers.index(2 * parity + c))
-                        else:
-                            reduce_out(desc_dq, to, buffers.index(2 * parity + c))
-                    store_wait(0)
-                    mbarrier.arrive(empty.index(parity))
-                    turn_done(turns_ptr + tile, rank + 1)
-                turn += 1
+    unit = program(units)
+    turn = unit >> 31  # 0, but not to a compiler
+    i_kv, i_b, begin, queries, _, _, keys, _, row, i_n = place(
+        unit, offsets, sizes, 128, True, FLAGS
+    )
+    sides = anew(window, turn)
+    low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
+    for i_g in range(group):
+        there = anew(sizes, turn)
+        first = tile_of_sequence(i_b, i_kv * group + i_g, i_n, begin, there, BM, FLAGS)
+        for i in range(count):
+            if turn % 2 == parity:
+                query = low + (count - 1 - i) * BM
+                tile = first + query // BM
+                rank = row // 128
+                if FLAGS & LEFT:  # the first keys that these queries see
+                    rank -= gl.maximum(query + keys - queries - sides[0], 0) // 128
+                while turn_of(turns_ptr + tile) < rank:
+                    pass
+                ready(full, turn, 2)
+                for c in gl.static_range(2):
+                    to = [tile * BM, c * (D // 2)]
+                    if rank == 0:
+                        copy_out(desc_dq, to, buffers.index(2 * parity + c))
+                    else:
+                        reduce_out(desc_dq, to, buffers.index(2 * parity + c))
+                store_wait(0)
+                mbarrier.arrive(empty.index(parity))
+                turn_done(turns_ptr + tile, rank + 1)
+            turn += 1
 
 
 @gluon.jit

@@ -21,9 +21,11 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.softmax.hopper.common import (
+    COLUMNS_OWN,
     LEFT,
     LENGTHS,
     RIGHT,
+    ROWS_OWN,
     SOFTCAP,
     anew,
     barriers,
@@ -32,7 +34,11 @@ from slipstream.kernels.softmax.hopper.common import (
     fetch,
     free,
     inverse,
+    note,
+    noted,
+    notes,
     place,
+    places_anew,
     put,
     queries_seen,
     ready,
@@ -40,14 +46,19 @@ from slipstream.kernels.softmax.hopper.common import (
     where_below,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
+from slipstream.kernels.softmax.hopper.units import program
+
+# numbers of a unit that each warpgroup writes down
+NOTED = gl.constexpr(5)
 
 
 @gluon.jit
-def numbers(ptr, there, other, BM: gl.constexpr, layout: gl.constexpr, MASKED: gl.constexpr):
+def numbers(ptr, there, turn, other, BM: gl.constexpr, layout: gl.constexpr, MASKED: gl.constexpr):
     """BM numbers, of which `there` are there, along the columns of a product."""
     o_m = gl.arange(0, BM, gl.SliceLayout(0, layout))
     if MASKED:
-        x = gl.load(ptr + o_m, mask=o_m < there, other=other)
+        m_m = places_anew(o_m, turn, COLUMNS_OWN) < there
+        x = gl.load(ptr + o_m, mask=m_m, other=other)
     else:
         x = gl.load(ptr + o_m)
     return x
@@ -60,7 +71,7 @@ def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
     sight: the query at the place of the first key, and the window.
     """
     at, window = sight
-    o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
     low, high = anew((at - window[1], at + window[0] + 1), turn)
     if FLAGS & RIGHT:
         low += o_n
@@ -120,10 +131,8 @@ def _in_parts(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS:
 
 
 @gluon.jit
-def weights(s, base, sight, query, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """p, keys by queries from `query` on, and what dp - delta is to be multiplied by for dx."""
-    layout: gl.constexpr = s.type.layout
-    o_m = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+def weights(s, base, sight, o_m, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """p, keys by queries o_m, and what dp - delta is to be multiplied by for dx."""
     if MASKED:
         low, high = sight
         low, high = low[:, None], high[:, None]
@@ -151,7 +160,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+    for unit in range(program(turn), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 64, True, FLAGS
         )
@@ -184,22 +193,23 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, qu
     bufs_k, bufs_q, bufs_do = buffers
     layout: gl.constexpr = zero.type.layout
     there = queries - query
-    base = numbers(base_ptr + query, there, float("inf"), BM, layout, MASKED)
+    base = numbers(base_ptr + query, there, turn, float("inf"), BM, layout, MASKED)
     slot = turn % ST
     q, do = bufs_q.index(slot), bufs_do.index(slot)
     ready(full[1], turn, ST)
     if MASKED:
-        clean(q, there, BM, D)
+        clean(q, there, turn, BM, D)
     k = bufs_k.index(turn >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty[1].index(slot))
     if MASKED:
         sight = seen_by(sight, turn, layout, FLAGS)
-    p, _ = weights(s, base, sight, query, factor, cap, MASKED, FLAGS)
+    o_m = places_anew(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
+    p, _ = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
     ready(full[2], turn, ST)
     if MASKED:
-        clean(do, there, BM, D)
+        clean(do, there, turn, BM, D)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -215,14 +225,14 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
     bufs_k, bufs_q, bufs_do = buffers
     layout: gl.constexpr = zero.type.layout
     there = queries - query
-    base = numbers(base_ptr + query, there, float("inf"), BM, layout, MASKED)
+    base = numbers(base_ptr + query, there, turn, float("inf"), BM, layout, MASKED)
     slot = turn % ST
     q, do = bufs_q.index(slot), bufs_do.index(slot)
     ready(full[1], turn, ST)
     if MASKED:
         ready(full[2], turn, ST)
-        clean(q, there, BM, D)
-        clean(do, there, BM, D)
+        clean(q, there, turn, BM, D)
+        clean(do, there, turn, BM, D)
     # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
     k, v = bufs_k.index(turn >> 30), bufs_k.index(1 + (turn >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -232,8 +242,9 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
         sight = seen_by(sight, turn, layout, FLAGS)
-    _, w = weights(s, base, sight, query, factor, cap, MASKED, FLAGS)
-    delta = numbers(delta_ptr + query, there, 0.0, BM, layout, MASKED)
+    o_m = places_anew(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
+    _, w = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
+    delta = numbers(delta_ptr + query, there, turn, 0.0, BM, layout, MASKED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(empty[2].index(slot))
     dx = w * (dp - delta[None, :])
@@ -245,8 +256,8 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
 
 
 @gluon.jit
-def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffer, base_ptr, delta_ptr, factor,
-          cap, scale, buffers, full, empty, offsets, sizes, window, BM: gl.constexpr,
+def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr, delta_ptr, factor,
+          cap, scale, buffers, full, empty, offsets, sizes, window, pad, BM: gl.constexpr,
           D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_k = buffers[0]
     group, units = sizes[4], sizes[8]
@@ -255,13 +266,15 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffer, base_ptr,
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+    for unit in range(program(turn), units, gl.num_programs(0)):
         i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row, _ = place(
             unit, offsets, sizes, 64, True, FLAGS
         )
         sides = anew(window, turn)
         query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 64, FLAGS)
         sight = (row - (keys - queries), sides)
+        spot = (row, i_kv, i_kb, begin_k, room)
+        note(pad, spot, KEYS * NOTED, D)
         acc = gl.zeros([64, D], gl.float32, k_layout)
         mbarrier.wait(full[0].index(0), mine & 1)
         if KEYS:
@@ -292,29 +305,30 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffer, base_ptr,
         if FLAGS & LENGTHS:  # keys that are not in use
             used = row + gl.arange(0, 64, gl.SliceLayout(1, k_layout)) < keys
             acc = gl.where(used[:, None], acc, 0.0)
-        out = stage(out_buffer, (acc * scale).to(bufs_k.dtype), D)
+        out = stage(out_buffers.index(KEYS + (turn >> 30)), (acc * scale).to(bufs_k.dtype), D)
         if KEYS:
             mbarrier.arrive(empty[0].index(1))
+        row, i_kv, i_kb, begin_k, room = noted(pad, spot, KEYS * NOTED, D)
         S, H, each = anew((sizes[1], sizes[2], group), turn)
         HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-        put(out_ptr + at, out, HKV * D, room - row, D)
+        put(out_ptr + at, out, HKV * D, room - row, turn, D)
 
 
 @gluon.jit
-def _first(dv_ptr, base_ptr, delta_ptr, factor, cap, buffers, out_buffer, full, empty, offsets,
-           sizes, window, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+def _first(dv_ptr, base_ptr, delta_ptr, factor, cap, buffers, bufs_dv, full, empty, offsets,
+           sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    _walk(_values, False, dv_ptr, out_buffer, base_ptr, delta_ptr, factor, cap, 1.0, buffers, full,
-          empty, offsets, sizes, window, BM, D, ST, FLAGS)  # fmt: skip
+    _walk(_values, 0, dv_ptr, bufs_dv, base_ptr, delta_ptr, factor, cap, 1.0, buffers, full,
+          empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _second(dk_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-            window, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+            window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
-    _walk(_keys, True, dk_ptr, buffers[0].index(1), base_ptr, delta_ptr, factor, cap, scale,
-          buffers, full, empty, offsets, sizes, window, BM, D, ST, FLAGS)  # fmt: skip
+    _walk(_keys, 1, dk_ptr, buffers[0], base_ptr, delta_ptr, factor, cap, scale,
+          buffers, full, empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
@@ -377,17 +391,18 @@ def softmax_dkv_sm90_kernel(
     empty_q = barriers(ST, 2)
     full_do = barriers(ST, 1)
     empty_do = barriers(ST, 2)
+    pad = notes(2 * NOTED)
     gl.warp_specialize([
         (_first, (dv_ptr, base_ptr, delta_ptr, factor, cap, (bufs_k, bufs_q, bufs_do),
-                  bufs_dv.index(0), (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
+                  bufs_dv, (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                  BM, D, ST, FLAGS)),
+                  pad, BM, D, ST, FLAGS)),
         (_second, (dk_ptr, base_ptr, delta_ptr, factor, cap, scale, (bufs_k, bufs_q, bufs_do),
                    (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
                    (cu_q_ptr, cu_k_ptr, lengths_ptr),
                    (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                   BM, D, ST, FLAGS)),
+                   pad, BM, D, ST, FLAGS)),
         (_load, ((desc_q, desc_k, desc_v, desc_do), (bufs_k, bufs_q, bufs_do),
                  (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
                  (cu_q_ptr, cu_k_ptr, lengths_ptr),

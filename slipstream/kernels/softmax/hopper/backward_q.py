@@ -19,7 +19,9 @@ from slipstream.kernels.gluon import (
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     RIGHT,
+    ROWS_OWN,
     SOFTCAP,
+    anew,
     barriers,
     clean,
     corner,
@@ -27,13 +29,21 @@ from slipstream.kernels.softmax.hopper.common import (
     free,
     inverse,
     keys_seen,
+    note,
+    noted,
+    notes,
     place,
+    places_anew,
     put,
     ready,
     stage,
     where_below,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
+from slipstream.kernels.softmax.hopper.units import program
+
+# numbers of a unit that each warpgroup writes down
+NOTED = gl.constexpr(5)
 
 
 @gluon.jit
@@ -47,7 +57,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+    for unit in range(program(turn), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
@@ -144,7 +154,7 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        clean(k, keys - key, BN, D)
+        clean(k, keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -216,7 +226,7 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
         )  # fmt: skip
     turn += count - 1
     last = bufs_k.index(turn % KS)
-    clean(last, keys - key - (count - 1) * BN, BN, D)
+    clean(last, keys - key - (count - 1) * BN, turn, BN, D)
     dq = warpgroup_mma(dx, last, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -225,30 +235,36 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
 
 @gluon.jit
 def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty,
-          offsets, sizes, window, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
+          offsets, sizes, window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
           VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
-    T, H, units = sizes[0], sizes[2], sizes[8]
-    left, right = window
+    units = sizes[8]
     q, do = bufs_q.index(c), bufs_do.index(c)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     turn = units * 0
     mine = units * 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+    for unit in range(program(turn), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
         key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
         row += c * 64
+        left, right = window
+        o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        if not FLAGS & SOFTCAP:  # with it these go to the stack in the loop over masked tiles
+            left, right = anew(window, turn)
+            o_m = places_anew(o_m, turn, ROWS_OWN)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
         if FLAGS & RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
+        T, H = anew((sizes[0], sizes[2]), turn)
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
+        spot = (i_h, i_b, begin, queries, row)
+        note(pad, spot, c * NOTED, D)
         mbarrier.wait(full[0].index(2 * c), mine & 1)
         mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
         if D < 256:
@@ -263,26 +279,28 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
             )  # fmt: skip
         turn += count
         mine += 1
-        out = stage(q, (dq * scale).to(q.dtype), D)
+        i_h, i_b, begin, queries, row = noted(pad, spot, c * NOTED, D)
+        T, H = anew((sizes[0], sizes[2]), turn)
+        out = stage(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty[0].index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
-        put(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, D)
+        put(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, turn, D)
 
 
 @gluon.jit
 def _first(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-           window, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
+           window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
     _walk(0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-          window, BN, D, KS, VS, FLAGS)  # fmt: skip
+          window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _second(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-            window, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
+            window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
     _walk(1, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-          window, BN, D, KS, VS, FLAGS)  # fmt: skip
+          window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
@@ -343,17 +361,18 @@ def softmax_dq_sm90_kernel(
     empty_k = barriers(KS, 2)
     full_v = barriers(VS, 1)
     empty_v = barriers(VS, 2)
+    pad = notes(2 * NOTED)
     gl.warp_specialize([
         (_first, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
                   (bufs_q, bufs_do, bufs_k, bufs_v), (full_q, full_k, full_v),
                   (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                  BN, D, KS, VS, FLAGS)),
+                  pad, BN, D, KS, VS, FLAGS)),
         (_second, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
                    (bufs_q, bufs_do, bufs_k, bufs_v), (full_q, full_k, full_v),
                    (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
                    (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                   BN, D, KS, VS, FLAGS)),
+                   pad, BN, D, KS, VS, FLAGS)),
         (_load, ((desc_q, desc_k, desc_v, desc_do), (bufs_q, bufs_do, bufs_k, bufs_v),
                  (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                  (cu_q_ptr, cu_k_ptr, lengths_ptr),

@@ -30,6 +30,11 @@ PACKED_Q = gl.constexpr(16)
 PACKED_K = gl.constexpr(32)
 # rows that are cleaned or stored at a time
 STEP = gl.constexpr(16)
+# bits of a product's row and column that are a thread's own
+ROWS_OWN = gl.constexpr(55)
+COLUMNS_OWN = gl.constexpr(6)
+# channels that leave registers to spare: there it costs more to make anew and to note than to keep
+ROOMY = gl.constexpr(64)
 
 
 @gluon.jit
@@ -41,6 +46,19 @@ def anew(numbers, turn):
     for i in gl.static_range(len(numbers)):
         made = made + (numbers[i] ^ (turn >> 30),)
     return made
+
+
+@gluon.jit
+def places_anew(x, turn, OWN: gl.constexpr):
+    """The same of x, which is gl.arange(0, 2^n), where a thread has several: OWN are the bits that
+    are its own. Of one number the others are made, and none is kept."""
+    return ((x & OWN) ^ (turn >> 30)) + (x & (x.shape[0] - 1 - OWN))
+
+
+@gluon.jit
+def late(turn, WIDTH: gl.constexpr):
+    """The turn to make anew by; 0, which a compiler knows, if WIDTH channels leave registers."""
+    return turn if WIDTH > ROOMY else 0
 
 
 @gluon.jit
@@ -165,6 +183,35 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@gluon.jit
+def notes(COUNT: gl.constexpr):
+    """Shared memory for COUNT numbers that all threads of a warpgroup know."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
+
+
+@gluon.jit
+def note(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Writes down what would be kept in registers that the loops over tiles lack."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if WIDTH > ROOMY:
+        for i in gl.static_range(len(numbers)):
+            pad.index(FIRST + i).store(gl.full([1], numbers[i], gl.int32, layout))
+
+
+@gluon.jit
+def noted(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """The same numbers as note() wrote them, or as they are if it did not."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    made = ()
+    for i in gl.static_range(len(numbers)):
+        if WIDTH > ROOMY:
+            made = made + (gl.max(pad.index(FIRST + i).load(layout), 0),)
+        else:
+            made = made + (numbers[i],)
+    return made
+
+
 @gluon.constexpr_function
 def rows_layout(width):
     """Rows of `width` 16-bit numbers over four warps, 16 bytes a thread."""
@@ -173,13 +220,14 @@ def rows_layout(width):
 
 
 @gluon.jit
-def clean(buffer, rows, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def clean(buffer, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Zeroes a tile's rows from `rows` on: they are another sequence's, and 0 times NaN is NaN.
 
     Every consumer does it for itself, with the same outcome.
     """
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    o_r = places_anew(o_r, late(turn, WIDTH), 1024 // WIDTH - 1)
     if rows < ROWS:
         for i in gl.static_range(0, ROWS, STEP):
             if rows < i + STEP:
@@ -225,11 +273,12 @@ def stage(buffer, values, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def put(ptr, values, stride, rows, WIDTH: gl.constexpr):
+def put(ptr, values, stride, rows, turn, WIDTH: gl.constexpr):
     """Stores what stage() returned, of which there are `rows`, `stride` apart."""
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    o_r = places_anew(o_r, late(turn, WIDTH), 1024 // WIDTH - 1)
     p = ptr + o_r.to(gl.int64)[:, None] * stride + o_c[None, :]
     for i in gl.static_range(64 // STEP):
         gl.store(p, values[i], mask=(o_r < rows - i * STEP)[:, None] & (o_c >= 0)[None, :])

@@ -20,11 +20,17 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
+    ROWS_OWN,
     anew,
     barriers,
     clean,
     keys_seen,
+    late,
+    note,
+    noted,
+    notes,
     place,
+    places_anew,
     put,
     ready,
     stage,
@@ -36,7 +42,7 @@ from slipstream.kernels.softmax.hopper.forward_weights import (
     weights,
     with_sink,
 )
-from slipstream.kernels.softmax.hopper.units import board_of, hear
+from slipstream.kernels.softmax.hopper.units import board_of, hear, program
 from slipstream.kernels.softmax.triton.scores import LN2, LOG2E
 
 _SIZES = ["T", "S", "H", "N", "group", "tiles", "steps", "section", "units", "left", "right"]
@@ -44,6 +50,8 @@ _AT = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
 _DO_AT = ["do_rb", "do_rh", "do_ch"]
 # beside the flags of common.py and units.py: a score of no key
 SINKS = gl.constexpr(64)
+# numbers of a unit that each warpgroup writes down
+NOTED = gl.constexpr(5)
 
 
 @gluon.jit
@@ -79,7 +87,7 @@ def _step(at_q, bufs_q, zero, ring_k, ring_v, state, turn, sight, key, ST: gl.co
     acc = warpgroup_mma(p, bufs_v.index(before % ST), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(empty_k.index(turn % ST))
-    e, m, shrink = weights(s, m, sight, turn, key, MASKED, FLAGS)
+    e, m, shrink = weights(s, m, sight, turn, key, bufs_v.shape[2], MASKED, FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # the assembler lifts the wait for p v over the exponentials, but not over another wait
     ready(full_v, before, ST)
@@ -102,9 +110,9 @@ def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexp
     mbarrier.arrive(empty_k.index(turn % ST))
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     if (inner == 0) & (outer > 0):
-        e, m, _ = weights(s, m, sight, turn, key, False, FLAGS)
+        e, m, _ = weights(s, m, sight, turn, key, DV, False, FLAGS)
     else:
-        e, m, _ = weights(s, m, sight, turn, key, True, FLAGS)
+        e, m, _ = weights(s, m, sight, turn, key, DV, True, FLAGS)
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
@@ -130,7 +138,7 @@ def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexp
 
 
 @gluon.jit
-def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
+def _finish(at_q, turn, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
     """Stores o and its lse, and frees the queries, whose buffer o goes through."""
     o_ptr, lse_ptr, sinks_ptr = out
@@ -138,7 +146,7 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
     m, l, acc = sums
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
-    o_m = gl.arange(0, 64, m.type.layout)
+    o_m = places_anew(gl.arange(0, 64, m.type.layout), turn, ROWS_OWN)
     if FLAGS & SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -150,7 +158,7 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
     if bufs_q.shape[2] == DV:
         rows = stage(bufs_q.index(at_q), acc, DV)
         mbarrier.arrive(empty_q.index(at_q))
-        put(p_o, rows, H * DV, queries - row, DV)
+        put(p_o, rows, H * DV, queries - row, turn, DV)
     else:
         mbarrier.arrive(empty_q.index(at_q))
         o_r = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
@@ -163,8 +171,8 @@ def _finish(at_q, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
 
 @gluon.jit
 def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, sizes,
-            given, board, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+            given, board, pad, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+            DV: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_q, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
@@ -174,7 +182,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    unit = gl.program_id(0)
+    unit = program(turn)
     while unit < units:
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS
@@ -184,6 +192,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
         row += c * 64
+        spot = (i_h, i_b, begin, queries, row)
+        note(pad, spot, c * NOTED, DV)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
@@ -194,32 +204,31 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         turn += count
         last = bufs_v.index((turn - 1) % ST)
         ready(full_v, turn - 1, ST)
-        clean(last, keys - key - (count - 1) * BN, BN, DV)
+        clean(last, keys - key - (count - 1) * BN, turn, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
-        spot = (i_h, i_b, begin, queries, row)
-        shape = (sizes[0], sizes[2])
-        if DV > 64:
-            shape = anew(shape, turn)
-        _finish(at_q, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
+        spot = noted(pad, spot, c * NOTED, DV)
+        now = late(turn, DV)
+        shape = anew((sizes[0], sizes[2]), now)
+        _finish(at_q + (now >> 30), now, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
         unit = hear(unit, board, mine, FLAGS)
         mine += 1
 
 
 @gluon.jit
-def _first(out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+def _first(out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
            NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
             NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
-def _second(out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+def _second(out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
             NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
             ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, board,
+    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
             NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
@@ -282,19 +291,20 @@ def softmax_fwd_sm90_kernel(
     full_v = barriers(ST, 1)
     empty_v = barriers(ST, NC)
     words, told, heard = board_of(NC)
+    pad = notes(NC * NOTED)
     gl.warp_specialize([
         (_first, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
                   (bufs_q, bufs_k, bufs_v),
                   (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                  (counter_ptr, words, told, heard), NC, BN, D, DV, ST, FLAGS)),
+                  (counter_ptr, words, told, heard), pad, NC, BN, D, DV, ST, FLAGS)),
         (_second, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
                    (bufs_q, bufs_k, bufs_v),
                    (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                    (cu_q_ptr, cu_k_ptr, lengths_ptr),
                    (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                   (counter_ptr, words, told, heard), NC, BN, D, DV, ST, FLAGS)),
+                   (counter_ptr, words, told, heard), pad, NC, BN, D, DV, ST, FLAGS)),
         (load_units, ((desc_q, desc_k, desc_v), (bufs_q, bufs_k, bufs_v),
                       (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
                       (cu_q_ptr, cu_k_ptr, lengths_ptr),

@@ -5,7 +5,7 @@
 
 from slipstream.kernels.gluon import copy_in, gl, gluon, mbarrier
 from slipstream.kernels.softmax.hopper.common import corner, fetch, free, keys_seen, place
-from slipstream.kernels.softmax.hopper.units import take
+from slipstream.kernels.softmax.hopper.units import program, take
 
 
 @gluon.constexpr_function
@@ -36,7 +36,7 @@ def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, 
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    unit = gl.program_id(0)
+    unit = program(turn)
     while unit < units:
         i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 64 * NC, False, FLAGS

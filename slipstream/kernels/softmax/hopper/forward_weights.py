@@ -12,11 +12,15 @@ first.
 
 from slipstream.kernels.gluon import gl, gluon
 from slipstream.kernels.softmax.hopper.common import (
+    COLUMNS_OWN,
     LEFT,
     RIGHT,
+    ROWS_OWN,
     SOFTCAP,
     anew,
     inverse,
+    late,
+    places_anew,
     where_below,
 )
 
@@ -64,7 +68,8 @@ def _most(s, like):
 
 
 @gluon.jit
-def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+def weights(s, m, sight, turn, key, DV: gl.constexpr, MASKED: gl.constexpr,
+            FLAGS: gl.constexpr):  # fmt: skip
     """p of a tile whose first key is `key`, the new m, and what shrinks what was before.
 
     sight: the first query's position, how many keys there are, the window, factor and cap.
@@ -76,8 +81,9 @@ def weights(s, m, sight, turn, key, MASKED: gl.constexpr, FLAGS: gl.constexpr):
         s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
         under = 1.0
     if MASKED:
-        o_m = gl.arange(0, 64, gl.SliceLayout(1, layout))
-        o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        o_m = places_anew(gl.arange(0, 64, m.type.layout), late(turn, DV), ROWS_OWN)
+        o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        o_n = key + places_anew(o_n, late(turn, DV), COLUMNS_OWN)
         low, high = at - window[0] - 1, at + window[1] + 1
         if FLAGS & LEFT:  # bounds on both sides would take registers between masked tiles
             low, high = anew((low, high), turn)

@@ -21,6 +21,15 @@ DYNAMIC = gl.constexpr(128)
 
 
 @gluon.jit
+def program(number):
+    """The program's number, read where it is wanted: a compiler reads gl.program_id once for all
+    warps, and keeps it. Any number will do as an operand, which an instruction has to have."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def board_of(LISTENERS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], layout)
