@@ -99,7 +99,8 @@ def triangles(
     b_a = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     beta_j = gl.load(p_rows + o_j)
-    b_old = gl.where(o_i[:, None] > o_j[None, :], beta_j[None, :], zero)
+    before = o_i[:, None] > o_j[None, :]
+    between = gl.full([C, C], 1.0, gl.float32, al)
     start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, al))
     end = start
     whole = 1.0
@@ -107,20 +108,19 @@ def triangles(
         G_i = gl.load(p_rows + C + o_i)
         G_j = gl.load(p_rows + C + o_j)
         G_C = gl.load(p_rows + (2 * C - 1))
-        between = gl.minimum(G_i[:, None] - G_j[None, :], 0.0)
-        b_old *= gl.exp2(between)
+        between = G_i[:, None] - G_j[None, :]
+        between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
         start = gl.exp2(G_i)
         end = gl.exp2(G_C - G_i)
         whole = gl.exp2(G_C)
+    b_old = gl.where(before, beta_j[None, :] * between, 0.0)
     b_a, b_m = warpgroup_mma_wait(0, deps=(b_a, b_m))
     own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
     c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
     c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
     b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_new = gl.where(o_i[:, None] < o_j[None, :], 1.0, zero)
-    if HAS_GATE:
-        b_new *= gl.exp2(gl.minimum(G_j[None, :] - G_i[:, None], 0.0))
+    b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
     b_at, b_mt = warpgroup_mma_wait(0, deps=(b_at, b_mt))
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
     c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
@@ -221,23 +221,10 @@ def delta_grads_sm90_kernel(
         mbarrier.wait(bars.index(1), i & 1)
         b_dq = warpgroup_mma(os.index(none), ss.index(none), zero, use_acc=False, is_async=True)
         b_dp = warpgroup_mma(vs.index(none), ss.index(none), zero, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(ws.index(none), ds.index(none), zero, use_acc=False, is_async=True)
         if HAS_GATE:
             z += products_of(ss.index(none), ds.index(none), V, BK)
-        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
-        if HAS_GATE:
-            b_dq *= start[:, None]
-            b_dp *= start[:, None]
-        b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
-        b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
-        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
-        b_dk = warpgroup_mma(ws.index(none), ds.index(none), zero, use_acc=False, is_async=True)
-        b_k = ks.index(i).load(al)
-        b_q = qs.index(i).load(al)
-        b_dq *= scale
-        if HAS_GATE:
-            gates += gl.sum(b_dq * b_q - b_dp * b_k, 1)
-        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
-        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        b_dq, b_dp, b_dk = warpgroup_mma_wait(0, deps=(b_dq, b_dp, b_dk))
         if i + 1 < NK:
             gl.thread_barrier()
             load_states(
@@ -245,14 +232,26 @@ def delta_grads_sm90_kernel(
                 (i + 1) * BK,
             )  # fmt: skip
         if HAS_GATE:
+            b_dq *= start[:, None]
+            b_dp *= start[:, None]
+        b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
+        b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
+        if HAS_GATE:
             b_dk *= end[:, None]
-            e += gl.sum(b_dk * b_k, 1)
+            e += gl.sum(b_dk * ks.index(i).load(al), 1)
+        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
         b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
         b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
+        b_k = ks.index(i).load(al)
+        b_dq *= scale
+        if HAS_GATE:
+            gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
+        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        b_k = ks.index(i).load(al)
         if HAS_GATE:
             gates -= gl.sum(b_dk * b_k, 1) * beta
-        b_dk += own[:, None] * b_q
+        b_dk += own[:, None] * qs.index(i).load(al)
         sums += gl.sum(b_dk * b_k, 1)
         b_dk = b_dk * beta[:, None] - b_dp
         gl.thread_barrier()
