@@ -98,6 +98,8 @@ def triangles(
     zero = gl.zeros([C, C], gl.float32, al)
     b_a = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     beta_j = gl.load(p_rows + o_j)
     before = o_i[:, None] > o_j[None, :]
     between = gl.full([C, C], 1.0, gl.float32, al)
@@ -113,15 +115,12 @@ def triangles(
         start = gl.exp2(G_i)
         end = gl.exp2(G_C - G_i)
         whole = gl.exp2(G_C)
-    b_old = gl.where(before, beta_j[None, :] * between, 0.0)
-    b_a, b_m = warpgroup_mma_wait(0, deps=(b_a, b_m))
+    b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
     own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
+    b_old = gl.where(before, beta_j[None, :] * between, 0.0)
     c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
     c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
-    b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
-    b_at, b_mt = warpgroup_mma_wait(0, deps=(b_at, b_mt))
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
     c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
     return c_a, c_m, c_at, c_mt, own, start, end, whole
