@@ -126,11 +126,11 @@ def store_gates(b_g, gates, h: gl.constexpr):
 
 
 @gluon.jit
-def with_own(b_a, r, w, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
+def with_own(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
     """A with q_i . u k_i as its diagonal."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
     b_own = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for h in gl.static_range(K // 64):
         b_pair = half(r, h).load(al).to(gl.float32) * half(w, h).load(al).to(gl.float32)
@@ -152,7 +152,7 @@ def weak_scores(
     seen = o_i[:, None] >= o_j[None, :]
     b_own = gl.zeros([C, C], gl.float32, al)
     if BEFORE:
-        b_own = with_own(b_own, r, w, u_ptr, K, C, BEFORE)
+        b_own = with_own(b_own, r, w, none, u_ptr, K, C, BEFORE)
         seen = o_i[:, None] > o_j[None, :]
     for h in gl.static_range(K // 64):
         b_sum = gate_sums(until, gates, h, C)
@@ -182,7 +182,7 @@ def strong_scores(
     o_t = none + gl.arange(0, C, gl.SliceLayout(1, ones_l))
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
-    b_a = with_own(zero_a, r, w, u_ptr, K, C, BEFORE)
+    b_a = with_own(zero_a, r, w, none, u_ptr, K, C, BEFORE)
     for level in range(LEVELS):
         later = ((o_t >> level) & 1) == 1
         start = (o_t >> level) << level
@@ -244,15 +244,16 @@ def scores_part(
             fence_async_shared()
             gl.thread_barrier()
         take_gates(gs.index(s), gates.index(none), K, C)
-        out = square(gs.index(s), rs.dtype, K, C)
         if flag_of(flags, s) > 0.0:
             none = i >> 30
+            out = square(gs.index(s + none), rs.dtype, K, C)
             strong_scores(
                 rs.index(s), ws.index(s), gates.index(none), free.index(none), out,
                 until.index(none), none, u_ptr, K, C, LEVELS, HAS_U,
             )  # fmt: skip
         else:
             none = left >> 31 << 10
+            out = square(gs.index(s + none), rs.dtype, K, C)
             weak_scores(
                 rs.index(s), ws.index(s), gates.index(none), out, until.index(none), none, u_ptr,
                 K, C, HAS_U,
