@@ -179,11 +179,13 @@ def strong_scores(
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     zero_a = gl.zeros([C, C], gl.float32, al)
-    o_t = none + gl.arange(0, C, gl.SliceLayout(1, ones_l))
-    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
     b_a = with_own(zero_a, r, w, none, u_ptr, K, C, BEFORE)
     for level in range(LEVELS):
+        # 0, as none: masks of a level take registers in it alone
+        anew = none + level >> 31 << 10
+        o_t = anew + gl.arange(0, C, gl.SliceLayout(1, ones_l))
+        o_i = anew + gl.arange(0, C, gl.SliceLayout(1, al))
+        o_j = anew + gl.arange(0, C, gl.SliceLayout(0, al))
         later = ((o_t >> level) & 1) == 1
         start = (o_t >> level) << level
         first = gl.where(later, start, o_t + 1)
@@ -252,6 +254,7 @@ def scores_part(
                 until.index(none), none, u_ptr, K, C, LEVELS, HAS_U,
             )  # fmt: skip
         else:
+            # another one: what take_gates makes with it would be kept until here
             none = left >> 31 << 10
             out = square(gs.index(s + none), rs.dtype, K, C)
             weak_scores(

@@ -258,10 +258,9 @@ def delta_grads_sm90_kernel(
         ks.index(i).store(b_dk.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        if SHARED:
-            if i == 0:
-                while turn_of(turns_ptr + slot * heads + i_sum) < rank:
-                    pass
+        if SHARED and (i == 0):
+            while turn_of(turns_ptr + slot * heads + i_sum) < rank:
+                pass
         at, cols = (row + none, left + none), (i_sum * K + i * BK, heads * K)
         leave(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
         leave(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
