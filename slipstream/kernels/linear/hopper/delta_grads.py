@@ -98,8 +98,11 @@ def triangles(
     zero = gl.zeros([C, C], gl.float32, al)
     b_a = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     beta_j = gl.load(p_rows + o_j)
-    b_old = gl.where(o_i[:, None] > o_j[None, :], beta_j[None, :], zero)
+    before = o_i[:, None] > o_j[None, :]
+    between = gl.full([C, C], 1.0, gl.float32, al)
     start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, al))
     end = start
     whole = 1.0
@@ -107,21 +110,17 @@ def triangles(
         G_i = gl.load(p_rows + C + o_i)
         G_j = gl.load(p_rows + C + o_j)
         G_C = gl.load(p_rows + (2 * C - 1))
-        between = gl.minimum(G_i[:, None] - G_j[None, :], 0.0)
-        b_old *= gl.exp2(between)
+        between = G_i[:, None] - G_j[None, :]
+        between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
         start = gl.exp2(G_i)
         end = gl.exp2(G_C - G_i)
         whole = gl.exp2(G_C)
-    b_a, b_m = warpgroup_mma_wait(0, deps=(b_a, b_m))
+    b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
     own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
+    b_old = gl.where(before, beta_j[None, :] * between, 0.0)
     c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
     c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
-    b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_new = gl.where(o_i[:, None] < o_j[None, :], 1.0, zero)
-    if HAS_GATE:
-        b_new *= gl.exp2(gl.minimum(G_j[None, :] - G_i[:, None], 0.0))
-    b_at, b_mt = warpgroup_mma_wait(0, deps=(b_at, b_mt))
+    b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
     c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
     return c_a, c_m, c_at, c_mt, own, start, end, whole
@@ -166,13 +165,13 @@ def delta_grads_sm90_kernel(
     dtype: gl.constexpr = k_desc.dtype
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    os = gl.allocate_shared_memory(dtype, [C, V], do_desc.layout)
-    ws = gl.allocate_shared_memory(dtype, [C, V], w_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [C, V], dv_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [1, C, V], do_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [1, C, V], w_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [1, C, V], dv_desc.layout)
     qs = gl.allocate_shared_memory(dtype, [NK, C, BK], q_desc.layout)
     ks = gl.allocate_shared_memory(dtype, [NK, C, BK], k_desc.layout)
-    ss = gl.allocate_shared_memory(dtype, [V, BK], states_desc.layout)
-    ds = gl.allocate_shared_memory(dtype, [V, BK], dstates_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [1, V, BK], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
     bars = ring(1, 3)
     heads = HV // G  # of dq and dk
     slot, i_sum, rank = find(heads, G, SHARED)
@@ -182,10 +181,10 @@ def delta_grads_sm90_kernel(
     col = i_h * V
     q_col = i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
-    copy_in(do_desc, [row, col], bars.index(0), os)
-    copy_in(w_desc, [row, col], bars.index(0), ws)
-    copy_in(dv_desc, [row, col], bars.index(0), vs)
-    load_states(states_desc, dstates_desc, ss, ds, bars.index(1), part * V, 0)
+    copy_in(do_desc, [row, col], bars.index(0), os.index(0))
+    copy_in(w_desc, [row, col], bars.index(0), ws.index(0))
+    copy_in(dv_desc, [row, col], bars.index(0), vs.index(0))
+    load_states(states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), part * V, 0)
     mbarrier.expect(bars.index(2), 2 * NK * q_desc.block_type.nbytes)
     for i in gl.static_range(NK):
         copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
@@ -197,9 +196,9 @@ def delta_grads_sm90_kernel(
     beta = gl.load(p_rows + o_i)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
-        clear(os, left, C, V)
-        clear(ws, left, C, V)
-        clear(vs, left, C, V)
+        clear(os.index(0), left, C, V)
+        clear(ws.index(0), left, C, V)
+        clear(vs.index(0), left, C, V)
         mbarrier.wait(bars.index(2), 0)
         for i in gl.static_range(NK):
             clear(qs.index(i), left, C, BK)
@@ -207,7 +206,7 @@ def delta_grads_sm90_kernel(
         fence_async_shared()
         gl.thread_barrier()
     b_a, b_m, b_at, b_mt, own, start, end, whole = triangles(
-        os, ws, vs, p_rows, o_i, o_j, scale, al, C, HAS_GATE
+        os.index(0), ws.index(0), vs.index(0), p_rows, o_i, o_j, scale, al, C, HAS_GATE
     )
     mbarrier.wait(bars.index(2), 0)
     zero = gl.zeros([C, BK], gl.float32, al)
@@ -215,39 +214,43 @@ def delta_grads_sm90_kernel(
     gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
     e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     z = 0.0
-    for i in gl.static_range(NK):
+    for i in range(NK):
+        # 0, but no compiler knows: addresses would take registers all the time
+        none = T + i >> 31 << 10
         mbarrier.wait(bars.index(1), i & 1)
-        b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
-        b_dp = warpgroup_mma(vs, ss, zero, use_acc=False, is_async=True)
+        b_dq = warpgroup_mma(os.index(none), ss.index(none), zero, use_acc=False, is_async=True)
+        b_dp = warpgroup_mma(vs.index(none), ss.index(none), zero, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(ws.index(none), ds.index(none), zero, use_acc=False, is_async=True)
         if HAS_GATE:
-            z += products_of(ss, ds, V, BK)
-        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+            z += products_of(ss.index(none), ds.index(none), V, BK)
+        b_dq, b_dp, b_dk = warpgroup_mma_wait(0, deps=(b_dq, b_dp, b_dk))
+        if i + 1 < NK:
+            gl.thread_barrier()
+            load_states(
+                states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), part * V,
+                (i + 1) * BK,
+            )  # fmt: skip
         if HAS_GATE:
             b_dq *= start[:, None]
             b_dp *= start[:, None]
         b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
         b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
-        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
-        b_dk = warpgroup_mma(ws, ds, zero, use_acc=False, is_async=True)
-        b_k = ks.index(i).load(al)
-        b_q = qs.index(i).load(al)
-        b_dq *= scale
-        if HAS_GATE:
-            gates += gl.sum(b_dq * b_q - b_dp * b_k, 1)
-        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
-        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
-        if i + 1 < NK:
-            gl.thread_barrier()
-            load_states(states_desc, dstates_desc, ss, ds, bars.index(1), part * V, (i + 1) * BK)
         if HAS_GATE:
             b_dk *= end[:, None]
-            e += gl.sum(b_dk * b_k, 1)
+            e += gl.sum(b_dk * ks.index(i).load(al), 1)
+        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
         b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
         b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
+        b_k = ks.index(i).load(al)
+        b_dq *= scale
+        if HAS_GATE:
+            gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
+        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        b_k = ks.index(i).load(al)
         if HAS_GATE:
             gates -= gl.sum(b_dk * b_k, 1) * beta
-        b_dk += own[:, None] * b_q
+        b_dk += own[:, None] * qs.index(i).load(al)
         sums += gl.sum(b_dk * b_k, 1)
         b_dk = b_dk * beta[:, None] - b_dp
         gl.thread_barrier()
@@ -255,10 +258,10 @@ def delta_grads_sm90_kernel(
         ks.index(i).store(b_dk.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        if SHARED and i == 0:
+        if SHARED and (i == 0):
             while turn_of(turns_ptr + slot * heads + i_sum) < rank:
                 pass
-        at, cols = (row, left), (i_sum * K + i * BK, heads * K)
+        at, cols = (row + none, left + none), (i_sum * K + i * BK, heads * K)
         leave(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
         leave(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
 
