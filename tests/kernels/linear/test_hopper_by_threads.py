@@ -146,6 +146,13 @@ def inputs(case: tuple) -> Terms:
     return terms
 
 
+def pointers_and_begin(window: Any, T: int, sizes: list) -> list:
+    """Arguments of a kernel about a span."""
+    if window is None or len(window) == 2:
+        return [None, None, None, *sizes, *(window or (0, T))]
+    return [*map(Pointer, window), *sizes, 0, T]
+
+
 class Run:
     def __init__(self, terms: Terms, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
@@ -201,7 +208,8 @@ class Run:
     def wide(
         self, s_in: Any, s_out: Any, keep: bool, window: Any = None, out: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """window: the first token of a sequence that is walked, and how many are."""
+        """window: the first token of a sequence that is walked, and how many are; of packed ones
+        their windows, and states at the borders."""
         t = self.terms
         out = self.empty(*t.v.shape) if out is None else out
         states = self.empty(self.chunks, self.HV, self.V, self.K)
@@ -214,7 +222,8 @@ class Run:
         flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
         flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
         programs = self.V // (2 * BV) * self.HV * self.slots
-        args += [*self.sizes[:6], *(window or (0, self.T))]
+        cu, *sizes = self.sizes[:6]
+        args += [cu, *pointers_and_begin(window, self.T, sizes)]
         flags["SPAN"] = window is not None
         threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)
         return out, states

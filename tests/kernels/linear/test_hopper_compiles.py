@@ -34,6 +34,7 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "one_walk", "shared_walk",
+    "wide_window", "wide_states_window", "window_walk",
 ]  # fmt: skip
 
 
@@ -65,6 +66,7 @@ def terms(case: tuple, device: torch.device | str) -> Terms:
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.core.trace import trace
     from slipstream.kernels.linear.hopper import delta_back_launch, delta_launch
+    from slipstream.kernels.linear.hopper.delta_windows import Window
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
@@ -77,6 +79,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
         out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
         end = rows.new_empty(given.state_shape)
         ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
+        window = Window(rows.new_empty(2, 4, dtype=torch.int32), end, end)
         if make == "solve":
             delta_launch.solve(given, r, rows)
         elif make == "span":
@@ -91,18 +94,20 @@ def jobs(case: tuple, make: str) -> list[Job]:
         elif make == "states":
             delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
-            kept: dict[str, Any] = {"states": states} if make == "wide_states" else {"s_out": end}
+            kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
+            kept["span"] = window if "window" in make else None
             delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
-        elif make in ("one_walk", "shared_walk"):
-            wide = like.new_empty(B, T, HV if make == "one_walk" else given.q.shape[2], K)
+        elif make in ("one_walk", "shared_walk", "window_walk"):
+            wide = like.new_empty(B, T, given.q.shape[2] if make == "shared_walk" else HV, K)
             each, solved = rows.new_empty(B, T, HV), delta_launch.Solved(r, rows)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
+            both["span"] = window if make == "window_walk" else None
             delta_back_launch.launch_back(given, out, solved, 0.1, out, states, made, **both)
         elif make in ("ends", "ends_back", "meet", "meet_back"):
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
@@ -150,6 +155,8 @@ def check(job: Job, both_ends: bool = False) -> Compiled:
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
+    if "window" in make and not case[-1]:
+        pytest.skip("not packed")
     (job,) = jobs(case, make)
     got = check(job, make == "back_span")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
