@@ -34,7 +34,7 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "one_walk", "shared_walk",
-    "wide_window", "wide_states_window", "window_walk",
+    "wide_marks", "wide_states_window", "window_walk",
 ]  # fmt: skip
 
 
@@ -96,6 +96,8 @@ def jobs(case: tuple, make: str) -> list[Job]:
         elif make.startswith("wide"):
             kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
             kept["span"] = window if "window" in make else None
+            if make == "wide_marks":
+                kept["marks"] = window.table[None].expand(3, 2, 4), end[None].expand(2, *end.shape)
             delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
@@ -155,7 +157,7 @@ def check(job: Job, both_ends: bool = False) -> Compiled:
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
-    if "window" in make and not case[-1]:
+    if ("window" in make or "marks" in make) and not case[-1]:
         pytest.skip("not packed")
     (job,) = jobs(case, make)
     got = check(job, make == "back_span")

@@ -18,10 +18,10 @@ from tests.kernels.linear.test_hopper_by_threads import (
     Descriptor,
     Pointer,
     Run,
+    cuts_and_begin,
     inputs,
     kernels,
     near,
-    pointers_and_begin,
 )
 from tests.kernels.softmax import gluon_by_threads as threads
 
@@ -44,8 +44,8 @@ def fused(
     flags |= {"HAS_S_IN": ends[0] is not None, "HAS_S_OUT": ends[1] is not None}
     turns = Pointer(torch.zeros(run.chunks, heads, dtype=torch.int32))
     cu, *sizes = run.sizes[:6]
-    cuts = pointers_and_begin(window, run.T, [turns, *sizes, G])
-    args = (*given, *pointers, cu, *cuts)
+    cuts, begin = cuts_and_begin(window, run.T)
+    args = (*given, *pointers, cu, *cuts, turns, *sizes, G, *begin)
     threads.launch(
         kernels().fused, HV * run.slots, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0,
         SHARED=G > 1, SKIP=run.flags.get("SKIP", False), CUT=run.packed and window is not None,
@@ -128,24 +128,18 @@ def test_windows_of_packed_sequences_equal_the_whole(case: tuple, cut: tuple[int
     room = max(-(-(case[0] // C + len(lengths)) // spans), rows)
     table = windows(lengths, rows, room, spans)
     borders = 1 if rows == len(lengths) else 2
-    marks = run.empty(spans + 1, rows, *terms.state_shape[1:])
+    marks = run.empty(spans - 1, rows, *terms.state_shape[1:])
     goes_on = run.empty(borders, rows, *terms.state_shape[1:])
-    final, dinitial, o = (
-        torch.full_like(dfinal, torch.nan),
-        torch.full_like(dfinal, torch.nan),
-        None,
-    )
-    for i in range(spans):
-        window = table[i], marks[i], marks[i + 1]
-        o, _ = run.wide(terms.initial_state, final, False, window, o)
-    assert o is not None
+    final, dinitial = torch.full_like(dfinal, torch.nan), torch.full_like(dfinal, torch.nan)
+    o, _ = run.wide(terms.initial_state, final, False, marks=(table, marks))
     expected = torch.empty_like(final)
     near(o[:, :end], run.walk(terms.initial_state, expected, keep=False)[0][:, :end])
     near(final, expected)
     run.chunks, chunks = room, run.chunks
     w, found = run.empty(*terms.v.shape), []
     for i in reversed(range(spans)):
-        w, states = run.wide(terms.initial_state, None, True, (table[i], marks[i], marks[i]), w)
+        before = marks[max(i - 1, 0)]
+        w, states = run.wide(terms.initial_state, None, True, (table[i], before), w)
         at = table[i], goes_on[(i + 1) % borders], goes_on[i % borders]
         run.chunks = chunks
         found.append(fused(run, do, w, states, (dfinal, dinitial), G, at))

@@ -158,15 +158,8 @@ def _walk_windows(
     marks = final.new_empty(cut.spans - 1, cut.rows, *final.shape[1:])
     table = windows(terms, cut)
     ends = {"s_in": terms.initial_state, "s_out": final}
-    for i in range(cut.spans):
-        span = _window(table, i, marks)
-        sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, span=span)
+    sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, marks=(table, marks))
     return [marks, table]
-
-
-def _window(table: Tensor, i: int, marks: Tensor) -> Window:
-    """At the first and the last border nothing goes on, and nobody looks there."""
-    return Window(table[i], marks[max(i - 1, 0)], marks[min(i, marks.shape[0] - 1)])
 
 
 def backward(
@@ -288,7 +281,8 @@ def _windows_back(
     goes_on = marks.new_empty(borders, *marks.shape[1:])
     w = made["v"]
     for i in reversed(range(cut.spans)):
-        window = _window(table, i, marks)
+        before = marks[max(i - 1, 0)]  # nobody looks there before the first
+        window = Window(table[i], before, before)
         sm90.walk_wide(
             terms, solved.r, solved.rows, scale, w,
             states=states, s_in=terms.initial_state, span=window,

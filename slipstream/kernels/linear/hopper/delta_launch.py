@@ -115,15 +115,23 @@ def walk_wide(
     s_out: Tensor | None = None,
     skip: bool = False,
     span: tuple[int, int] | Window | None = None,
+    marks: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """As walk, of whole sequences, two tiles of V a program. span: the first token of each
-    sequence that is walked, and how many are, or which of packed ones; states has room for their
-    chunks alone."""
+    """As walk, of whole sequences, two tiles of V a program.
+
+    Args:
+        span: the first token of each sequence that is walked, and how many are, or, where states
+            are wanted, which of packed ones; states has room for their chunks alone.
+        marks: windows of all spans, and where the states at the borders between them go.
+    """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     flags = _flags(terms, s_in, s_out, None)
     del flags["SPLIT"]
     window, begin = window_and_begin(terms, span)
+    window, sizes = window[:2], (0, 0)
+    if marks is not None:
+        window, sizes = marks, (marks[1].shape[1], marks[0].shape[0])
     launch: Any = kept(delta_walk_wide_sm90_kernel)[(V // (2 * TILE_V) * HV * terms.sequences,)]
     launch(
         _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
@@ -141,10 +149,12 @@ def walk_wide(
         scale,
         *_sizes(terms, None)[:4],
         *begin,
+        *sizes,
         KEEP=states is not None,
         **flags,
         SKIP=skip,
         SPAN=span is not None,
+        MARKS=marks is not None,
     )
 
 

@@ -86,10 +86,10 @@ def load_part(
 
 @gluon.jit
 def walk_part(
-    tiles, rings, ends, length, n, tile: gl.constexpr,
+    tiles, rings, ends, marks, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
-    CUT: gl.constexpr,
+    CUT: gl.constexpr, MARKS: gl.constexpr,
 ):  # fmt: skip
     ks, vs, rs, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty = rings
@@ -103,8 +103,25 @@ def walk_part(
     b_s = gl.zeros([BV, K], gl.float32, sl)
     b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN, CUT)
     zero = gl.zeros([BV, C], gl.float32, xl)
+    if MARKS:
+        m_ptr, o_mark, next_mark, p_cut, next_cut, cuts = marks
+        met_cuts = 0
+        cut = 0
+        while (cut == 0) & (met_cuts < cuts):
+            cut = gl.load(p_cut + met_cuts * next_cut)
+            met_cuts += 1
+        cut = gl.where(cut == 0, -1, cut)
     for i in range(n):
         s = i % ST
+        if MARKS:
+            if i == cut:
+                none = i >> 30  # 0, but no compiler knows, as in read_part
+                o_out = o_mark + (met_cuts - 1) * next_mark
+                o_out = o_out + (o_k + none)[None, :] * V + (tile * BV + o_v + none)[:, None]
+                gl.store(m_ptr + o_out, b_s)
+                # the last one is not met again
+                cut = gl.load(p_cut + gl.minimum(met_cuts, cuts - 1) * next_cut)
+                met_cuts += 1
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
             # both walkers do, so that neither waits for the other
@@ -150,7 +167,7 @@ def walk_part(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if not KEEP:
-        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT, CUT)
+        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT, False)
 
 
 @gluon.jit
@@ -236,7 +253,7 @@ def keep_part(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "begin", "span"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "begin", "span", "rows", "spans"])
 def delta_walk_wide_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -249,9 +266,8 @@ def delta_walk_wide_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,
     cu_ptr,  # [N + 1]
-    windows_ptr,  # [N, 4] of a span, if PACKED and SPAN
-    m_in_ptr,  # [slots, HV, K, V]: states at the border before it
-    m_out_ptr,
+    windows_ptr,  # [N, 4] of a span, if PACKED and SPAN; [spans, N, 4] if MARKS
+    marks_ptr,  # [rows, HV, K, V]: states at the border before it; [spans - 1, ...] if MARKS
     scale,
     T,
     N,
@@ -259,6 +275,8 @@ def delta_walk_wide_sm90_kernel(
     H,
     begin,
     span,
+    rows,
+    spans,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -271,12 +289,13 @@ def delta_walk_wide_sm90_kernel(
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
     SPAN: gl.constexpr = False,
+    MARKS: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
     SPAN: over `span` tokens of a sequence from its token `begin` on, and S is kept as if there
-    were no others; of packed ones over those that delta_windows.py says. SKIP as
-    delta_walk_sm90_kernel has it.
+    were no others; of packed ones, if KEEP, over those that delta_windows.py says. MARKS: over all
+    tokens, leaving the states at all borders of those. SKIP as delta_walk_sm90_kernel has it.
     """
     CUT: gl.constexpr = PACKED and SPAN
     dtype: gl.constexpr = k_desc.dtype
@@ -294,17 +313,21 @@ def delta_walk_wide_sm90_kernel(
     kept = chunk
     o_state = state_of(slot, i_h, HV, K, V) + i_v
     ends = (s_in_ptr, s_out_ptr, o_state)
+    marks = ends
+    if MARKS:
+        o_mark = state_of(slot % rows, i_h, HV, K, V) + i_v
+        p_cut = windows_ptr + (N + slot) * 4
+        marks = (marks_ptr, o_mark, state_of(rows, 0, HV, K, V), p_cut, N * 4, spans - 1)
     if CUT:
-        none = n == 0  # whose state is handed on all the same
-        first, length, n, kept, o_mark, before, after = window_of(
+        first, length, n, kept, o_mark, before, _ = window_of(
             windows_ptr, slot, i_h, HV, length, n, K, V, C
         )
-        if n == 0 and not none:
+        if n == 0:
             return
         row += first * C
         chunk += first * HV
         kept = kept * HV + i_h
-        ends = (s_in_ptr, s_out_ptr, o_state, m_in_ptr, m_out_ptr, o_mark + i_v, before, after)
+        ends = (s_in_ptr, None, o_state, marks_ptr, None, o_mark + i_v, before, None)
     elif SPAN:
         row += begin
         length = gl.minimum(length - begin, span)
@@ -323,11 +346,11 @@ def delta_walk_wide_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    tiles, rings, ends, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT)),
+                    tiles, rings, ends, marks, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (walk_part, (
-                    tiles, rings, ends, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT)),
+                    tiles, rings, ends, marks, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (keep_part, (
                     states_desc, o_desc, o_ptr, tiles, rings, row, kept, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
@@ -349,11 +372,11 @@ def delta_walk_wide_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    tiles, rings, ends, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT)),
+                    tiles, rings, ends, marks, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (walk_part, (
-                    tiles, rings, ends, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT)),
+                    tiles, rings, ends, marks, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (read_part, (
                     o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, row, HV * V, v_col,
                     length, n, scale, BV, C, ST, HAS_GATE)),
