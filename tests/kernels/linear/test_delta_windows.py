@@ -33,9 +33,9 @@ def wanted(lengths: tuple[int, ...], rows: int, room: int, spans: int) -> torch.
     """Chunk after chunk."""
     chunks = [-(-n // CHUNK) for n in lengths]
     order = sorted((n // rows, c, n) for n, count in enumerate(chunks) for c in range(count))
-    table = torch.zeros(spans, len(lengths), 4, dtype=torch.int32)
+    table = torch.zeros(spans + 1, len(lengths), 4, dtype=torch.int32)
     past = [0] * len(lengths)
-    for i in range(spans):
+    for i in range(spans + 1):
         table[i, :, 0] = torch.tensor(past)
         for _, c, n in order[i * room : (i + 1) * room]:
             assert c == past[n]

@@ -225,7 +225,7 @@ class Run:
         programs = self.V // (2 * BV) * self.HV * self.slots
         cuts, begin = cuts_and_begin(marks or window, self.T)
         cu, *sizes = self.sizes[:6]
-        borders = (marks[1].shape[1], marks[0].shape[0]) if marks else (0, 0)
+        borders = (marks[1].shape[1], marks[1].shape[0] + 1) if marks else (0, 0)
         args += [cu, *cuts[:2], *sizes, *begin, *borders]
         flags |= {"SPAN": window is not None, "MARKS": marks is not None}
         threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)

@@ -128,17 +128,19 @@ def jobs(case: tuple, make: str) -> list[Job]:
     return trace(call, "sm_90", backward=False)
 
 
-def check(job: Job, both_ends: bool = False) -> Compiled:
-    """both_ends: backward, of a state that is read and written."""
+def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
+    """both_ends: backward, of a state that is read and written. marks: a walk that leaves states at
+    borders, for which a chunk at one takes a word more."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it, but for the wide walk, which keeps
     # addresses of S and w. The gradients' kernel, without such a loop, those of its many tiles
     one_walk = "delta_back" in job.name  # whose gradients take more than their part of registers
-    most = 160 if one_walk else 352 if "grads" in job.name else 80 if both_ends else 48
+    most = 160 if one_walk else 352 if "grads" in job.name else 88 if marks else 48
+    most = max(most, 80 if both_ends else 0)
     assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
     words = most_spilled(disassemble(got.asm["cubin"]))
-    limit = 48 if one_walk else 4 if "wide" in job.name else 2  # of others ptxas 13 has none
+    limit = 48 if one_walk else 4 + marks if "wide" in job.name else 2  # ptxas 13: 0
     assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
@@ -160,7 +162,7 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if ("window" in make or "marks" in make) and not case[-1]:
         pytest.skip("not packed")
     (job,) = jobs(case, make)
-    got = check(job, make == "back_span")
+    got = check(job, make == "back_span", make == "wide_marks")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
     if make in ("solve", "grads", "shared", "meet", "meet_back"):
         return

@@ -131,7 +131,7 @@ def walk_wide(
     window, begin = window_and_begin(terms, span)
     window, sizes = window[:2], (0, 0)
     if marks is not None:
-        window, sizes = marks, (marks[1].shape[1], marks[0].shape[0])
+        window, sizes = marks, (marks[1].shape[1], marks[1].shape[0] + 1)
     launch: Any = kept(delta_walk_wide_sm90_kernel)[(V // (2 * TILE_V) * HV * terms.sequences,)]
     launch(
         _tiles(terms.q, H * K, CHUNK, K) if states is None else None,

@@ -104,24 +104,23 @@ def walk_part(
     b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN, CUT)
     zero = gl.zeros([BV, C], gl.float32, xl)
     if MARKS:
-        m_ptr, o_mark, next_mark, p_cut, next_cut, cuts = marks
-        met_cuts = 0
-        cut = 0
-        while (cut == 0) & (met_cuts < cuts):
-            cut = gl.load(p_cut + met_cuts * next_cut)
-            met_cuts += 1
+        m_ptr, o_mark, states, windows_ptr, N, spans = marks
+        border = 1
+        cut = gl.load(windows_ptr + N * 4)
+        while (cut == 0) & (border < spans):
+            border += 1
+            cut = gl.load(windows_ptr + border * N * 4)
         cut = gl.where(cut == 0, -1, cut)
     for i in range(n):
         s = i % ST
-        if MARKS:
+        if MARKS:  # noqa: SIM102
             if i == cut:
                 none = i >> 30  # 0, but no compiler knows, as in read_part
-                o_out = o_mark + (met_cuts - 1) * next_mark
+                o_out = o_mark + (border - 1) * (states * gl.full([], K * V, gl.int64))
                 o_out = o_out + (o_k + none)[None, :] * V + (tile * BV + o_v + none)[:, None]
                 gl.store(m_ptr + o_out, b_s)
-                # the last one is not met again
-                cut = gl.load(p_cut + gl.minimum(met_cuts, cuts - 1) * next_cut)
-                met_cuts += 1
+                border += 1
+                cut = gl.load(windows_ptr + border * N * 4)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
             # both walkers do, so that neither waits for the other
@@ -266,7 +265,7 @@ def delta_walk_wide_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,
     cu_ptr,  # [N + 1]
-    windows_ptr,  # [N, 4] of a span, if PACKED and SPAN; [spans, N, 4] if MARKS
+    windows_ptr,  # [N, 4] of a span, if PACKED and SPAN; [spans + 1, N, 4] if MARKS
     marks_ptr,  # [rows, HV, K, V]: states at the border before it; [spans - 1, ...] if MARKS
     scale,
     T,
@@ -316,8 +315,7 @@ def delta_walk_wide_sm90_kernel(
     marks = ends
     if MARKS:
         o_mark = state_of(slot % rows, i_h, HV, K, V) + i_v
-        p_cut = windows_ptr + (N + slot) * 4
-        marks = (marks_ptr, o_mark, state_of(rows, 0, HV, K, V), p_cut, N * 4, spans - 1)
+        marks = (marks_ptr, o_mark, rows * HV, windows_ptr + slot * 4, N, spans)
     if CUT:
         first, length, n, kept, o_mark, before, _ = window_of(
             windows_ptr, slot, i_h, HV, length, n, K, V, C

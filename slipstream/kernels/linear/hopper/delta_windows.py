@@ -91,7 +91,7 @@ def cut_of(o_n, b_c, first, past, level, more, rank):
 @triton.jit(do_not_specialize=["room", "T", "N", "rows"])
 def delta_windows_kernel(
     cu_ptr,  # [N + 1]
-    windows_ptr,  # [spans, N, 4]: first, past, where S of the first is kept, slot
+    windows_ptr,  # [spans + 1, N, 4]: first, past, where S of the first is kept, slot
     room,
     T,
     N,
@@ -99,7 +99,7 @@ def delta_windows_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid (spans,)"""
+    """grid (spans + 1,)"""
     i = tl.program_id(0)
     low_first, low_past, low_level, low_more = border_of(cu_ptr, i * room, T, N, rows, C, BLOCK)
     first, past, level, more = border_of(cu_ptr, (i + 1) * room, T, N, rows, C, BLOCK)
@@ -174,11 +174,11 @@ def cut_for(terms: Terms) -> Cut | None:
 
 
 def windows(terms: Terms, cut: Cut) -> Tensor:
-    """[spans, N, 4] int32, as delta_windows_kernel has them."""
+    """[spans + 1, N, 4] int32, as delta_windows_kernel has them; the last has no chunks."""
     assert terms.cu_seqlens is not None
     cu, N = terms.cu_seqlens.contiguous(), terms.sequences
-    table = torch.empty(cut.spans, N, 4, dtype=torch.int32, device=cu.device)
-    launch: Any = kept(delta_windows_kernel)[(cut.spans,)]
+    table = torch.empty(cut.spans + 1, N, 4, dtype=torch.int32, device=cu.device)
+    launch: Any = kept(delta_windows_kernel)[(cut.spans + 1,)]
     with on(cu.device):
         launch(
             cu, table, cut.room, terms.q.shape[1], N, cut.rows, C=CHUNK, BLOCK=BLOCK, num_warps=4
