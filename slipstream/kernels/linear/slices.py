@@ -15,8 +15,8 @@ Bytes a token and value head, at E bytes an element, W the power of two of K, C 
 
     gla, rwkv6          forward 2 W E + C E: q and k with their decays, scores
     delta, one gate     backward V E + 2 K V E / C: w, S and dS' of chunks; R, C E, is whole.
-                        In one walk (hopper/delta_back.py) K V E / C: S; rows of the batch and spans
-                        are cut in hopper/delta_back_launch.py, packed sequences here
+                        In one walk (hopper/delta_back.py) K V E / C: S; that is cut in
+                        hopper/delta_back_launch.py, but for packed sequences with V = 64
     kda, dplr           with 1 or 2 for D: forward (2 + D) W E + D C E + 4 V: q, w, b and k, scores
                         and u; backward 2 D C E + V E + K V E / C: scores, x and S; and the larger
                         of D W E + 4 V: b and k, u; and of D W E + V E + K V E / C, with y and dS'.
@@ -80,7 +80,7 @@ def spans_of(terms: Terms, impl: str) -> int:
 
 def goes_back_whole(terms: Terms) -> bool:
     """Whether hopper/delta_back_launch.py takes a call, and cuts it itself."""
-    return terms.cu_seqlens is None and in_one_walk(terms)
+    return in_one_walk(terms) and (terms.cu_seqlens is None or terms.v.shape[-1] == 128)
 
 
 def trains_whole(terms: Terms, impl: str) -> bool:

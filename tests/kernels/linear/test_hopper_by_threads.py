@@ -146,6 +146,13 @@ def inputs(case: tuple) -> Terms:
     return terms
 
 
+def cuts_and_begin(window: Any, T: int) -> tuple[list, tuple[int, int]]:
+    """Arguments of a kernel about a span: of packed sequences, and of others."""
+    if window is not None and isinstance(window[0], Tensor):
+        return [Pointer(x) for x in window], (0, T)
+    return [None] * 3, window or (0, T)
+
+
 class Run:
     def __init__(self, terms: Terms, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
@@ -199,9 +206,11 @@ class Run:
         return out, states
 
     def wide(
-        self, s_in: Any, s_out: Any, keep: bool, window: Any = None, out: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        """window: the first token of a sequence that is walked, and how many are."""
+        self, s_in: Any, s_out: Any, keep: bool, window: Any = None, out: Any = None,
+        marks: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """window: the first token of a sequence that is walked, and how many are; of packed ones
+        their windows, and states at the borders. marks: windows of all spans, and those states."""
         t = self.terms
         out = self.empty(*t.v.shape) if out is None else out
         states = self.empty(self.chunks, self.HV, self.V, self.K)
@@ -214,8 +223,11 @@ class Run:
         flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
         flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
         programs = self.V // (2 * BV) * self.HV * self.slots
-        args += [*self.sizes[:6], *(window or (0, self.T))]
-        flags["SPAN"] = window is not None
+        cuts, begin = cuts_and_begin(marks or window, self.T)
+        cu, *sizes = self.sizes[:6]
+        borders = (marks[1].shape[1], marks[1].shape[0] + 1) if marks else (0, 0)
+        args += [cu, *cuts[:2], *sizes, *begin, *borders]
+        flags |= {"SPAN": window is not None, "MARKS": marks is not None}
         threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)
         return out, states
 

@@ -34,6 +34,7 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "one_walk", "shared_walk",
+    "wide_marks", "wide_states_window", "window_walk",
 ]  # fmt: skip
 
 
@@ -65,6 +66,7 @@ def terms(case: tuple, device: torch.device | str) -> Terms:
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.core.trace import trace
     from slipstream.kernels.linear.hopper import delta_back_launch, delta_launch
+    from slipstream.kernels.linear.hopper.delta_windows import Window
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
@@ -77,6 +79,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
         out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
         end = rows.new_empty(given.state_shape)
         ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
+        window = Window(rows.new_empty(2, 4, dtype=torch.int32), end, end)
         if make == "solve":
             delta_launch.solve(given, r, rows)
         elif make == "span":
@@ -91,18 +94,22 @@ def jobs(case: tuple, make: str) -> list[Job]:
         elif make == "states":
             delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
-            kept: dict[str, Any] = {"states": states} if make == "wide_states" else {"s_out": end}
+            kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
+            kept["span"] = window if "window" in make else None
+            if make == "wide_marks":
+                kept["marks"] = window.table[None].expand(3, 2, 4), end[None].expand(2, *end.shape)
             delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
-        elif make in ("one_walk", "shared_walk"):
-            wide = like.new_empty(B, T, HV if make == "one_walk" else given.q.shape[2], K)
+        elif make in ("one_walk", "shared_walk", "window_walk"):
+            wide = like.new_empty(B, T, given.q.shape[2] if make == "shared_walk" else HV, K)
             each, solved = rows.new_empty(B, T, HV), delta_launch.Solved(r, rows)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
+            both["span"] = window if make == "window_walk" else None
             delta_back_launch.launch_back(given, out, solved, 0.1, out, states, made, **both)
         elif make in ("ends", "ends_back", "meet", "meet_back"):
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
@@ -121,19 +128,19 @@ def jobs(case: tuple, make: str) -> list[Job]:
     return trace(call, "sm_90", backward=False)
 
 
-def check(job: Job, both_ends: bool = False) -> Compiled:
-    """both_ends: backward, of a state that is read and written."""
+def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
+    """both_ends: backward, of a state that is read and written. marks: a walk that leaves states at
+    borders, for which a chunk at one takes a word more."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it, but for the wide walk, which keeps
     # addresses of S and w, and the gradients' kernel, whose loop is over blocks of channels
     one_walk = "delta_back" in job.name  # whose gradients take more than their part of registers
-    most = 160 if one_walk else 104 if "grads" in job.name else 80 if both_ends else 48
+    grads = "grads" in job.name
+    most = 160 if one_walk else 104 if grads else 88 if marks else 80 if both_ends else 48
     assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
     words = most_spilled(disassemble(got.asm["cubin"]))
-    limit = (
-        48 if one_walk else 8 if "grads" in job.name else 4 if "wide" in job.name else 2
-    )  # of others ptxas 13 has none
+    limit = 48 if one_walk else 8 if grads else 4 + marks if "wide" in job.name else 2
     assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
@@ -152,8 +159,10 @@ def check(job: Job, both_ends: bool = False) -> Compiled:
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
+    if ("window" in make or "marks" in make) and not case[-1]:
+        pytest.skip("not packed")
     (job,) = jobs(case, make)
-    got = check(job, make == "back_span")
+    got = check(job, make == "back_span", make == "wide_marks")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
     if make in ("solve", "grads", "shared", "meet", "meet_back"):
         return

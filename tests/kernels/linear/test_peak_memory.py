@@ -133,6 +133,28 @@ def test_a_call_takes_a_quarter_more_at_most(
     assert percent(of, make, *case) <= PROMISED
 
 
+def packed(B: int, T: int, H: int, HV: int, device: torch.device) -> Terms:
+    """The same tokens as packed sequences."""
+    cu = torch.empty(B + 1, device=device, dtype=torch.int32)
+    return batch(1, B * T, H, HV, device)._replace(cu_seqlens=cu)
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"),
+    [
+        ((4, 8192, 16, 64), PROMISED),
+        ((4, 8192, 16, 32), PROMISED),
+        ((4, 8192, 8, 24), PROMISED),
+        ((8, 1024, 16, 64), 30.0),  # of short ones a state is as much as their tokens
+    ],
+    ids=str,
+)
+def test_packed_sequences_with_shared_heads_take_a_quarter_more_at_most(
+    shape: tuple[int, int, int, int], most: float
+) -> None:
+    assert percent(trained, packed, *shape) <= most
+
+
 @pytest.mark.parametrize(
     "shape", [(4, 8192, 16, 64), (4, 8192, 16, 32), (4, 8192, 8, 24), (8, 1024, 16, 64)], ids=str
 )

@@ -31,7 +31,13 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_back_grads import grads_part
-from slipstream.kernels.linear.hopper.delta_parts import rows_of, state_of
+from slipstream.kernels.linear.hopper.delta_parts import (
+    hand_on,
+    met,
+    rows_of,
+    state_of,
+    window_of,
+)
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, place, ring
 
 
@@ -110,12 +116,11 @@ def scores_part(
 def walk_part(
     tiles, made, rings, ends, length, n, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     qs, ks, os, gs, rs, ws, _, a_s = tiles
     ds, ys, bs, ms, owns = made
     full, _, r_full, r_empty, w_full, _, done, early, late = rings
-    s_in_ptr, s_out_ptr, o_state = ends
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -126,11 +131,7 @@ def walk_part(
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     zero_a = gl.zeros([C, C], gl.float32, al)
     zero = gl.zeros([V, C], gl.float32, xl)
-    if HAS_S_IN:
-        o_in = o_state + o_k[None, :] * V + o_v[:, None]
-        b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
-    else:
-        b_s = gl.zeros([V, K], gl.float32, sl)
+    b_s = met(ends, gl.zeros([V, K], gl.float32, sl), o_k, o_v, V, HAS_S_IN, CUT)
     for i in range(n):
         s = i % ST
         left = length - (n - 1 - i) * C
@@ -198,10 +199,7 @@ def walk_part(
         )
         fence_async_shared()
         mbarrier.arrive(done.index(0), count=1)
-    if HAS_S_OUT:
-        # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
-        o_out = o_state + (length >> 30) + o_k[None, :] * V + o_v[:, None]
-        gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
+    hand_on(ends, b_s, length >> 30, o_k, o_v, V, HAS_S_OUT, CUT)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "begin", "span"])
@@ -223,6 +221,9 @@ def delta_back_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after the span
     s_out_ptr,  # of that before it
     cu_ptr,  # [N + 1]
+    windows_ptr,  # [N, 4] of a span, if CUT
+    m_in_ptr,  # [slots, HV, K, V]: gradients of states at the border after it
+    m_out_ptr,
     turns_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
     scale,
     T,
@@ -245,12 +246,14 @@ def delta_back_sm90_kernel(
     SHARED: gl.constexpr,
     REGISTERS: gl.constexpr,
     SKIP: gl.constexpr = False,
+    CUT: gl.constexpr = False,
 ):
     """grid (HV * N,), WARPS = V / 16 warps: one program walks `span` tokens of one head of a
     sequence, from its token `begin` on.
 
-    Of packed ones all. SHARED: G, which add dq and dk up, is more than 1: one that waits does so
-    for the program before it, which has begun. SKIP as delta_walk_sm90_kernel has it.
+    Of packed ones all, or if CUT those that delta_windows.py says. SHARED: G, which add dq and dk
+    up, is more than 1: one that waits does so for the program before it, which has begun. SKIP as
+    delta_walk_sm90_kernel has it.
     """
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -280,12 +283,24 @@ def delta_back_sm90_kernel(
     i_n = gl.program_id(0) // HV
     row, length, first = place(cu_ptr, i_n, T, N, T, C, PACKED, False)
     kept = first
+    ends = (s_in_ptr, s_out_ptr, state_of(i_n, i_h, HV, K, V))
+    n = gl.cdiv(length, C)
+    if CUT:
+        none = n == 0  # whose state is handed on all the same
+        begun, length, n, kept, o_mark, before, after = window_of(
+            windows_ptr, i_n, i_h, HV, length, n, K, V, C
+        )
+        if n == 0 and not none:
+            return
+        row += begun * C
+        first += begun
+        ends = (s_in_ptr, s_out_ptr, ends[2], m_in_ptr, m_out_ptr, o_mark, after, before)
     if not PACKED:
         row += begin
         length = gl.minimum(length - begin, span)
         first += begin // C
         kept = i_n * gl.cdiv(length, C)  # of S there is that of the span alone
-    n = gl.cdiv(length, C)
+        n = gl.cdiv(length, C)
     if SKIP and n == 0:
         return
     chunk = gl.where(n > 0, first, 0)
@@ -300,8 +315,8 @@ def delta_back_sm90_kernel(
     gl.warp_specialize(
         [
             (walk_part, (
-                tiles, made, rings, (s_in_ptr, s_out_ptr, state_of(i_n, i_h, HV, K, V)), length, n,
-                scale, K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+                tiles, made, rings, ends, length, n, scale,
+                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, CUT)),
             (grads_part, (
                 (dq_desc, dk_desc, dv_desc), (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,
                 tiles, made, rings, row, i_h, HV, G, length, n, scale,

@@ -2,7 +2,8 @@
 
 It leaves S of chunks in memory and nothing else: dv comes where w was. Rows of the batch go one
 after the other where those at a time keep all multiprocessors, and spans of tokens where that
-still is too much. Then forward leaves the states between spans, or they are made here once more.
+still is too much; packed sequences all at once in spans of chunks (delta_windows.py). Then forward
+leaves the states between spans, or they are made here once more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,19 @@ from torch import Tensor
 from slipstream.kernels.kept import kept
 from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.hopper.delta_back import delta_back_sm90_kernel
-from slipstream.kernels.linear.hopper.delta_launch import TILE_K, _sizes, _tiles
+from slipstream.kernels.linear.hopper.delta_launch import (
+    TILE_K,
+    _sizes,
+    _tiles,
+    window_and_begin,
+)
+from slipstream.kernels.linear.hopper.delta_windows import (
+    PROGRAMS,
+    Cut,
+    Window,
+    cut_for,
+    windows,
+)
 from slipstream.kernels.linear.hopper.plan import CHUNK
 from slipstream.kernels.linear.slices import COUNT, LITTLE, MOST, WHOLE, _part, fitting
 from slipstream.kernels.linear.terms import Terms
@@ -23,8 +36,10 @@ from slipstream.kernels.linear.triton.delta_launch import Solved
 from slipstream.kernels.linear.triton.delta_plan import states_like
 from slipstream.kernels.linear.triton.heads import sum_heads
 
+Span = tuple[int, int] | Window  # of rows of the batch its first token and its tokens
+Spans = list[slice] | Cut
+
 STAGES = 2
-PROGRAMS = 128  # that keep all multiprocessors, about
 # By V: registers of all warps, and of those of the gradients.
 BACK: dict[int, dict[str, Any]] = {
     64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208},
@@ -43,15 +58,16 @@ def launch_back(
     *,
     s_in: Tensor | None,
     s_out: Tensor | None,
-    span: tuple[int, int] | None = None,
+    span: Span | None = None,
     skip: bool = False,
 ) -> None:
     """What sm90.walk_back and sm90.grads do. Into made, as those have it; that of v comes where w
     is. span: as sm90.walk_wide has it."""
-    T, HV, V = terms.v.shape[1:]
+    HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     heads = made["q"].shape[2]
     turns: Any = {"dtype": torch.int32, "device": do.device}
+    window, begin = window_and_begin(terms, span)
     launch: Any = kept(delta_back_sm90_kernel)[(HV * terms.sequences,)]
     launch(
         *(_tiles(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
@@ -69,11 +85,12 @@ def launch_back(
         s_in,
         s_out,
         terms.cu_seqlens,
+        *window,
         torch.zeros(solved.rows.shape[0], heads, **turns) if heads < HV else None,
         scale,
         *_sizes(terms, None)[:4],
         HV // heads,
-        *(span or (0, T)),
+        *begin,
         K=K,
         V=V,
         BK=TILE_K,
@@ -86,24 +103,25 @@ def launch_back(
         PACKED=terms.cu_seqlens is not None,
         SHARED=heads < HV,
         SKIP=skip,
+        CUT=isinstance(span, Window),
         **BACK[V],
     )
 
 
-def spans_of(terms: Terms) -> tuple[int, list[slice]]:
-    """Rows of the batch at a time, and spans of tokens: by shapes alone, so that what there is
-    beyond arguments and results stays below MOST percent of those."""
+def spans_of(terms: Terms) -> tuple[int, Spans]:
+    """Rows of the batch at a time, and spans of tokens, none if whole: by shapes alone, so that
+    what there is beyond arguments and results stays below MOST percent of those."""
     B, T, HV, V = terms.v.shape
     K, E = terms.q.shape[3], terms.q.element_size()
     if terms.cu_seqlens is not None:
-        return B, [WHOLE.tokens]  # slices.py has cut it
+        return B, cut_for(terms) or []
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
     allowed = (given + B * T * HV * V * E) * 2 * int(10 * MOST) // 1000
     border = prod(terms.state_shape) * 4
     allowed -= B * T * HV * (CHUNK * E + 8) + border  # R, beta and G, of all; the final state
     states = B * -(-T // CHUNK) * HV * K * V * E
     if states <= max(allowed, LITTLE):
-        return B, [WHOLE.tokens]
+        return B, []
     wanted = -(-states // max(allowed, 1))
     rows = max(-(-B // wanted), min(B, -(-PROGRAMS // HV)))
     rows = -(-B // -(-B // rows))
@@ -111,15 +129,18 @@ def spans_of(terms: Terms) -> tuple[int, list[slice]]:
     # at each border there is a state
     count = next((n for n in range(1, COUNT) if states // n + (n - 1) * border <= allowed), 1)
     if count == 1 or V < 2 * sm90.TILE_V:
-        return rows, [WHOLE.tokens]
+        return rows, []
     each = -(-T // (count * CHUNK)) * CHUNK
     return rows, [slice(t, min(t + each, T)) for t in range(0, T, each)]
 
 
 def walk_spans(
-    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor, spans: Sequence[slice]
-) -> Tensor:
-    """Forward; the states between spans [spans - 1, N, HV, K, V]."""
+    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor, spans: Spans
+) -> list[Tensor]:
+    """Forward; the states between spans [spans - 1, N, HV, K, V]. Of packed sequences [spans - 1,
+    rows, HV, K, V], and the windows."""
+    if isinstance(spans, Cut):
+        return _walk_windows(terms, solved, scale, o, final, spans)
     marks = final.new_empty(len(spans) - 1, *final.shape)
     state = terms.initial_state
     for i, tokens in enumerate(spans):
@@ -128,7 +149,17 @@ def walk_spans(
         span = tokens.start, tokens.stop - tokens.start
         sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, span=span)
         state = after
-    return marks
+    return [marks]
+
+
+def _walk_windows(
+    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor, cut: Cut
+) -> list[Tensor]:
+    marks = final.new_empty(cut.spans - 1, cut.rows, *final.shape[1:])
+    table = windows(terms, cut)
+    ends = {"s_in": terms.initial_state, "s_out": final}
+    sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, marks=(table, marks))
+    return [marks, table]
 
 
 def backward(
@@ -142,7 +173,7 @@ def backward(
     *,
     walk: Callable[..., None],
     together: int,
-    marks: Tensor | None = None,
+    left: Sequence[Tensor] = (),
     skip: bool = False,
 ) -> dict[str, Tensor]:
     """As portable.backward has them, into dstate too.
@@ -150,7 +181,7 @@ def backward(
     Args:
         walk: of whole sequences.
         together: value heads whose gradients of q and k are added up at once.
-        marks: of walk_spans.
+        left: of walk_spans.
     """
     B, T, HV = terms.v.shape[:3]
     H, K = terms.q.shape[2:]
@@ -161,9 +192,10 @@ def backward(
             made[name] = fitting(out.get(name), (B, T, HV), torch.float32, do.device)
     made["v"] = fitting(out.get("v"), do.shape, do.dtype, do.device)
     rows, spans = spans_of(terms)
-    if marks is None and len(spans) > 1:
+    if spans and not left:
         final = solved.rows.new_empty(terms.state_shape)
-        marks = walk_spans(terms, solved, scale, made["v"], final, spans)
+        left = walk_spans(terms, solved, scale, made["v"], final, spans)
+        del final
     each = -(-T // CHUNK)
     for first in range(0, B, rows):
         part, own, here = terms, solved, WHOLE.rows
@@ -174,12 +206,13 @@ def backward(
             chunks = slice(first * each, (first + rows) * each)
             own = Solved(solved.r[here], solved.rows[chunks])
         ends = [None if x is None else x[here] for x in (dfinal, dstate)]
-        between = None if marks is None else marks[:, here]
         into = {name: x[here] for name, x in made.items()}
-        if len(spans) == 1:
-            _walk_back(part, do[here], own, scale, into, ends, walk, skip)
+        if isinstance(spans, Cut):
+            _windows_back(part, do[here], own, scale, into, ends, spans, left)
+        elif spans:
+            _spans_back(part, do[here], own, scale, into, ends, spans, left[0][:, here])
         else:
-            _spans_back(part, do[here], own, scale, into, ends, spans, between)
+            _walk_back(part, do[here], own, scale, into, ends, walk, skip)
     return made | {name: sum_heads(made[name], H, out.get(name)) for name in "qk"}
 
 
@@ -211,9 +244,8 @@ def _spans_back(
     made: dict[str, Tensor],
     ends: Ends,
     spans: Sequence[slice],
-    marks: Tensor | None,
+    marks: Tensor,
 ) -> None:
-    assert marks is not None
     after, dstate = ends
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     chunks = terms.sequences * -(-spans[0].stop // CHUNK)
@@ -229,3 +261,33 @@ def _spans_back(
         before = dstate if i == 0 else goes_on
         launch_back(terms, do, solved, scale, w, states, made, s_in=after, s_out=before, span=span)
         after = goes_on
+
+
+def _windows_back(
+    terms: Terms,
+    do: Tensor,
+    solved: Solved,
+    scale: float,
+    made: dict[str, Tensor],
+    ends: Ends,
+    cut: Cut,
+    left: Sequence[Tensor],
+) -> None:
+    marks, table = left
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
+    states = terms.v.new_empty(cut.room, HV, V, K)
+    # in the place of what goes on, where each sequence has a slot of its own
+    borders = 1 if cut.rows == terms.sequences else 2
+    goes_on = marks.new_empty(borders, *marks.shape[1:])
+    w = made["v"]
+    for i in reversed(range(cut.spans)):
+        before = marks[max(i - 1, 0)]  # nobody looks there before the first
+        window = Window(table[i], before, before)
+        sm90.walk_wide(
+            terms, solved.r, solved.rows, scale, w,
+            states=states, s_in=terms.initial_state, span=window,
+        )  # fmt: skip
+        span = Window(table[i], goes_on[(i + 1) % borders], goes_on[i % borders])
+        launch_back(
+            terms, do, solved, scale, w, states, made, s_in=ends[0], s_out=ends[1], span=span
+        )

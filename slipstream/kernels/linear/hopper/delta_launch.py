@@ -21,6 +21,7 @@ from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_wide import delta_walk_wide_sm90_kernel
+from slipstream.kernels.linear.hopper.delta_windows import Window
 from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_launch import Solved
@@ -113,14 +114,24 @@ def walk_wide(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     skip: bool = False,
-    span: tuple[int, int] | None = None,
+    span: tuple[int, int] | Window | None = None,
+    marks: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """As walk, of whole sequences, two tiles of V a program. span: the first token of each
-    sequence that is walked, and how many are; states has room for their chunks alone."""
+    """As walk, of whole sequences, two tiles of V a program.
+
+    Args:
+        span: the first token of each sequence that is walked, and how many are, or, where states
+            are wanted, which of packed ones; states has room for their chunks alone.
+        marks: windows of all spans, and where the states at the borders between them go.
+    """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     flags = _flags(terms, s_in, s_out, None)
     del flags["SPLIT"]
+    window, begin = window_and_begin(terms, span)
+    window, sizes = window[:2], (0, 0)
+    if marks is not None:
+        window, sizes = marks, (marks[1].shape[1], marks[1].shape[0] + 1)
     launch: Any = kept(delta_walk_wide_sm90_kernel)[(V // (2 * TILE_V) * HV * terms.sequences,)]
     launch(
         _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
@@ -134,14 +145,25 @@ def walk_wide(
         s_in,
         s_out,
         terms.cu_seqlens,
+        *window,
         scale,
         *_sizes(terms, None)[:4],
-        *(span or (0, terms.v.shape[1])),
+        *begin,
+        *sizes,
         KEEP=states is not None,
         **flags,
         SKIP=skip,
         SPAN=span is not None,
+        MARKS=marks is not None,
     )
+
+
+def window_and_begin(
+    terms: Terms, span: tuple[int, int] | Window | None
+) -> tuple[tuple[Tensor | None, ...], tuple[int, int]]:
+    """A span as kernels take it: of packed sequences, and of others."""
+    whole = 0, terms.v.shape[1]
+    return (tuple(span), whole) if isinstance(span, Window) else ((None,) * 3, span or whole)
 
 
 def walk_back(

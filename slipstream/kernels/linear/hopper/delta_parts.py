@@ -42,6 +42,63 @@ def state_of(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
+def window_of(
+    windows_ptr, slot, i_h, HV, length, n, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr
+):
+    """Of a packed sequence of n chunks in a span (delta_windows.py): its first chunk there, its
+    tokens and chunks, where S of the first is kept; and where the head's state at a border begins,
+    whether the sequence comes from the span before and goes on to the next.
+    """
+    first = gl.load(windows_ptr + slot * 4)
+    past = gl.load(windows_ptr + slot * 4 + 1)
+    kept = gl.load(windows_ptr + slot * 4 + 2)
+    o_mark = state_of(gl.load(windows_ptr + slot * 4 + 3), i_h, HV, K, V)
+    tokens = gl.minimum(length - first * C, (past - first) * C)
+    return first, tokens, past - first, kept, o_mark, first > 0, past < n
+
+
+@gluon.jit
+def met(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr, CUT: gl.constexpr):
+    """The state that a walk begins with, as rows o_v and columns o_k, b_s where there is none.
+
+    CUT: ends has states at the borders of a span too, as window_of says.
+    """
+    if CUT:
+        s_in_ptr, _, o_state, m_in_ptr, _, o_mark, before, _ = ends
+        if before:
+            o_in = o_mark + o_k[None, :] * V + o_v[:, None]
+            b_s = gl.load(m_in_ptr + o_in)
+        elif HAS_S_IN:
+            o_in = o_state + o_k[None, :] * V + o_v[:, None]
+            b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
+    elif HAS_S_IN:
+        s_in_ptr, _, o_state = ends
+        o_in = o_state + o_k[None, :] * V + o_v[:, None]
+        b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
+    return b_s
+
+
+@gluon.jit
+def hand_on(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr, CUT: gl.constexpr):
+    """The state that a walk ends with, to where it is wanted.
+
+    none: 0, which no compiler knows: the loop would keep what it has in common with o_in.
+    """
+    if CUT:
+        _, s_out_ptr, o_state, _, m_out_ptr, o_mark, _, after = ends
+        if after:
+            o_out = o_mark + none + o_k[None, :] * V + o_v[:, None]
+            gl.store(m_out_ptr + o_out, b_s)
+        elif HAS_S_OUT:
+            o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
+            gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
+    elif HAS_S_OUT:
+        _, s_out_ptr, o_state = ends
+        o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
+        gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
+
+
+@gluon.jit
 def stages(
     k_desc, v_desc, r_desc, TILES: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,

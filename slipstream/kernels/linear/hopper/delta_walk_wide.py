@@ -28,11 +28,14 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_parts import (
+    hand_on,
+    met,
     opening,
     rows_of,
     scores_of,
     stages,
     state_of,
+    window_of,
 )
 from slipstream.kernels.linear.hopper.parts import clear, ring, write
 
@@ -83,13 +86,13 @@ def load_part(
 
 @gluon.jit
 def walk_part(
-    tiles, rings, ends, length, n, tile: gl.constexpr,
+    tiles, rings, ends, marks, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+    CUT: gl.constexpr, MARKS: gl.constexpr,
 ):  # fmt: skip
     ks, vs, rs, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty = rings
-    s_in_ptr, s_out_ptr, o_state = ends
     own: gl.constexpr = tile if KEEP else 0  # its barriers: read takes both tiles at once
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -97,14 +100,27 @@ def walk_part(
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    if HAS_S_IN:
-        o_in = o_state + o_k[None, :] * V + (tile * BV + o_v)[:, None]
-        b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
-    else:
-        b_s = gl.zeros([BV, K], gl.float32, sl)
+    b_s = gl.zeros([BV, K], gl.float32, sl)
+    b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN, CUT)
     zero = gl.zeros([BV, C], gl.float32, xl)
+    if MARKS:
+        m_ptr, o_mark, states, windows_ptr, N, spans = marks
+        border = 1
+        cut = gl.load(windows_ptr + N * 4)
+        while (cut == 0) & (border < spans):
+            border += 1
+            cut = gl.load(windows_ptr + border * N * 4)
+        cut = gl.where(cut == 0, -1, cut)
     for i in range(n):
         s = i % ST
+        if MARKS:  # noqa: SIM102
+            if i == cut:
+                none = i >> 30  # 0, but no compiler knows, as in read_part
+                o_out = o_mark + (border - 1) * (states * gl.full([], K * V, gl.int64))
+                o_out = o_out + (o_k + none)[None, :] * V + (tile * BV + o_v + none)[:, None]
+                gl.store(m_ptr + o_out, b_s)
+                border += 1
+                cut = gl.load(windows_ptr + border * N * 4)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
             # both walkers do, so that neither waits for the other
@@ -149,10 +165,8 @@ def walk_part(
         mbarrier.arrive(x_full.index(own), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
-    if HAS_S_OUT:
-        # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
-        o_out = o_state + (length >> 30) + o_k[None, :] * V + (tile * BV + o_v)[:, None]
-        gl.store(s_out_ptr + o_out, b_s)
+    if not KEEP:
+        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT, False)
 
 
 @gluon.jit
@@ -238,7 +252,7 @@ def keep_part(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "begin", "span"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "begin", "span", "rows", "spans"])
 def delta_walk_wide_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -251,6 +265,8 @@ def delta_walk_wide_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,
     cu_ptr,  # [N + 1]
+    windows_ptr,  # [N, 4] of a span, if PACKED and SPAN; [spans + 1, N, 4] if MARKS
+    marks_ptr,  # [rows, HV, K, V]: states at the border before it; [spans - 1, ...] if MARKS
     scale,
     T,
     N,
@@ -258,6 +274,8 @@ def delta_walk_wide_sm90_kernel(
     H,
     begin,
     span,
+    rows,
+    spans,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -270,12 +288,15 @@ def delta_walk_wide_sm90_kernel(
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
     SPAN: gl.constexpr = False,
+    MARKS: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
     SPAN: over `span` tokens of a sequence from its token `begin` on, and S is kept as if there
-    were no others; not of packed ones. SKIP as delta_walk_sm90_kernel has it.
+    were no others; of packed ones, if KEEP, over those that delta_windows.py says. MARKS: over all
+    tokens, leaving the states at all borders of those. SKIP as delta_walk_sm90_kernel has it.
     """
+    CUT: gl.constexpr = PACKED and SPAN
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
@@ -289,7 +310,23 @@ def delta_walk_wide_sm90_kernel(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
     kept = chunk
-    if SPAN:
+    o_state = state_of(slot, i_h, HV, K, V) + i_v
+    ends = (s_in_ptr, s_out_ptr, o_state)
+    marks = ends
+    if MARKS:
+        o_mark = state_of(slot % rows, i_h, HV, K, V) + i_v
+        marks = (marks_ptr, o_mark, rows * HV, windows_ptr + slot * 4, N, spans)
+    if CUT:
+        first, length, n, kept, o_mark, before, _ = window_of(
+            windows_ptr, slot, i_h, HV, length, n, K, V, C
+        )
+        if n == 0:
+            return
+        row += first * C
+        chunk += first * HV
+        kept = kept * HV + i_h
+        ends = (s_in_ptr, None, o_state, marks_ptr, None, o_mark + i_v, before, None)
+    elif SPAN:
         row += begin
         length = gl.minimum(length - begin, span)
         n = gl.cdiv(length, C)
@@ -300,20 +337,18 @@ def delta_walk_wide_sm90_kernel(
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
-    o_state = state_of(slot, i_h, HV, K, V) + i_v
     rings = (full, empty, s_full, s_empty, x_full, x_empty)
-    ends = (s_in_ptr, s_out_ptr, o_state)
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         tiles = (ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    tiles, rings, ends, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    tiles, rings, ends, marks, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (walk_part, (
-                    tiles, rings, ends, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    tiles, rings, ends, marks, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (keep_part, (
                     states_desc, o_desc, o_ptr, tiles, rings, row, kept, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
@@ -335,11 +370,11 @@ def delta_walk_wide_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    tiles, rings, ends, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    tiles, rings, ends, marks, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (walk_part, (
-                    tiles, rings, ends, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    tiles, rings, ends, marks, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
                 (read_part, (
                     o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, row, HV * V, v_col,
                     length, n, scale, BV, C, ST, HAS_GATE)),

@@ -66,7 +66,7 @@ def forward_kept(
     own, left = _own(active), []
     if in_one_walk(terms, active) and _split(terms) is None and marks is None:
         spans = delta_back_launch.spans_of(terms)[1]
-        if len(spans) > 1:
+        if spans:
             own = own._replace(walk=partial(_walk_spans, spans=spans, left=left))
     o, final, solved = portable.forward_kept(_placed(terms), scale, own, out, marks)
     return o, final, [x for x in (*solved, *left) if x is not None]
@@ -93,7 +93,7 @@ def backward(
     own, terms, count = _own(active), _placed(terms), 2 if terms.g is None else 3
     solved = portable.Solved(*kept[:count]) if kept else None
     if in_one_walk(terms, active) and _split(terms) is None:
-        back = partial(_back, active=active, marks=kept[count] if len(kept) > count else None)
+        back = partial(_back, active=active, left=kept[count:])
         own = own._replace(back=back)
     if spends_q and terms.q.shape[2] == terms.v.shape[2]:
         out = {**out, "q": terms.q}
@@ -168,11 +168,11 @@ def _walk_spans(
     s_in: Tensor | None,
     s_out: Tensor,
     split: Split | None,
-    spans: list[slice],
+    spans: delta_back_launch.Spans,
     left: list[Tensor],
 ) -> None:
     """Forward of what backward takes in spans of tokens; the states between them are left."""
-    left.append(delta_back_launch.walk_spans(terms, solved, scale, o, s_out, spans))
+    left.extend(delta_back_launch.walk_spans(terms, solved, scale, o, s_out, spans))
 
 
 def _back(
@@ -184,11 +184,11 @@ def _back(
     dstate: Tensor | None,
     out: Mapping[str, Tensor],
     active: int | None,
-    marks: Tensor | None,
+    left: Sequence[Tensor],
 ) -> dict[str, Tensor]:
     return delta_back_launch.backward(
         terms, do, dfinal, solved, scale, dstate, out,
-        walk=partial(_walk, active=active), together=_together(terms), marks=marks,
+        walk=partial(_walk, active=active), together=_together(terms), left=left,
         skip=active is not None,
     )  # fmt: skip
 
