@@ -3,8 +3,8 @@
 There are few ways that a call can go: with fewer programs than the card takes at once, or with
 more, which some tiles are chosen by; with its sequences split over programs, where they are few and
 long; where its workspace would be large, by rows of the batch or by spans of tokens, of packed
-sequences too. The sizes say which. Each is compiled when it is first wanted; within one nothing is
-compiled again.
+sequences too; the delta rule back in one walk, where it has many programs. The sizes say which.
+Each is compiled when it is first wanted; within one nothing is compiled again.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ WAYS = {
     "many programs": ((1, 200, 128), (5, 99, 70), (2, 150, 80)),
     "split": ((1, 32768, 2), (1, 30001, 2), (2, 32000, 1)),
     "rows": ((2, 8000, 64), (2, 8050, 66), (2, 8100, 65)),
-    "spans": ((1, 8192, 96), (1, 12345, 90), (1, 9000, 128)),
+    "spans": ((1, 8192, 94), (1, 12345, 90), (1, 9000, 80)),
+    "one walk back": ((1, 8192, 96), (1, 12345, 100), (1, 9000, 128)),
 }
 PACKED = ((2, 300, 16), (4, 133, 8), (16, 10, 2), (3, 64, 10))
 PACKED_SPANS = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
