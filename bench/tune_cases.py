@@ -33,6 +33,11 @@ class Case:
         """Another shape that takes the row, with blocks that are not whole."""
         return dataclasses.replace(self.shape, B=1, T=333)
 
+    @property
+    def most(self) -> Shape:
+        """That which takes it and most shared memory: rows that TMA does not take, all options."""
+        return dataclasses.replace(self.odd, B=2, V=30, packed=True, state=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -181,6 +186,7 @@ FAMILIES = {
             Case("dplr A", _key(2, 128), "chunk_dplr_delta_rule", _BIG),
             Case("kda K64", _key(2, 64), "chunk_kda", _shape(64)),
             Case("kda K256", _key(2, 256), "chunk_kda", _256),
+            Case("dplr K256", _key(2, 256), "chunk_dplr_delta_rule", _256),
         ),
         _dplr,
         ("prepare", "walk"),

@@ -78,8 +78,8 @@ def _score(runs: Mapping[str, Sequence[Row]], field: str, label: str, column: st
         mine = [x for x in run if x["field"] == field]
         if not mine:
             continue  # the case does not take the field
-        found = [x for x in mine if x["tile"] == label and str(x["right"]) == "1"]
-        if not found:
+        found = [x for x in mine if x["tile"] == label]
+        if not found or str(found[-1]["right"]) != "1":
             return None
         ratios.append(float(found[-1][column]) / float(run[0][column]))
     return math.prod(ratios) ** (1 / len(ratios)) if ratios else None

@@ -4,6 +4,8 @@ Which kernels and tiles a call takes is found out by tracing it (core/trace.py),
 launches choose is what is compiled: shared memory, tensor cores, spills.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,8 +24,10 @@ pytestmark = pytest.mark.skipif(
 TYPES = {2: "*bf16", 4: "*fp32"}
 ADDITIVE = ("chunk_linear_attn", "chunk_simple_gla")
 DELTA = ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba")
+WIDER = ("chunk_kda", "chunk_dplr_delta_rule", "chunk_iplr_delta_rule", "chunk_gla", "chunk_gsa")
 SHAPES = {str(x): x for x in (*REPRESENTATIVE, *FURTHER)}
 PLAIN = Shape(K=128, V=128)
+NARROW = Shape(B=1, T=170, H=2, K=256, V=30, packed=True, state=True)
 
 
 def jobs(operator: str, shape: Shape, arch: str, backward: bool = True) -> list[Job]:
@@ -68,6 +72,23 @@ def test_forward_compiles(arch: str, operator: str) -> None:
 def test_every_kernel_compiles(arch: str, shape: str, operator: str) -> None:
     for job in jobs(operator, SHAPES[shape], arch):
         check(job, SHAPES[shape])
+
+
+def test_narrow_values_beside_wide_keys_have_room() -> None:
+    """Rows that TMA does not take: they come into shared memory by loads, in as many stages."""
+    for job in jobs("chunk_dplr_delta_rule", NARROW, "sm_90"):
+        if job.name == "dplr_walk_kernel":
+            check(job, NARROW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [*ADDITIVE, *DELTA, *WIDER])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_of_narrow_values_have_room(arch: str, dtype: torch.dtype, operator: str) -> None:
+    shape = replace(NARROW, dtype=dtype)
+    for job in jobs(operator, shape, arch):
+        check(job, shape)
 
 
 @pytest.mark.slow

@@ -126,11 +126,11 @@ def store_gates(b_g, gates, h: gl.constexpr):
 
 
 @gluon.jit
-def with_own(b_a, r, w, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
+def with_own(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
     """A with q_i . u k_i as its diagonal."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
     b_own = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for h in gl.static_range(K // 64):
         b_pair = half(r, h).load(al).to(gl.float32) * half(w, h).load(al).to(gl.float32)
@@ -142,16 +142,17 @@ def with_own(b_a, r, w, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.const
 
 @gluon.jit
 def weak_scores(
-    r, w, gates, out, until, u_ptr, K: gl.constexpr, C: gl.constexpr, BEFORE: gl.constexpr,
+    r, w, gates, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
+    BEFORE: gl.constexpr,
 ):  # fmt: skip
     """r, w and A of a chunk whose factors are all finite."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
     seen = o_i[:, None] >= o_j[None, :]
     b_own = gl.zeros([C, C], gl.float32, al)
     if BEFORE:
-        b_own = with_own(b_own, r, w, u_ptr, K, C, BEFORE)
+        b_own = with_own(b_own, r, w, none, u_ptr, K, C, BEFORE)
         seen = o_i[:, None] > o_j[None, :]
     for h in gl.static_range(K // 64):
         b_sum = gate_sums(until, gates, h, C)
@@ -171,19 +172,20 @@ def weak_scores(
 
 @gluon.jit
 def strong_scores(
-    r, w, gates, x, out, until, turn, u_ptr, K: gl.constexpr, C: gl.constexpr,
+    r, w, gates, x, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
     LEVELS: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """r, w and A of a chunk by levels; x: a free tile."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     zero_a = gl.zeros([C, C], gl.float32, al)
-    none = turn >> 30  # what depends on it is made anew in each turn, not kept in registers
-    o_t = none + gl.arange(0, C, gl.SliceLayout(1, ones_l))
-    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
-    b_a = with_own(zero_a, r, w, u_ptr, K, C, BEFORE)
+    b_a = with_own(zero_a, r, w, none, u_ptr, K, C, BEFORE)
     for level in range(LEVELS):
+        # 0, as none: masks of a level take registers in it alone
+        anew = none + level >> 31 << 10
+        o_t = anew + gl.arange(0, C, gl.SliceLayout(1, ones_l))
+        o_i = anew + gl.arange(0, C, gl.SliceLayout(1, al))
+        o_j = anew + gl.arange(0, C, gl.SliceLayout(0, al))
         later = ((o_t >> level) & 1) == 1
         start = (o_t >> level) << level
         first = gl.where(later, start, o_t + 1)
@@ -225,12 +227,14 @@ def scores_part(
     """r, w and A of each chunk; clears a short chunk's rest."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    until.store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
+    until.index(0).store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
     fence_async_shared()
     gl.thread_barrier()
     for i in range(n):
         s = i % ST
         left = length - (n - 1 - i if REVERSE else i) * C
+        # 0, but no compiler knows: masks and addresses would take registers all the time
+        none = length + i >> 31 << 10
         mbarrier.wait(told.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if left < C:
@@ -241,14 +245,21 @@ def scores_part(
                 clear(xs.index(NX * s + part), left, C, 64)
             fence_async_shared()
             gl.thread_barrier()
-        take_gates(gs.index(s), gates, K, C)
-        out = square(gs.index(s), rs.dtype, K, C)
+        take_gates(gs.index(s), gates.index(none), K, C)
         if flag_of(flags, s) > 0.0:
+            none = i >> 30
+            out = square(gs.index(s + none), rs.dtype, K, C)
             strong_scores(
-                rs.index(s), ws.index(s), gates, free, out, until, i, u_ptr,
-                K, C, LEVELS, HAS_U,
+                rs.index(s), ws.index(s), gates.index(none), free.index(none), out,
+                until.index(none), none, u_ptr, K, C, LEVELS, HAS_U,
             )  # fmt: skip
         else:
-            weak_scores(rs.index(s), ws.index(s), gates, out, until, u_ptr, K, C, HAS_U)
+            # another one: what take_gates makes with it would be kept until here
+            none = left >> 31 << 10
+            out = square(gs.index(s + none), rs.dtype, K, C)
+            weak_scores(
+                rs.index(s), ws.index(s), gates.index(none), out, until.index(none), none, u_ptr,
+                K, C, HAS_U,
+            )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)

@@ -75,9 +75,9 @@ def walk_part(
     columns: gl.constexpr = gl.SliceLayout(0, sl)
     o_x = HALF * I + gl.arange(0, HALF, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, columns)
-    o_s += o_k[None, :] * X + o_x[:, None]
     if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_s).to(gl.float32) * scale_in
+        o_in = o_s + o_k[None, :] * X + o_x[:, None]
+        b_s = gl.load(s_in_ptr + o_in).to(gl.float32) * scale_in
     else:
         b_s = gl.zeros([HALF, K], gl.float32, sl)
     zero = gl.zeros([HALF, C], gl.float32, yl)
@@ -115,7 +115,9 @@ def walk_part(
         write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
     store_wait(0)
     if HAS_S_OUT:
-        gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
+        # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
+        o_out = o_s + (length >> 30) + o_k[None, :] * X + o_x[:, None]
+        gl.store(s_out_ptr + o_out, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
 
 
 @gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H"])
@@ -156,12 +158,12 @@ def channel_walk_sm90_kernel(
     ws = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
     xs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], x_desc.layout)
     gs = gl.allocate_shared_memory(g_desc.dtype, [ST, C, K], g_desc.layout)
-    gates = gl.allocate_shared_memory(g_desc.dtype, [C, K], g_desc.layout)
+    gates = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], g_desc.layout)
     ys = gl.allocate_shared_memory(dtype, [2, C, HALF], y_desc.layout)
     square_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    until = gl.allocate_shared_memory(gl.bfloat16, [C, C], ones_l)
-    free = gl.allocate_shared_memory(dtype, [C, 64], square_l)
+    until = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], ones_l)
+    free = gl.allocate_shared_memory(dtype, [1, C, 64], square_l)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
     full = ring(1, ST)

@@ -89,17 +89,18 @@ def forward(
 def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
     work = _work(terms, None)
     wide = o.dtype if terms.gv is not None else work.k.dtype
-    made = _made(work, fine=wide != work.k.dtype)
+    p = _room_for_pairs(work, wide) if work.q is None else None
+    made = _made(work, fine=wide != work.k.dtype, p=p)
     state = terms.initial_state
     walk = Walk(made.ke, made.ke, work.v, rest=made.rest, s_in=state, s_out=final)
     if work.split is not None:
         walk = met(walk, work, made)._replace(s_out=None)
-    if made.qs is not None:
+    if p is None:
         launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
     else:
         assert work.do is not None
         launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
-        _grads(work, made, _pairs(work, wide), scale, dqs=o, dq=o)
+        _grads(work, made, p, scale, dqs=o, dq=o)
 
 
 def backward(
@@ -203,8 +204,11 @@ def _work(terms: Terms, do: Tensor | None) -> Work:
     return work._replace(split=split_of(work))
 
 
-def _made(work: Work, room: Tensor | None = None, fine: bool = False) -> Prepared:
-    """room: a tensor that is free until the gradients are written; fine: ke in two parts."""
+def _made(
+    work: Work, room: Tensor | None = None, fine: bool = False, p: Tensor | None = None
+) -> Prepared:
+    """room: a tensor that is free until the gradients are written; fine: ke in two parts; p: memory
+    for P, which is made too."""
     k, g, terms, C = work.k, work.g, work.terms, work.tile.C
     HV, K = g.shape[2:]
     free: list[Tensor] = []
@@ -227,7 +231,10 @@ def _made(work: Work, room: Tensor | None = None, fine: bool = False) -> Prepare
     part = work.tile.prepare
     options: dict[str, Any] = {**_options(work, part), "K": K}
     outputs = (made.qs, made.ke, made.rest, made.a, made.decay)
-    kept(channel_prepare_kernel)[HV * work.chunks,](*inputs, *outputs, *more, **options)
+    pairs = (None, None, None) if p is None else (work.v, work.do, p)
+    kept(channel_prepare_kernel)[HV * work.chunks,](
+        *inputs, *outputs, *pairs, *more, work.v.shape[2], **options, **_values(work)
+    )
     if made.a is not None:
         total = HV * work.chunks
         options |= {**_bound(work), "LEVELS": C.bit_length() - 1, "MOST": MOST, "num_stages": 1}
@@ -238,26 +245,33 @@ def _made(work: Work, room: Tensor | None = None, fine: bool = False) -> Prepare
     return made
 
 
-def _pairs(work: Work, dtype: torch.dtype | None = None) -> Tensor:
-    HV, V, C, part = work.g.shape[2], work.v.shape[-1], work.tile.C, work.tile.prepare
-    p = work.k.new_empty(work.chunks, HV, C, C, dtype=dtype)
-    kept(channel_pairs_kernel)[HV * work.chunks,](
+def _pairs(work: Work) -> Tensor:
+    p, part = _room_for_pairs(work), work.tile.prepare
+    kept(channel_pairs_kernel)[p.shape[0] * p.shape[1],](
         work.v,
         work.do,
         p,
         work.terms.cu_seqlens,
         *sizes(work),
         work.v.shape[2],
-        V=V,
-        BV=_tile(work.k.device, V, work.k.element_size()).prepare.BK,
-        C=C,
+        **_values(work),
+        C=work.tile.C,
         PACKED=work.terms.cu_seqlens is not None,
-        GROUPED=work.v.shape[2] != HV,
+        GROUPED=work.v.shape[2] != work.g.shape[2],
         PRECISION=precision(),
         num_warps=part.warps,
         num_stages=part.stages,
     )
     return p
+
+
+def _room_for_pairs(work: Work, dtype: torch.dtype | None = None) -> Tensor:
+    return work.k.new_empty(work.chunks, work.g.shape[2], work.tile.C, work.tile.C, dtype=dtype)
+
+
+def _values(work: Work) -> dict[str, int]:
+    V = work.v.shape[-1]
+    return {"V": V, "BV": _tile(work.k.device, V, work.k.element_size()).prepare.BK}
 
 
 def _grads(work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None) -> None:

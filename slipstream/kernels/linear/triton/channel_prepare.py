@@ -39,7 +39,7 @@ from slipstream.kernels.linear.triton.walk_parts import LOG2E
 HIGHEST = tl.constexpr(96.0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "HK"])
+@triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
 def channel_prepare_kernel(
     q_ptr,  # [tokens, HK, K]; None where qs and A are not wanted
     k_ptr,  # [tokens, HK, K]
@@ -50,13 +50,19 @@ def channel_prepare_kernel(
     rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
     a_ptr,  # [chunks, HV, C, C]; of chunks that are not safe left to channel_scores_kernel
     decay_ptr,  # [chunks, HV, K]
+    v_ptr,  # [tokens, HX, V], for P
+    do_ptr,
+    p_ptr,  # [chunks, HV, C, C]; None where that is not wanted
     cu_ptr,  # [N + 1]
     T,
     N,
     HV,
     HK,
+    HX,
     K: tl.constexpr,
     BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
     C: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
@@ -108,6 +114,11 @@ def channel_prepare_kernel(
             b_a = tl.dot(b_start, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
     if q_ptr is not None:
         _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, C, BEFORE)
+    if p_ptr is not None:
+        i_x = (row * HX + i_h // (HV // HX)) * V
+        b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
+        p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]
+        tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["total", "T", "N", "HV", "HK"])
@@ -242,14 +253,23 @@ def channel_pairs_kernel(
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     i_x = ((begin + i_c * C) * HX + i_h // (HV // HX)) * V
+    b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
+    p_p = p_ptr + (slot.to(tl.int64) * HV + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _pairs(
+    p_v, p_do, stride, o_c, m_c,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P of a chunk, [C, C]."""
     b_p = tl.zeros((C, C), tl.float32)
     b_pt = tl.zeros((C, C), tl.float32)  # [j, i], so that no product is transposed
     for tile in range(tl.cdiv(V, BV)):
         o_v = tile * BV + tl.arange(0, BV)
-        b_do = _block(do_ptr + i_x, HX * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
-        b_v = _block(v_ptr + i_x, HX * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_do = _block(p_do, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_v = _block(p_v, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
         b_p = tl.dot(b_do, tl.trans(b_v), b_p, input_precision=PRECISION)  # [C, C]
         b_pt = tl.dot(b_v, tl.trans(b_do), b_pt, input_precision=PRECISION)  # [C, C]
-    b_p = tl.where(o_c[:, None] >= o_c[None, :], b_p, b_pt)
-    p_p = p_ptr + (slot.to(tl.int64) * HV + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
-    tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
+    return tl.where(o_c[:, None] >= o_c[None, :], b_p, b_pt)

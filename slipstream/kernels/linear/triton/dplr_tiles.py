@@ -60,7 +60,7 @@ TILES = {
         64,
         prepare=Part(64, 4, 1),
         walk=Part(64, 8, 1),
-        keep=Part(64, 8, 2),
+        keep=Part(64, 8, 1),
         back=Part(64, 4, 1),
         scores=Part(64, 4, 1),
         grads=Part(64, 4, 2),
