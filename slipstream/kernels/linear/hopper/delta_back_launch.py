@@ -174,6 +174,7 @@ def backward(
     walk: Callable[..., None],
     together: int,
     left: Sequence[Tensor] = (),
+    spends: bool = False,
     skip: bool = False,
 ) -> dict[str, Tensor]:
     """As portable.backward has them, into dstate too.
@@ -182,6 +183,7 @@ def backward(
         walk: of whole sequences.
         together: value heads whose gradients of q and k are added up at once.
         left: of walk_spans.
+        spends: nobody wants what is left afterwards.
     """
     B, T, HV = terms.v.shape[:3]
     H, K = terms.q.shape[2:]
@@ -193,6 +195,7 @@ def backward(
     made["v"] = fitting(out.get("v"), do.shape, do.dtype, do.device)
     rows, spans = spans_of(terms)
     if spans and not left:
+        spends = True
         final = solved.rows.new_empty(terms.state_shape)
         left = walk_spans(terms, solved, scale, made["v"], final, spans)
         del final
@@ -208,7 +211,7 @@ def backward(
         ends = [None if x is None else x[here] for x in (dfinal, dstate)]
         into = {name: x[here] for name, x in made.items()}
         if isinstance(spans, Cut):
-            _windows_back(part, do[here], own, scale, into, ends, spans, left)
+            _windows_back(part, do[here], own, scale, into, ends, spans, left, spends)
         elif spans:
             _spans_back(part, do[here], own, scale, into, ends, spans, left[0][:, here])
         else:
@@ -272,13 +275,13 @@ def _windows_back(
     ends: Ends,
     cut: Cut,
     left: Sequence[Tensor],
+    spends: bool,
 ) -> None:
     marks, table = left
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     states = terms.v.new_empty(cut.room, HV, V, K)
-    # in the place of what goes on, where each sequence has a slot of its own
-    borders = 1 if cut.rows == terms.sequences else 2
-    goes_on = marks.new_empty(borders, *marks.shape[1:])
+    # gradients at a border come where its states were, which the walk has read by then
+    gradients = marks if spends else marks.new_empty(min(2, len(marks)), *marks.shape[1:])
     w = made["v"]
     for i in reversed(range(cut.spans)):
         before = marks[max(i - 1, 0)]  # nobody looks there before the first
@@ -287,7 +290,8 @@ def _windows_back(
             terms, solved.r, solved.rows, scale, w,
             states=states, s_in=terms.initial_state, span=window,
         )  # fmt: skip
-        span = Window(table[i], goes_on[(i + 1) % borders], goes_on[i % borders])
+        after, before = (gradients[x % len(gradients)] for x in (i, i - 1))
+        span = Window(table[i], after, before)
         launch_back(
             terms, do, solved, scale, w, states, made, s_in=ends[0], s_out=ends[1], span=span
         )

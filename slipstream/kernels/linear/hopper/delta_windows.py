@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
-from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
+from slipstream.kernels.linear.hopper.plan import CHUNK, FUSED, TILE_V
 from slipstream.kernels.linear.slices import COUNT, LITTLE, MOST, SPARSE
 from slipstream.kernels.linear.terms import Terms
 
@@ -153,18 +153,16 @@ def cut_for(terms: Terms) -> Cut | None:
     state = prod(terms.state_shape[1:])  # of one sequence
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
     allowed = (given + T * HV * V * E) * 2 * int(10 * MOST) // 1000
-    allowed -= HV * (T * CHUNK * E + slots * CHUNK * 8) + N * state * 4  # R, beta, G; final states
+    allowed -= HV * (T * CHUNK * E + slots * CHUNK * 8)  # R, beta and G
     if slots * state * E <= max(allowed, LITTLE):
         return None
     most = max(1, min(COUNT, T // (SPARSE * N)))
     found = {Cut(1, N, slots): slots * state * E}
-    for rows in (N, min(N, -(-PROGRAMS // HV))):
+    for rows in (N, *(min(N, -(-x // HV)) for x in (PROGRAMS, FUSED))):
         for spans in range(2, most + 1):
             # of a group, each sequence that has not ended has a chunk in every span
             cut = Cut(spans, rows, max(-(-slots // spans), rows))
-            # of gradients there are those at one border, or at two whose slots are others'
-            borders = (spans - 1 + (1 if rows == N else 2)) * rows
-            found[cut] = cut.room * state * E + borders * state * 4
+            found[cut] = cut.room * state * E + (spans - 1) * rows * state * 4
     fitting = [cut for cut, size in found.items() if size <= allowed]
     if not fitting:
         best = (1 + ENOUGH) * min(found.values())

@@ -27,7 +27,7 @@ from slipstream.kernels.linear.triton.launch import Split, split_into
 
 IN_SLICES = MARKS = True  # as the portable ones
 ACTIVE = True  # takes how many of the packed sequences have tokens
-SPENDS_Q = True
+SPENDS_Q = SPENDS_KEPT = True
 PROGRAMS = 132  # multiprocessors: a walk's program takes one
 LEAST = 8  # chunks of a segment
 WORTH = 18  # chunks that a split has to take off a walk: about 30 us
@@ -81,11 +81,13 @@ def backward(
     out: Mapping[str, Tensor] = MappingProxyType({}),
     active: int | None = None,
     spends_q: bool = False,
+    spends_kept: bool = False,
 ) -> dict[str, Tensor]:
     """As the portable one; active as forward has it.
 
     Args:
         spends_q: the gradient of q may take q's memory, where heads are not grouped.
+        spends_kept: and what comes in between that of what is kept.
     """
     dout = None if dout is None else _at_16_bytes(dout)
     if per_channel(terms):
@@ -93,7 +95,7 @@ def backward(
     own, terms, count = _own(active), _placed(terms), 2 if terms.g is None else 3
     solved = portable.Solved(*kept[:count]) if kept else None
     if in_one_walk(terms, active) and _split(terms) is None:
-        back = partial(_back, active=active, left=kept[count:])
+        back = partial(_back, active=active, left=kept[count:], spends=spends_kept)
         own = own._replace(back=back)
     if spends_q and terms.q.shape[2] == terms.v.shape[2]:
         out = {**out, "q": terms.q}
@@ -185,10 +187,11 @@ def _back(
     out: Mapping[str, Tensor],
     active: int | None,
     left: Sequence[Tensor],
+    spends: bool,
 ) -> dict[str, Tensor]:
     return delta_back_launch.backward(
         terms, do, dfinal, solved, scale, dstate, out,
-        walk=partial(_walk, active=active), together=_together(terms), left=left,
+        walk=partial(_walk, active=active), together=_together(terms), left=left, spends=spends,
         skip=active is not None,
     )  # fmt: skip
 
