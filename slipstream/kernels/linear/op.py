@@ -273,7 +273,8 @@ def _backward_kept(*args: Any) -> list[Tensor]:
 
 def _graph_stays() -> bool:
     """Whether what was saved for the backward pass that runs may be wanted by another one."""
-    told = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    inside = getattr(torch._C, "_autograd", None)
+    told = getattr(inside, "_get_current_graph_task_keep_graph", None)
     return told is None or told()
 
 
