@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # each process of several has one core
+    torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _nan_in_fresh_memory() -> Iterator[None]:

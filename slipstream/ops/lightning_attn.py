@@ -1,9 +1,8 @@
 """Lightning attention: linear attention with a constant decay for each head and layer."""
 
-import torch
 from torch import Tensor
 
-from slipstream.core import checks
+from slipstream.ops._per_head import per_head
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -108,13 +107,12 @@ def fused_recurrent_lightning_attn(
 
 
 def _decay(v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
-    """-(8 / HV) (1 - layer_idx / num_layers) h, [HV]."""
-    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     if num_layers < 1:
         raise ValueError(f"num_layers: want at least 1, got {num_layers}")
     if not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx: want from 0 to num_layers = {num_layers}, got {layer_idx}")
-    heads = v.shape[2]
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    h = torch.arange(heads, dtype=dtype, device=v.device)
-    return -(8 / max(heads, 1) * (1 - layer_idx / num_layers)) * h
+    return per_head(v, _rate, 1 - layer_idx / num_layers)
+
+
+def _rate(h: Tensor, share: float) -> Tensor:
+    return -8 * share / max(len(h), 1) * h

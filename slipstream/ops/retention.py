@@ -1,12 +1,9 @@
 """Retention (RetNet): linear attention with a constant decay for each head."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.library import direct
+from slipstream.ops._per_head import per_head
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -58,7 +55,7 @@ def chunk_retention(
         q,
         k,
         v,
-        g_gamma=_decay(v),
+        g_gamma=per_head(v, _rate),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -91,7 +88,7 @@ def fused_recurrent_retention(
         q,
         k,
         v,
-        g_gamma=_decay(v),
+        g_gamma=per_head(v, _rate),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -102,24 +99,6 @@ def fused_recurrent_retention(
     )
 
 
-def _decay(v: Tensor) -> Tensor:
-    """log(1 - 2^(-5-h)), [HV]; made once, but where a graph or a tracer would own it."""
-    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
-    wide = v.dtype == torch.float64
-    if not direct(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _rates(v.shape[2], v.device, wide)
-    return _rates_kept(v.shape[2], v.device, wide)
-
-
-def _rates(HV: int, device: torch.device, wide: bool) -> Tensor:
-    """In float64, for 1 - 2^(-5-h) is 1 in float32 from head 20 on."""
-    h = torch.arange(HV, dtype=torch.float64, device=device)
-    rate = torch.log1p(-torch.exp2(-5 - h))
-    return rate if wide else rate.float()
-
-
-@cache
-def _rates_kept(HV: int, device: torch.device, wide: bool) -> Tensor:
-    # the copy waits for itself, so that any stream may read it
-    with torch.inference_mode(False):
-        return _rates(HV, torch.device("cpu"), wide).to(device)
+def _rate(h: Tensor) -> Tensor:
+    """log(1 - 2^(-5-h)); 1 - 2^(-5-h) itself is 1 in float32 from head 20 on."""
+    return torch.log1p(-torch.exp2(-5 - h))

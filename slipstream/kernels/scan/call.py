@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks, guard
-from slipstream.core.plan import Candidate, choose
+from slipstream.core.plan import Candidate, Plan, choose
+from slipstream.core.signature import Remembered, signature
 from slipstream.kernels.launching import unfit
 from slipstream.kernels.scan.op import kind, scan
 from slipstream.kernels.scan.reference import scan_reference
@@ -23,6 +24,7 @@ CANDIDATES = (
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
+_PLANS = Remembered()
 
 
 def run(
@@ -35,13 +37,13 @@ def run(
     impl: str | None,
 ) -> tuple[Tensor, Tensor | None]:
     """h [B, T, D] in x's dtype, and the final state [N, D] if asked for."""
-    check(x, g, initial_state, cu_seqlens)
+    key = signature((x, g, initial_state, cu_seqlens), impl)
+    plan = _PLANS.get(key, lambda: _checked(x, g, initial_state, cu_seqlens, impl))
     if reverse:  # packed sequences also change their order
         x, g = x.flip(1), g.flip(1)
         if cu_seqlens is not None:
             cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
             initial_state = None if initial_state is None else initial_state.flip(0)
-    plan = choose(CANDIDATES, (x, g), impl)
     if plan.impl == "reference":
         h, final = scan_reference(x, g, initial_state, cu_seqlens)
     else:
@@ -49,6 +51,14 @@ def run(
     if reverse:
         h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return h, final if output_final_state else None
+
+
+def _checked(
+    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
+) -> Plan:
+    """Looks at nothing but shapes, dtypes and devices."""
+    check(x, g, initial_state, cu_seqlens)
+    return choose(CANDIDATES, (x, g), impl)
 
 
 def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -251,7 +251,7 @@ def _spans_back(
 ) -> None:
     after, dstate = ends
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
-    chunks = terms.sequences * -(-spans[0].stop // CHUNK)
+    chunks = terms.sequences * max(-(-(x.stop - x.start) // CHUNK) for x in spans)
     states = terms.v.new_empty(chunks, HV, V, K)
     goes_on = dstate
     if dstate is None or dstate.dtype != torch.float32:
