@@ -33,11 +33,6 @@ class Case:
         """Another shape that takes the row, with blocks that are not whole."""
         return dataclasses.replace(self.shape, B=1, T=333)
 
-    @property
-    def most(self) -> Shape:
-        """That which takes it and most shared memory: rows that TMA does not take, all options."""
-        return dataclasses.replace(self.odd, B=2, V=30, packed=True, state=True)
-
 
 @dataclasses.dataclass(frozen=True)
 class Family:

@@ -79,8 +79,8 @@ def test_every_kernel_compiles(arch: str, shape: str, operator: str) -> None:
         check(job, SHAPES[shape])
 
 
-def test_narrow_values_beside_wide_keys_have_room() -> None:
-    """Rows that TMA does not take: they come into shared memory by loads, in as many stages."""
+def test_walks_of_free_a_and_b_have_room_for_wide_keys() -> None:
+    """They load a tile more than kda's, whose row of the table they take."""
     for job in jobs("chunk_dplr_delta_rule", NARROW, "sm_90"):
         if job.name == "dplr_walk_kernel":
             check_room(job)

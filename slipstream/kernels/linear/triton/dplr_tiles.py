@@ -60,7 +60,7 @@ TILES = {
         64,
         prepare=Part(64, 4, 1),
         walk=Part(64, 8, 1),
-        keep=Part(64, 8, 1),
+        keep=Part(64, 8, 2),
         back=Part(64, 4, 1),
         scores=Part(64, 4, 1),
         grads=Part(64, 4, 2),
@@ -80,8 +80,14 @@ WHOLE = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
 LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
 
 
-def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]:
-    """The tile, no wider than K and V need, and WIDE."""
+def choose(
+    family: str, K: int, V: int, bytes_each: int, free: bool = False
+) -> tuple[DplrTile, int]:
+    """The tile, no wider than K and V need, and WIDE.
+
+    Args:
+        free: of free a and b, whose walks load a tile of K channels more.
+    """
     narrowest = NARROWEST.get(family, 16)
     wide = max(narrowest, power_of_two(K))
     base = ROWS.get(family, family), bytes_each
@@ -98,11 +104,14 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]
         warps = part.warps if most >= part.B else min(part.warps, 4)
         return Part(min(part.B, most), warps, part.stages)
 
+    keep = cut(tile.keep, most_v)
+    if free and wide > 128:  # there is no room for two stages
+        keep = Part(keep.B, keep.warps, 1)
     return DplrTile(
         tile.C,
         cut(tile.prepare, wide),
         cut(tile.walk, most_v),
-        cut(tile.keep, most_v),
+        keep,
         cut(tile.back, most_v),
         cut(tile.scores, most_v),
         cut(tile.grads, wide),

@@ -49,13 +49,15 @@ class Starts(NamedTuple):
 
 
 @cache
-def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DplrTile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
+def _tile(
+    device: torch.device, K: int, V: int, bytes_each: int, free: bool
+) -> tuple[DplrTile, int]:
+    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each, free)
 
 
 def tile_of(terms: Terms) -> tuple[DplrTile, int]:
     K, V = terms.q.shape[-1], terms.v.shape[-1]
-    return _tile(terms.q.device, K, V, terms.q.element_size())
+    return _tile(terms.q.device, K, V, terms.q.element_size(), terms.transition == "dplr")
 
 
 def launch_options(terms: Terms, part: Part, walk: bool = False) -> dict[str, Any]:
