@@ -40,7 +40,8 @@ def test_every_tile_of_linear_attention_can_run(arch: Arch, size: int) -> None:
                 linear.check(tile, BD, size, arch)
             linear.check(channel, K, size, arch)
             linear.check(*delta_tiles.choose(family, K, V, size), size, arch)
-            linear.check(*dplr_tiles.choose(family, K, V, size), size, arch)
+            for free in (False, True):
+                linear.check(*dplr_tiles.choose(family, K, V, size, free), size, arch)
 
 
 @every_arch

@@ -53,7 +53,8 @@ def compile_dplr(
     override: Part | None = None,
 ) -> Compiled:
     """kind: kda, dplr or iplr."""
-    tile, wide = dplr_tiles.choose(tiles.family(divmod(capability, 10)), K, V, bytes_each)
+    family = tiles.family(divmod(capability, 10))
+    tile, wide = dplr_tiles.choose(family, K, V, bytes_each, free=kind != "kda")
     part = override or getattr(tile, OF.get(kernel, kernel))
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
