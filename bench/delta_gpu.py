@@ -197,8 +197,10 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
             terms, do, solved, scale, s_out=E, split=split
         )
     return found | {
-        "walk": lambda: launch._walk(terms, solved, scale, o, s_in=met, **options),
-        "keep": lambda: launch._walk(terms, solved, scale, w, states=S, s_in=met, split=split),
+        "walk": lambda: launch.launch_walk(terms, solved, scale, o, s_in=met, **options),
+        "keep": lambda: launch.launch_walk(
+            terms, solved, scale, w, states=S, s_in=met, split=split
+        ),
         "back": lambda: launch._walk_back(terms, do, solved, scale, dv, dS, met, split=split),
         "grads": lambda: launch._grads(terms, do, solved.rows, w, dv, S, dS, scale),
     }

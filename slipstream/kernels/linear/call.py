@@ -67,7 +67,7 @@ def run(
         key = (*key, dtype)
     plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent))
     if key is None or dtype is not None:
-        terms = _autocast(terms)
+        terms = as_autocast(terms)
     if options.reverse:
         terms = _reversed(terms)
     scale = terms.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
@@ -86,7 +86,7 @@ def run(
 def _checked(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> Plan:
     """Looks at nothing but shapes, dtypes and devices."""
     check(terms, names, options, recurrent)
-    return plan_for(_autocast(terms), options.impl)
+    return plan_for(as_autocast(terms), options.impl)
 
 
 def plan_for(terms: Terms, impl: str | None) -> Plan:
@@ -133,7 +133,7 @@ def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: b
         )
 
 
-def _autocast(terms: Terms) -> Terms:
+def as_autocast(terms: Terms) -> Terms:
     """Under autocast the activations take its dtype; gates and states keep theirs."""
     dtype = autocast_dtype(terms.q)
     if dtype is None:

@@ -138,7 +138,7 @@ def forward(
         marked = spans > 1 and i < len(slices) - 1
         after = marks[i] if marked and borders is None else final[rows]
         met = None if state is None else state[rows]
-        part = _part(terms, rows, tokens, met)
+        part = part_of(terms, rows, tokens, met)
         if borders is not None:
             part = part._replace(cu_seqlens=borders.local[i])
         found = run(part, scale, out=(o[rows, tokens], after))
@@ -195,7 +195,7 @@ def backward(
             dfinal = zeros if dfinal is None else dfinal
     for i, (rows, tokens) in reversed(list(enumerate(slices))):
         met = None if state is None else state[rows]
-        part = _part(terms, rows, tokens, met)
+        part = part_of(terms, rows, tokens, met)
         if borders is not None:
             assert state is not None and marks is not None
             borders.meet(state, begins, marks, i)
@@ -228,7 +228,7 @@ def walked(
     cuts = spans(terms.q.shape[1], marks.shape[0] + 1)
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else marks[i]
-        yield tokens, _part(terms, WHOLE.rows, tokens, state), o[:, tokens], after
+        yield tokens, part_of(terms, WHOLE.rows, tokens, state), o[:, tokens], after
         state = after
 
 
@@ -288,7 +288,7 @@ def _kept(kept: Sequence[Tensor], slices: Sequence[Slice], i: int, packed: bool)
     return [first[:, tokens], *(x[chunks_of(tokens, first.shape[-1])] for x in rest)]
 
 
-def _part(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> Terms:
+def part_of(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> Terms:
     given = {
         name: x[rows, tokens]
         for name, x in terms._asdict().items()

@@ -19,7 +19,7 @@ from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.core.signature import Remembered, signature
 from slipstream.kernels.launching import unfit
 from slipstream.kernels.linear import probe
-from slipstream.kernels.linear.call import Options, _autocast, check
+from slipstream.kernels.linear.call import Options, as_autocast, check
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.terms import Terms
@@ -75,7 +75,7 @@ def run(terms: Terms, pool: Pool, scale: float | None, l2_norm: bool, impl: str 
             "torch.no_grad(), or a fused_recurrent operator"
         )
     if key is None or dtype is not None:
-        terms = _autocast(terms)
+        terms = as_autocast(terms)
     scale = terms.q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
 
@@ -84,7 +84,7 @@ def plan_for(terms: Terms, pool: Pool, impl: str | None) -> Plan:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
     check(terms, {}, Options(), True)
     _check_pool(terms, pool)
-    return choose(CANDIDATES, (_autocast(terms), pool), impl)
+    return choose(CANDIDATES, (as_autocast(terms), pool), impl)
 
 
 def _check_pool(terms: Terms, pool: Pool) -> None:

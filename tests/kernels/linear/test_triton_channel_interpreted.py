@@ -125,8 +125,8 @@ def check_split() -> None:
     tiles.SPAN = channel_walks.SPAN = 2
     for form, size in (("g", "split"), ("u", "split, packed"), ("gv", "split, packed")):
         terms = make(form, size, "mixed", torch.float32, True)
-        prepared = channel_launch._prepare(terms)
-        assert channel_launch._work(prepared, None).split is not None
+        prepared = channel_launch.laid_out(terms)
+        assert channel_launch.work_of(prepared, None).split is not None
         check(form, size, "mixed", torch.float32, True)
     check_wide("split, packed", "mixed")
     tiles.SPAN = channel_walks.SPAN = kept

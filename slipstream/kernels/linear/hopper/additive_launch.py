@@ -13,7 +13,7 @@ from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
 from slipstream.kernels.linear.hopper.additive_back import additive_back_sm90_kernel
 from slipstream.kernels.linear.hopper.additive_walk import additive_walk_sm90_kernel
-from slipstream.kernels.linear.hopper.launch import _at_16_bytes, _placed
+from slipstream.kernels.linear.hopper.launch import as_tma_reads, at_16_bytes
 from slipstream.kernels.linear.hopper.plan import CHUNK
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import launch as portable
@@ -43,7 +43,7 @@ def backward(
     gate_gradient: bool = True,
 ) -> dict[str, Tensor]:
     """As the portable one."""
-    dout = None if dout is None else _at_16_bytes(dout)
+    dout = None if dout is None else at_16_bytes(dout)
     over: dict[str, Any] = {"gate_gradient": gate_gradient, "own": _OWN}
     return portable.backward(_ready(terms), dout, dfinal, scale, **over)
 
@@ -53,7 +53,7 @@ def _ready(terms: Terms) -> Terms:
     g = terms.g
     if g is not None and g.stride(1) > 1:
         g = g.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-    return _placed(terms)._replace(g=g)
+    return as_tma_reads(terms)._replace(g=g)
 
 
 def _walk(

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from slipstream.kernels.gluon import TensorDescriptor, gl
 from slipstream.kernels.kept import kept
+from slipstream.kernels.launching import on
 from slipstream.kernels.linear.hopper.channel_edges import channel_edges_sm90_kernel
 from slipstream.kernels.linear.hopper.channel_plan import CHUNK
 from slipstream.kernels.linear.hopper.channel_walk import channel_walk_sm90_kernel
-from slipstream.kernels.linear.hopper.launch import _at_16_bytes, _placed
+from slipstream.kernels.linear.hopper.launch import as_tma_reads, at_16_bytes
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import channel_launch as portable
 from slipstream.kernels.linear.triton.channel_walks import Prepared, Sums, sums_of
-from slipstream.kernels.linear.triton.launch import _on
 from slipstream.kernels.linear.triton.tiles import SPAN
 
 HALF, STAGES = 64, 2
@@ -36,10 +36,10 @@ def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     """As the portable one, which it is where q is float32."""
     if terms.q.dtype == torch.float32:
         return portable.forward(terms, scale)
-    terms = _placed(portable._prepare(terms))
+    terms = as_tma_reads(portable.laid_out(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-    with _on(o.device):
+    with on(o.device):
         walk(terms, terms.v, o, scale, terms.initial_state, final)
     return o, final
 
@@ -54,12 +54,12 @@ def backward(
     if terms.q.dtype == torch.float32:
         return portable.backward(terms, dout, dfinal, scale)
     given = terms
-    terms = _placed(portable._prepare(terms))
-    work = portable._work(terms, terms.v)
+    terms = as_tma_reads(portable.laid_out(terms))
+    work = portable.work_of(terms, terms.v)
     if dout is None or scale == 0.0:
         do = torch.zeros_like(terms.v)
     else:
-        do = _at_16_bytes(dout.to(terms.v.dtype).contiguous())
+        do = at_16_bytes(dout.to(terms.v.dtype).contiguous())
     work, scale = work._replace(do=do), scale or 1.0  # o does not depend on q, k, v then
     dfinal = None if dfinal is None else dfinal.contiguous()
     shape = (*do.shape[:3], terms.q.shape[-1])
@@ -71,14 +71,14 @@ def backward(
     if u is not None:
         du = u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
     ends: dict[str, Any] = {"scale_in": 1 / scale, "reverse": True}
-    with _on(do.device):
+    with on(do.device):
         sums, decay = sums_of(work), do.new_empty(work.chunks, *shape[2:], dtype=torch.float32)
         edges(terms, do, dq, state, sums, decay)
         edges(terms, do, dk, dfinal, sums, decay, **ends)
         walk(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)
         made = Prepared(None, terms.k, None, decay)
         more = {"dqs": dq, "dke": dk, "z": sums.z, "dq": dq, "dk": dk, "dg": dg, "du": du}
-        portable._grads(work, made, portable._pairs(work), scale, **more)
+        portable.launch_grads(work, made, portable.pairs_of(work), scale, **more)
     if terms.q.shape[2] != shape[2]:
         groups = (*terms.q.shape[:3], -1, shape[-1])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -87,7 +87,7 @@ def backward(
         grads["u"] = du.sum(0).to(u.dtype)
     if dinitial is not None:
         grads["initial_state"] = dinitial
-    return portable._as_given(grads, given)
+    return portable.as_given(grads, given)
 
 
 def walk(

@@ -18,8 +18,8 @@ from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.hopper.delta_back import delta_back_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_launch import (
     TILE_K,
-    _sizes,
-    _tiles,
+    sizes_of,
+    tiles_of,
     window_and_begin,
 )
 from slipstream.kernels.linear.hopper.delta_windows import (
@@ -30,7 +30,7 @@ from slipstream.kernels.linear.hopper.delta_windows import (
     windows,
 )
 from slipstream.kernels.linear.hopper.plan import CHUNK
-from slipstream.kernels.linear.slices import COUNT, LITTLE, MOST, WHOLE, _part, fitting
+from slipstream.kernels.linear.slices import COUNT, LITTLE, MOST, WHOLE, fitting, part_of
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_launch import Solved
 from slipstream.kernels.linear.triton.delta_plan import states_like
@@ -70,12 +70,12 @@ def launch_back(
     window, begin = window_and_begin(terms, span)
     launch: Any = kept(delta_back_sm90_kernel)[(HV * terms.sequences,)]
     launch(
-        *(_tiles(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
-        _tiles(do, HV * V, CHUNK, V),
-        _tiles(solved.r, HV * CHUNK, CHUNK, CHUNK),
-        _tiles(w, HV * V, CHUNK, V),
-        _tiles(states, K, V, K),
-        *(_tiles(made[name], heads * K, CHUNK, K) for name in "qk"),
+        *(tiles_of(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
+        tiles_of(do, HV * V, CHUNK, V),
+        tiles_of(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(w, HV * V, CHUNK, V),
+        tiles_of(states, K, V, K),
+        *(tiles_of(made[name], heads * K, CHUNK, K) for name in "qk"),
         made["q"],
         made["k"],
         w,
@@ -88,7 +88,7 @@ def launch_back(
         *window,
         torch.zeros(solved.rows.shape[0], heads, **turns) if heads < HV else None,
         scale,
-        *_sizes(terms, None)[:4],
+        *sizes_of(terms, None)[:4],
         HV // heads,
         *begin,
         K=K,
@@ -205,7 +205,7 @@ def backward(
         if rows < B:
             here = slice(first, first + rows)
             state = None if terms.initial_state is None else terms.initial_state[here]
-            part = _part(terms, here, WHOLE.tokens, state)
+            part = part_of(terms, here, WHOLE.tokens, state)
             chunks = slice(first * each, (first + rows) * each)
             own = Solved(solved.r[here], solved.rows[chunks])
         ends = [None if x is None else x[here] for x in (dfinal, dstate)]

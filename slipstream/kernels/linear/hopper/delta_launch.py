@@ -41,8 +41,8 @@ def solve(terms: Terms, r: Tensor, rows: Tensor) -> Solved:
     H, K = terms.q.shape[2:]
     launch: Any = kept(delta_solve_sm90_kernel)[(rows.shape[0] * HV,)]
     launch(
-        _tiles(terms.k, H * K, CHUNK, K),
-        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(terms.k, H * K, CHUNK, K),
+        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
         r,
         terms.g,
         terms.beta,
@@ -84,19 +84,19 @@ def walk(
     H, K = terms.q.shape[2:]
     launch: Any = kept(delta_walk_sm90_kernel)[_grid(terms, segment)]
     launch(
-        _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
-        _tiles(terms.k, H * K, CHUNK, K),
-        _tiles(terms.v, HV * V, CHUNK, TILE_V),
-        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
-        _tiles(out, HV * V, CHUNK, TILE_V),
-        None if states is None else _tiles(states, K, TILE_V, K),
+        tiles_of(terms.q, H * K, CHUNK, K) if states is None else None,
+        tiles_of(terms.k, H * K, CHUNK, K),
+        tiles_of(terms.v, HV * V, CHUNK, TILE_V),
+        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(out, HV * V, CHUNK, TILE_V),
+        None if states is None else tiles_of(states, K, TILE_V, K),
         out,
         rows,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *_sizes(terms, segment),
+        *sizes_of(terms, segment),
         KEEP=states is not None,
         **_flags(terms, s_in, s_out, segment),
         SKIP=skip,
@@ -134,12 +134,12 @@ def walk_wide(
         window, sizes = marks, (marks[1].shape[1], marks[1].shape[0] + 1)
     launch: Any = kept(delta_walk_wide_sm90_kernel)[(V // (2 * TILE_V) * HV * terms.sequences,)]
     launch(
-        _tiles(terms.q, H * K, CHUNK, K) if states is None else None,
-        _tiles(terms.k, H * K, CHUNK, K),
-        _tiles(terms.v, HV * V, CHUNK, TILE_V),
-        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
-        _tiles(out, HV * V, CHUNK, TILE_V),
-        None if states is None else _tiles(states, K, TILE_V, K),
+        tiles_of(terms.q, H * K, CHUNK, K) if states is None else None,
+        tiles_of(terms.k, H * K, CHUNK, K),
+        tiles_of(terms.v, HV * V, CHUNK, TILE_V),
+        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(out, HV * V, CHUNK, TILE_V),
+        None if states is None else tiles_of(states, K, TILE_V, K),
         out,
         rows,
         s_in,
@@ -147,7 +147,7 @@ def walk_wide(
         terms.cu_seqlens,
         *window,
         scale,
-        *_sizes(terms, None)[:4],
+        *sizes_of(terms, None)[:4],
         *begin,
         *sizes,
         KEEP=states is not None,
@@ -184,19 +184,19 @@ def walk_back(
     H, K = terms.q.shape[2:]
     launch: Any = kept(delta_walk_back_sm90_kernel)[_grid(terms, segment)]
     launch(
-        _tiles(terms.q, H * K, CHUNK, K),
-        _tiles(terms.k, H * K, CHUNK, K),
-        _tiles(do, HV * V, CHUNK, TILE_V),
-        _tiles(r, HV * CHUNK, CHUNK, CHUNK),
-        _tiles(dv, HV * V, CHUNK, TILE_V),
-        _tiles(dstates, K, TILE_V, K),
+        tiles_of(terms.q, H * K, CHUNK, K),
+        tiles_of(terms.k, H * K, CHUNK, K),
+        tiles_of(do, HV * V, CHUNK, TILE_V),
+        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(dv, HV * V, CHUNK, TILE_V),
+        tiles_of(dstates, K, TILE_V, K),
         dv,
         rows,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *_sizes(terms, segment),
+        *sizes_of(terms, segment),
         **_flags(terms, s_in, s_out, segment),
         SKIP=skip,
     )
@@ -212,16 +212,16 @@ def ends(
     far = made.new_empty(segment[1], HV, dtype=torch.int32)
     launch: Any = kept(delta_ends_sm90_kernel)[((V + K) // TILE_V * HV * segment[1],)]
     launch(
-        _tiles(terms.k, H * K, CHUNK, K),
-        _tiles(terms.v, HV * V, CHUNK, TILE_V),
-        _tiles(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(terms.k, H * K, CHUNK, K),
+        tiles_of(terms.v, HV * V, CHUNK, TILE_V),
+        tiles_of(solved.r, HV * CHUNK, CHUNK, CHUNK),
         solved.rows,
         solved.growth,
         s_in,
         made,
         far,
         terms.cu_seqlens,
-        *_sizes(terms, segment),
+        *sizes_of(terms, segment),
         **_ends_flags(terms, s_in),
     )
     return made, far
@@ -241,17 +241,17 @@ def ends_back(
     made = solved.rows.new_empty(segment[1], HV, K, V)
     launch: Any = kept(delta_ends_back_sm90_kernel)[_grid(terms, segment)]
     launch(
-        _tiles(terms.q, H * K, CHUNK, K),
-        _tiles(terms.k, H * K, CHUNK, K),
-        _tiles(do, HV * V, CHUNK, TILE_V),
-        _tiles(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        tiles_of(terms.q, H * K, CHUNK, K),
+        tiles_of(terms.k, H * K, CHUNK, K),
+        tiles_of(do, HV * V, CHUNK, TILE_V),
+        tiles_of(solved.r, HV * CHUNK, CHUNK, CHUNK),
         solved.rows,
         solved.growth,
         s_in,
         made,
         terms.cu_seqlens,
         scale,
-        *_sizes(terms, segment),
+        *sizes_of(terms, segment),
         **_ends_flags(terms, s_in),
     )
     return made
@@ -270,7 +270,7 @@ def meet(
     HV, V = terms.v.shape[2:]
     K = terms.q.shape[-1]
     met = made.new_empty(segment[1], HV, K, V)
-    T, N, *_ = _sizes(terms, segment)
+    T, N, *_ = sizes_of(terms, segment)
     launch: Any = kept(delta_meet_kernel)[_grid(terms, segment)]
     launch(
         made,
@@ -330,10 +330,10 @@ def grads(
     turns: Any = {"dtype": torch.int32, "device": do.device}
     launch: Any = kept(delta_grads_sm90_kernel)[(states.shape[0] * HV,)]
     launch(
-        *(_tiles(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
-        *(_tiles(x, HV * V, CHUNK, V) for x in (do, w, dv)),
-        *(_tiles(x, K, V, TILE_K) for x in (states, dstates)),
-        *(_tiles(made[name], heads * K, CHUNK, TILE_K) for name in "qk"),
+        *(tiles_of(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
+        *(tiles_of(x, HV * V, CHUNK, V) for x in (do, w, dv)),
+        *(tiles_of(x, K, V, TILE_K) for x in (states, dstates)),
+        *(tiles_of(made[name], heads * K, CHUNK, TILE_K) for name in "qk"),
         made["q"],
         made["k"],
         rows,
@@ -363,7 +363,7 @@ def _grid(terms: Terms, segment: tuple[int, int] | None) -> tuple[int]:
     return (V // TILE_V * HV * (terms.sequences if segment is None else segment[1]),)
 
 
-def _sizes(terms: Terms, segment: tuple[int, int] | None) -> tuple[int, ...]:
+def sizes_of(terms: Terms, segment: tuple[int, int] | None) -> tuple[int, ...]:
     """T, N, HV, H, tokens of a segment."""
     T, HV = terms.v.shape[1:3]
     return T, terms.sequences, HV, terms.q.shape[2], T if segment is None else segment[0]
@@ -389,7 +389,7 @@ def _flags(
     }
 
 
-def _tiles(x: Tensor, width: int, rows: int, columns: int) -> Any:
+def tiles_of(x: Tensor, width: int, rows: int, columns: int) -> Any:
     """A descriptor of x as rows of `width`, in tiles [rows, columns]."""
     layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
     shape, strides = [x.numel() // width, width], [width, 1]

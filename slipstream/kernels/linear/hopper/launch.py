@@ -49,8 +49,8 @@ def forward(
             are. None: all.
     """
     if per_channel(terms):
-        return dplr_portable.forward(_placed(terms), scale, dplr_launch, out, marks)
-    return portable.forward(_placed(terms), scale, _own(active), out, marks)
+        return dplr_portable.forward(as_tma_reads(terms), scale, dplr_launch, out, marks)
+    return portable.forward(as_tma_reads(terms), scale, _own(active), out, marks)
 
 
 def forward_kept(
@@ -68,7 +68,7 @@ def forward_kept(
         spans = delta_back_launch.spans_of(terms)[1]
         if spans:
             own = own._replace(walk=partial(_walk_spans, spans=spans, left=left))
-    o, final, solved = portable.forward_kept(_placed(terms), scale, own, out, marks)
+    o, final, solved = portable.forward_kept(as_tma_reads(terms), scale, own, out, marks)
     return o, final, [x for x in (*solved, *left) if x is not None]
 
 
@@ -89,10 +89,10 @@ def backward(
         spends_q: the gradient of q may take q's memory, where heads are not grouped.
         spends_kept: and what comes in between that of what is kept.
     """
-    dout = None if dout is None else _at_16_bytes(dout)
+    dout = None if dout is None else at_16_bytes(dout)
     if per_channel(terms):
-        return dplr_portable.backward(_placed(terms), dout, dfinal, scale, dplr_launch, out)
-    own, terms, count = _own(active), _placed(terms), 2 if terms.g is None else 3
+        return dplr_portable.backward(as_tma_reads(terms), dout, dfinal, scale, dplr_launch, out)
+    own, terms, count = _own(active), as_tma_reads(terms), 2 if terms.g is None else 3
     solved = portable.Solved(*kept[:count]) if kept else None
     if in_one_walk(terms, active) and _split(terms) is None:
         back = partial(_back, active=active, left=kept[count:], spends=spends_kept)
@@ -102,14 +102,14 @@ def backward(
     return portable.backward(terms, dout, dfinal, scale, own, solved, out)
 
 
-def _placed(terms: Terms) -> Terms:
+def as_tma_reads(terms: Terms) -> Terms:
     """With all as TMA reads them."""
     names = ("q", "k", "v", "a", "b", "g")
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
-    return terms._replace(**{name: _at_16_bytes(x) for name, x in given.items()})
+    return terms._replace(**{name: at_16_bytes(x) for name, x in given.items()})
 
 
-def _at_16_bytes(x: Tensor) -> Tensor:
+def at_16_bytes(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
@@ -129,7 +129,7 @@ def _walk(
     skip = active is not None and split is None
     slots = slots_of(terms, split) if active is None else active
     if states is not None and terms.g is None and crowded(terms, slots):
-        portable._walk(terms, solved, scale, o, **ends, split=split)
+        portable.launch_walk(terms, solved, scale, o, **ends, split=split)
     elif split is None and _takes_two(terms, active):
         sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, skip=skip)
     else:

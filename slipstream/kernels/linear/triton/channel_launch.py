@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import precision
+from slipstream.kernels.launching import on, precision
 from slipstream.kernels.linear.slices import fitting
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_grads import channel_grads_kernel
@@ -45,7 +45,7 @@ from slipstream.kernels.linear.triton.channel_walks import (
     split_of,
     sums_of,
 )
-from slipstream.kernels.linear.triton.launch import _contiguous, _family, _on
+from slipstream.kernels.linear.triton.launch import contiguous, family_of
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import power_of_two
 
@@ -62,7 +62,7 @@ FILL = 528
 
 @cache
 def _tile(device: torch.device, K: int, bytes_each: int) -> ChannelTile:
-    return choose("interpreter" if INTERPRETED else _family(device), K, bytes_each)
+    return choose("interpreter" if INTERPRETED else family_of(device), K, bytes_each)
 
 
 def forward(
@@ -76,18 +76,18 @@ def forward(
     Args:
         out: memory for both.
     """
-    terms = _prepare(terms)
+    terms = laid_out(terms)
     o, final = out or (
         terms.v.new_empty(terms.v.shape, dtype=dtype),
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
-    with _on(o.device):
+    with on(o.device):
         _forward(terms, scale, o, final)
     return o, final
 
 
 def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
-    work = _work(terms, None)
+    work = work_of(terms, None)
     wide = o.dtype if terms.gv is not None else work.k.dtype
     p = _room_for_pairs(work, wide) if work.q is None else None
     made = _made(work, fine=wide != work.k.dtype, p=p)
@@ -100,7 +100,7 @@ def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
     else:
         assert work.do is not None
         launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
-        _grads(work, made, p, scale, dqs=o, dq=o)
+        launch_grads(work, made, p, scale, dqs=o, dq=o)
 
 
 def backward(
@@ -116,14 +116,14 @@ def backward(
         out: memory for some of them, which they take if it fits.
     """
     given = terms
-    terms = _prepare(terms)
+    terms = laid_out(terms)
     do = (
         torch.zeros_like(terms.v)
         if dout is None or scale == 0.0
         else dout.to(terms.v.dtype).contiguous()
     )
     scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
-    work = _work(terms, do)
+    work = work_of(terms, do)
     q, v, over_v, g = work.q, work.v, work.do, work.g
     assert q is not None and over_v is not None
     wide = do.shape[:3]
@@ -139,7 +139,7 @@ def backward(
         dinitial = fitting(out.get("initial_state"), terms.state_shape, state.dtype, state.device)
     u = terms.u
     du = None if u is None else u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
-    with _on(do.device):
+    with on(do.device):
         made = _made(work, room=dg)
         assert made.qs is not None
         kept = Walk(made.qs, made.ke, v, s_in=state)
@@ -159,7 +159,7 @@ def backward(
             launch(kept._replace(y=dq, a=made.a, scale=scale), work, made)
         more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
         more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
-        _grads(work, made, _pairs(work), scale, **more)
+        launch_grads(work, made, pairs_of(work), scale, **more)
     if terms.q.shape[2] != wide[2]:
         groups = (*terms.q.shape[:3], -1, terms.q.shape[3])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -168,24 +168,24 @@ def backward(
         grads["u"] = du.sum(0).to(u.dtype)
     if dinitial is not None:
         grads["initial_state"] = dinitial
-    return _as_given(grads, given)
+    return as_given(grads, given)
 
 
-def _prepare(terms: Terms) -> Terms:
+def laid_out(terms: Terms) -> Terms:
     """Everything as the kernels index it, the gate one a channel."""
     g, gv, u = terms.g, terms.gv, terms.u
     if gv is None:
         g = terms.v.new_zeros(terms.v.shape[:3]) if g is None else g
         g = g[..., None] if g.dim() == 3 else g
         g = g.expand(*g.shape[:3], terms.q.shape[-1]).contiguous()
-    return _contiguous(terms)._replace(
+    return contiguous(terms)._replace(
         g=g,
         gv=None if gv is None else gv.contiguous(),
         u=None if u is None else u.contiguous(),
     )
 
 
-def _as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
+def as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
     """Without the gradient of a gate that was not given, and that of one a token summed."""
     if given.g is None:
         grads.pop("g", None)
@@ -194,7 +194,7 @@ def _as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
     return grads
 
 
-def _work(terms: Terms, do: Tensor | None) -> Work:
+def work_of(terms: Terms, do: Tensor | None) -> Work:
     q, k, v, g = terms.q, terms.k, terms.v, terms.g
     if terms.gv is not None:
         q, k, v, g, do = do, v, k, terms.gv, q
@@ -245,7 +245,7 @@ def _made(
     return made
 
 
-def _pairs(work: Work) -> Tensor:
+def pairs_of(work: Work) -> Tensor:
     p, part = _room_for_pairs(work), work.tile.prepare
     kept(channel_pairs_kernel)[p.shape[0] * p.shape[1],](
         work.v,
@@ -274,7 +274,9 @@ def _values(work: Work) -> dict[str, int]:
     return {"V": V, "BV": _tile(work.k.device, V, work.k.element_size()).prepare.BK}
 
 
-def _grads(work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None) -> None:
+def launch_grads(
+    work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None
+) -> None:
     """named: dqs and dke, and what there is of the other tensors of channel_grads.py."""
     part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
     total = -(-K // part.BK) * work.g.shape[2] * work.chunks

@@ -12,7 +12,7 @@ from slipstream.kernels.launching import precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.channel_tiles import ChannelTile, choose_walk
 from slipstream.kernels.linear.triton.channel_walk import channel_scan_kernel, channel_walk_kernel
-from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family, split_into
+from slipstream.kernels.linear.triton.launch import Split, descriptors, family_of, split_into
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import SPAN, Tile, segment_tokens
 
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
 
 @cache
 def _walk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
-    return choose_walk("interpreter" if INTERPRETED else _family(device), D, X, bytes_each, C)
+    return choose_walk("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, C)
 
 
 def split_of(work: Work) -> Split | None:
@@ -149,7 +149,7 @@ def launch(walk: Walk, work: Work, made: Prepared, sums: Sums | None = None) -> 
     a, tiles = walk.a, None
     if tile.tma and terms.cu_seqlens is None:
         ke = tile.BX if walk.rows else BD
-        tiles = _descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
+        tiles = descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
         if tiles is not None and a is not None:
             a = _squares(a)
     r, w, x, rest, y, other = tiles or rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import precision
+from slipstream.kernels.launching import on, precision
 from slipstream.kernels.linear.slices import chunks_of, fitting, walked
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_grads_launch import launch_grads
@@ -37,7 +37,7 @@ from slipstream.kernels.linear.triton.delta_solve import BASE, delta_solve_kerne
 from slipstream.kernels.linear.triton.delta_split_launch import join
 from slipstream.kernels.linear.triton.delta_walk import delta_walk_back_kernel, delta_walk_kernel
 from slipstream.kernels.linear.triton.heads import sum_heads
-from slipstream.kernels.linear.triton.launch import Split, _contiguous, _on
+from slipstream.kernels.linear.triton.launch import Split, contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
 # forward and backward write to memory that they are given, and forward leaves states (op.py)
@@ -54,7 +54,7 @@ class Solved(NamedTuple):
 
 class Own(NamedTuple):
     """What launches the inverse, both walks and the gradients instead of the kernels of _solve,
-    _walk, _walk_back, _grads, and how it splits sequences.
+    launch_walk, _walk_back, _grads, and how it splits sequences.
 
     together: how many value heads that share q and k have those gradients added up by `grads`.
     back: all of backward that comes after the inverse, where it takes the call.
@@ -103,7 +103,7 @@ def forward_kept(
         terms.v.new_empty(terms.v.shape),
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
-    with _on(o.device):
+    with on(o.device):
         solved = _solve(terms, own)
         for tokens, part, there, after in walked(terms, o, final, marks):
             _walked(part, _part(solved, tokens), scale, there, after, own)
@@ -122,11 +122,11 @@ def _walked(
         return
     split = split_of(terms)
     if split is None:
-        _walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
+        launch_walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
         return
     met, M = _ends(terms, solved, split)
     join(terms, split, met, M, terms.initial_state, final)
-    _walk(terms, solved, scale, o, s_in=met, split=split)
+    launch_walk(terms, solved, scale, o, s_in=met, split=split)
 
 
 def _part(solved: Solved, tokens: slice) -> Solved:
@@ -161,7 +161,7 @@ def backward(
         dstate = out.get("initial_state")
         if dstate is None:
             dstate = terms.initial_state.new_empty(terms.state_shape)
-    with _on(do.device):
+    with on(do.device):
         solved = _solve(terms, own) if solved is None else solved
         if own is not None and own.back is not None:
             grads = own.back(terms, do, dfinal, solved, scale, dstate, out)
@@ -207,7 +207,7 @@ def _walked_back(
     w = fitting(None if own is None else out.get("k"), *like)  # _grads
     dv = fitting(out.get("v"), *like)
     states, dstates = states_like(terms), states_like(terms)
-    walk, walk_back = (_walk, _walk_back) if own is None else (own.walk, own.walk_back)
+    walk, walk_back = (launch_walk, _walk_back) if own is None else (own.walk, own.walk_back)
     walk(terms, solved, scale, w, states=states, s_in=met, split=split)
     walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
     return _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own, out)
@@ -216,7 +216,7 @@ def _walked_back(
 def _prepare(terms: Terms) -> Terms:
     """Everything as the kernels index it."""
     assert terms.beta is not None
-    return _contiguous(terms)._replace(
+    return contiguous(terms)._replace(
         p=None if terms.p is None else terms.p.contiguous(),
         g=None if terms.g is None else terms.g.contiguous(),
         beta=terms.beta.contiguous(),
@@ -265,11 +265,11 @@ def _ends(terms: Terms, solved: Solved, split: Split) -> tuple[Tensor, Tensor]:
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     E = solved.rows.new_empty(split.slots, HV, K, V)
     M = solved.rows.new_empty(split.slots, HV, K, K)
-    _walk(terms, solved, 1.0, None, s_out=E, m=M, split=split)
+    launch_walk(terms, solved, 1.0, None, s_out=E, m=M, split=split)
     return E, M
 
 
-def _walk(
+def launch_walk(
     terms: Terms,
     solved: Solved,
     scale: float,

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.launching import precision, shared_memory
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import DeltaTile, Part, choose, segment_tokens
-from slipstream.kernels.linear.triton.launch import Split, _descriptors, _family, split_into
+from slipstream.kernels.linear.triton.launch import Split, descriptors, family_of, split_into
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import FILL
 
@@ -21,7 +21,7 @@ WIDEST_BESIDE = 128
 
 @cache
 def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each)
+    return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each)
 
 
 def tile_of(terms: Terms) -> tuple[DeltaTile, int]:
@@ -91,7 +91,7 @@ def tiles_of(
     """The tensors [B, T, heads, ...] as the kernels take them, and whether by descriptors."""
     tile, _ = tile_of(terms)
     if tile.tma and terms.cu_seqlens is None:
-        made = _descriptors(tensors, widths, tile.C)
+        made = descriptors(tensors, widths, tile.C)
         if made is not None:
             return made, True
     return tensors, False

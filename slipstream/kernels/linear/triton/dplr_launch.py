@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import precision
+from slipstream.kernels.launching import on, precision
 from slipstream.kernels.linear.slices import chunks_of, fitting, walked
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_tiles import Part
@@ -37,7 +37,7 @@ from slipstream.kernels.linear.triton.dplr_walks import (
     walk_back,
     walk_to_end,
 )
-from slipstream.kernels.linear.triton.launch import _contiguous, _on
+from slipstream.kernels.linear.triton.launch import contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
 # forward and backward write to memory that they are given, and forward leaves states (op.py)
@@ -73,7 +73,7 @@ def forward(
         terms.v.new_empty(terms.v.shape),
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
-    with _on(o.device):
+    with on(o.device):
         prepared, C = _prepare(terms, scale, keep=False, own=own), tile_of(terms)[0].C
         for tokens, part, there, after in walked(terms, o, final, marks):
             chunks = chunks_of(tokens, C)
@@ -104,7 +104,7 @@ def backward(
         dstate = out.get("initial_state")
         if dstate is None:
             dstate = terms.initial_state.new_empty(terms.state_shape)
-    with _on(do.device):
+    with on(do.device):
         prepared = _prepare(terms, scale, keep=True, own=own, room=out)
         split, state, dend, after = starts_of(terms, do, prepared, dfinal, dstate, own)
         x, states = _kept(terms, prepared)
@@ -135,7 +135,7 @@ def backward(
 def _all_contiguous(terms: Terms) -> Terms:
     names = ("a", "b", "g", "beta")
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
-    return _contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
+    return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
 
 def _gate_options(terms: Terms) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from slipstream.kernels.linear.triton.delta_split_launch import join
 from slipstream.kernels.linear.triton.delta_tiles import Part
 from slipstream.kernels.linear.triton.dplr_tiles import DplrTile, choose
 from slipstream.kernels.linear.triton.dplr_walk import dplr_walk_back_kernel, dplr_walk_kernel
-from slipstream.kernels.linear.triton.launch import Split, _family
+from slipstream.kernels.linear.triton.launch import Split, family_of
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 
 
@@ -52,7 +52,7 @@ class Starts(NamedTuple):
 def _tile(
     device: torch.device, K: int, V: int, bytes_each: int, free: bool
 ) -> tuple[DplrTile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), K, V, bytes_each, free)
+    return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each, free)
 
 
 def tile_of(terms: Terms) -> tuple[DplrTile, int]:

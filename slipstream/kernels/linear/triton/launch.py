@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on as _on
-from slipstream.kernels.launching import precision
+from slipstream.kernels.launching import on, precision
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.tiles import SPAN, Tile, choose, family, segment_tokens
@@ -77,13 +76,13 @@ class Own(NamedTuple):
 
 
 @cache
-def _family(device: torch.device) -> str:
+def family_of(device: torch.device) -> str:
     return family(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "cpu"
 
 
 @cache
 def _tile(device: torch.device, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
-    return choose("interpreter" if INTERPRETED else _family(device), D, X, bytes_each, gated)
+    return choose("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, gated)
 
 
 def _tile_of(terms: Terms) -> tuple[Tile, int]:
@@ -94,11 +93,11 @@ def _tile_of(terms: Terms) -> tuple[Tile, int]:
 
 def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
-    terms = _contiguous(terms)
+    terms = contiguous(terms)
     o = terms.v.new_empty(terms.v.shape)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     walk = Walk(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
-    with _on(o.device):
+    with on(o.device):
         split = _split(terms)
         if split is not None:
             walk = _met(walk, terms, split)._replace(s_out=None)
@@ -117,7 +116,7 @@ def backward(
     own: Own | None = None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype; dg only with gate_gradient."""
-    terms = _contiguous(terms)
+    terms = contiguous(terms)
     q, k, v = terms.q, terms.k, terms.v
     do = torch.zeros_like(v) if dout is None or scale == 0.0 else dout.contiguous()
     scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
@@ -131,7 +130,7 @@ def backward(
     over: dict[str, Any] = {"scale_in": 1 / scale, "scale_out": scale, "reverse": True}
     kept = Walk(q, k, v, None, s_in=terms.initial_state)
     back = Walk(k, q, do, dv, s_in=dfinal, s_out=dstate, **over)
-    with _on(q.device):
+    with on(q.device):
         split = _split(terms)
         sums = None
         if gate_gradient and terms.g is not None:
@@ -160,7 +159,7 @@ def backward(
     return grads
 
 
-def _contiguous(terms: Terms) -> Terms:
+def contiguous(terms: Terms) -> Terms:
     """q, k, v and the state as the kernels index them; g has strides."""
     state = terms.initial_state
     return terms._replace(
@@ -273,7 +272,7 @@ def _gate_sums(terms: Terms, split: Split | None, own: Own | None) -> GateSums:
     )
 
 
-def _descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> list[Any] | None:
+def descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> list[Any] | None:
     """Tensor descriptors [1, C, 1, width] of each, or None if one can't have any."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -306,7 +305,7 @@ def _launch(
     rows: list[Any] = [r, w, x, y, qk if sums else None]
     tiles = None
     if tile.tma and cu is None:
-        tiles = _descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
+        tiles = descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
     *rows, qk_rows = tiles or rows
     kept(linear_walk_kernel)[-(-X // tile.BX) * HV * slots,](
         *rows,

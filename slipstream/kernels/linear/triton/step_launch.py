@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kept import kept
+from slipstream.kernels.launching import on
 from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton.launch import _on
 from slipstream.kernels.linear.triton.step import linear_step_kernel
 from slipstream.kernels.linear.triton.tiles import power_of_two
 
@@ -108,7 +108,7 @@ def _launch(
     if s_in is not s_out:
         in_slot, in_head = (0, 0) if s_in is None else s_in.stride()[:2]
         in_v_first = s_in is not None and not _rows_first(s_in)
-    with _on(o.device):
+    with on(o.device):
         kept(linear_step_kernel)[-(-V // BV) * HV * terms.sequences,](
             q,
             k,
