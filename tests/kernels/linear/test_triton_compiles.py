@@ -86,6 +86,14 @@ def test_walks_of_free_a_and_b_have_room_for_wide_keys() -> None:
             check_room(job)
 
 
+@pytest.mark.parametrize("operator", ["chunk_simple_gla", "chunk_gla", "chunk_kda"])
+def test_wide_float32_is_not_for_the_least_shared_memory(operator: str) -> None:
+    shape = Shape(B=1, T=170, H=2, K=130, V=64, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="more shared memory than sm_75 has"):
+        jobs(operator, shape, "sm_75")
+    assert jobs(operator, shape, "sm_86") and jobs(operator, replace(shape, K=128), "sm_75")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", [*ADDITIVE, *DELTA, *WIDER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

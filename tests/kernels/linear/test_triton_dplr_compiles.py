@@ -66,7 +66,7 @@ def compile_dplr(
     flags |= {"EXACT": bytes_each == 4, "LIMIT": 48.0}
     inner = "tf32x3" if bytes_each == 4 else "halves" if tile.C == 64 else "tf32"
     flags |= {"PRECISION": "tf32x3", "INNER": inner}
-    if kernel in ("walk", "back", "back_ends") and bytes_each == 4 and wide == 256:
+    if _plain(bytes_each, wide, kernel):
         flags["PRECISION"] = "ieee"
     absent = {*ONLY["dplr" if delta else "delta"], *(() if gated else ONLY["gate"])}
     absent |= set() if packed else {"cu"}
@@ -97,6 +97,11 @@ def compile_dplr(
     )
 
 
+def _plain(bytes_each: int, wide: int, kernel: str) -> bool:
+    """Whether it does without tensor cores."""
+    return bytes_each == 4 and wide == 256 and kernel in ("walk", "back", "back_ends")
+
+
 def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags: Any) -> Compiled:
     got = compile_dplr(capability, bytes_each, K, V, kernel, *flags)
     assert got.shared <= ARCHS[f"sm_{capability}"].shared
@@ -104,7 +109,7 @@ def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags:
         assert "wgmma.mma_async" in got.ptx
         assert "mma.sync" not in got.ptx  # what narrow tiles fall back to
     else:
-        assert "mma.sync" in got.ptx
+        assert ("mma.sync" in got.ptx) != _plain(bytes_each, K, kernel)
     # grads spills one load in 15; most of what spills more only strong chunks come by
     limit = 2048 if bytes_each == 2 or K < 256 else 16384
     assert got.stack <= limit, f"{got.stack} bytes spilled"

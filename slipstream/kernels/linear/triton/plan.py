@@ -1,13 +1,16 @@
 """Which calls the Triton kernels take, decided without importing Triton."""
 
+import torch
+
 from slipstream.core import guard
-from slipstream.core.machine import Kind
+from slipstream.core.machine import Kind, of_device
 from slipstream.kernels.launching import HAVE_TRITON as HAVE_TRITON
 from slipstream.kernels.launching import INTERPRETED as INTERPRETED
 from slipstream.kernels.launching import unfit
 from slipstream.kernels.linear.terms import Terms
 
 WIDEST = 256
+LITTLE = 1 << 16  # bytes of shared memory, of sm_75
 
 
 def refuses(terms: Terms) -> str | None:
@@ -18,7 +21,7 @@ def refuses(terms: Terms) -> str | None:
         return "q, k and v differ in dtype"
     if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
         return f"K and V may be at most {WIDEST}"
-    if reason := _unwritten(terms):
+    if reason := _unwritten(terms) or _without_room(terms):
         return reason
     return guard.objection(lambda: kind(terms), terms.q.device)
 
@@ -35,6 +38,18 @@ def _unwritten(terms: Terms) -> str | None:
     if terms.p is not None and terms.decay == "channel":
         return "it has no decay per channel with p"
     return None
+
+
+def _without_room(terms: Terms) -> str | None:
+    """Of float32, whose chunks are 16 tokens at least, and whose programs have all channels."""
+    if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
+        return None
+    if max(terms.q.shape[-1], terms.v.shape[-1]) <= 128:
+        return None
+    arch = of_device(terms.q.device)
+    if arch.shared > LITTLE:
+        return None
+    return f"float32 of more than 128 channels wants more shared memory than {arch.name} has"
 
 
 def kind(terms: Terms, impl: str = "triton", by_token: bool = False) -> Kind:
