@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint check matrix venv
+.PHONY: demo test test-all test-gpu lint check matrix venv
 
 venv: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ test: venv
 
 test-all: venv
 	$(PYTEST) -m ""
+
+# What needs a device; most of its time is compilation, which all cores do.
+test-gpu: venv
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "" -n 16 --dist worksteal tests/gpu
 
 lint: venv
 	$(RUN) -m ruff check .
