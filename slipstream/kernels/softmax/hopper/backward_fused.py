@@ -250,7 +250,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         held = (k.load(k_regs), v.load(k_regs))
-    for _ in range(anew((group,), late(turn, D))[0]):
+    for _ in range(gl.maximum(anew((group,), late(turn, D))[0], 1)):
         last, count, inner, outer, queries, row, keys = noted(pad, known[:7], FIRST, D)
         sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, D, FLAGS)
         for i in range(count - outer):
