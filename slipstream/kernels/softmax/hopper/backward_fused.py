@@ -176,8 +176,7 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
     ready(full[1], turn, ST)
     if MASKED:
         ready(full[2], turn, ST)
-        clean(q, there, turn, BM, D)
-        clean(do, there, turn, BM, D)
+        clean((q, do), there, turn, BM, D)
     if D != 64:
         # in a unit's first turn it is made of what there is, and dropped
         before = turn - 1
@@ -244,8 +243,8 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
         mbarrier.wait(full[0].index(tile), 0)
-    clean(k, keys - row, turn, 64, D)
-    clean(v, keys - row, turn, 64, D)
+    clean((k,), keys - row, turn, 64, D)
+    clean((v,), keys - row, turn, 64, D)
     held = (zero, zero)
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)

@@ -198,7 +198,7 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, qu
     q, do = bufs_q.index(slot), bufs_do.index(slot)
     ready(full[1], turn, ST)
     if MASKED:
-        clean(q, there, turn, BM, D)
+        clean((q,), there, turn, BM, D)
     k = bufs_k.index(turn >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -209,7 +209,7 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, qu
     p, _ = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
     ready(full[2], turn, ST)
     if MASKED:
-        clean(do, there, turn, BM, D)
+        clean((do,), there, turn, BM, D)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -231,8 +231,8 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
     ready(full[1], turn, ST)
     if MASKED:
         ready(full[2], turn, ST)
-        clean(q, there, turn, BM, D)
-        clean(do, there, turn, BM, D)
+        clean((q,), there, turn, BM, D)
+        clean((do,), there, turn, BM, D)
     # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
     k, v = bufs_k.index(turn >> 30), bufs_k.index(1 + (turn >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)

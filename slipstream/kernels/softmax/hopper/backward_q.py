@@ -154,7 +154,7 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        clean(k, keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
+        clean((k,), keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -226,7 +226,7 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
         )  # fmt: skip
     turn += count - 1
     last = bufs_k.index(turn % KS)
-    clean(last, keys - key - (count - 1) * BN, turn, BN, D)
+    clean((last,), keys - key - (count - 1) * BN, turn, BN, D)
     dq = warpgroup_mma(dx, last, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))

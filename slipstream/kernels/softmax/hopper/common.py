@@ -220,8 +220,8 @@ def rows_layout(width):
 
 
 @gluon.jit
-def clean(buffer, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeroes a tile's rows from `rows` on: they are another sequence's, and 0 times NaN is NaN.
+def clean(buffers, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeroes rows of tiles from `rows` on: they are another sequence's, and 0 times NaN is NaN.
 
     Every consumer does it for itself, with the same outcome.
     """
@@ -231,8 +231,9 @@ def clean(buffer, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     if rows < ROWS:
         for i in gl.static_range(0, ROWS, STEP):
             if rows < i + STEP:
-                part = buffer.slice(i, STEP)
-                part.store(gl.where((o_r < rows - i)[:, None], part.load(layout), 0.0))
+                for j in gl.static_range(len(buffers)):
+                    part = buffers[j].slice(i, STEP)
+                    part.store(gl.where((o_r < rows - i)[:, None], part.load(layout), 0.0))
         fence_async_shared()
 
 

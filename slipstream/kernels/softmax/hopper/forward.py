@@ -204,7 +204,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         turn += count
         last = bufs_v.index((turn - 1) % ST)
         ready(full_v, turn - 1, ST)
-        clean(last, keys - key - (count - 1) * BN, turn, BN, DV)
+        clean((last,), keys - key - (count - 1) * BN, turn, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
