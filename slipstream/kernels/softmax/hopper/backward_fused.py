@@ -36,6 +36,7 @@ from slipstream.kernels.softmax.hopper.common import (
     RIGHT,
     ROOMY,
     ROWS_OWN,
+    SOFTCAP,
     anew,
     barriers,
     clean,
@@ -75,9 +76,10 @@ def _load(descs, buffers, full, empty_x, offsets, sizes, window, ats, BM: gl.con
     buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta = buffers
     full_k, full_q, full_do = full
     at_q, at_k, at_v, at_do = ats
-    group, units = sizes[4], sizes[8]
+    units = sizes[8]
     unit = program(units)
     turn = unit >> 31  # 0, but not to a compiler
+    group = anew(sizes, turn)[4]
     i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = place(
         unit, offsets, sizes, 128, True, FLAGS
     )
@@ -243,8 +245,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
         mbarrier.wait(full[0].index(tile), 0)
-    clean((k,), keys - row, turn, 64, D)
-    clean((v,), keys - row, turn, 64, D)
+    clean((k, v), keys - row, turn, 64, D)
     held = (zero, zero)
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
@@ -306,7 +307,10 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
     else:
         # one unit too, but not to a compiler: ptxas would make addresses of buffers and barriers
         # in uniform registers
-        for unit in range(program(units), units, gl.num_programs(0)):
+        programs = gl.num_programs(0)
+        if FLAGS & SOFTCAP:  # as many, but not read at the beginning and kept
+            programs = units
+        for unit in range(program(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
                   window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
