@@ -30,7 +30,7 @@ from slipstream.kernels.softmax.hopper.backward_add import (
     add_odd,
     tile_of_sequence,
 )
-from slipstream.kernels.softmax.hopper.backward_kv import weights
+from slipstream.kernels.softmax.hopper.backward_kv import first_and_width, weights
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     RIGHT,
@@ -143,19 +143,14 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn):
 @gluon.jit
 def _sight(at, row, keys, window, turn, layout: gl.constexpr, D: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    """The queries that see each of 64 keys: from `low` to before `high`. at: the first key, as a
-    row of queries."""
+    """The queries that see each of 64 keys: `width`, from `low` on. at: the first key, as a row of
+    queries."""
     turn = late(turn, D)
     left, right = anew(window, turn)
     o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
-    low = o_n * 0
-    high = low
-    if FLAGS & LEFT:
-        high = at + o_n + left + 1
-    if FLAGS & RIGHT:
-        low = at + o_n - right
+    low, width = first_and_width(at + o_n - right, at + o_n + left + 1, (left, right), FLAGS)
     # a key that is not there
-    return gl.where(row + o_n < keys, low, 1 << 30), high
+    return gl.where(row + o_n < keys, low, 1 << 30), width
 
 
 @gluon.jit

@@ -262,6 +262,23 @@ def where_below(s, a, b):
 
 
 @gluon.jit
+def where_within(s, x, low, width):
+    """s where low <= x < low + width, -inf elsewhere, by one comparison of unsigned numbers."""
+    _, x = gl.broadcast(s, x)
+    _, low = gl.broadcast(s, low)
+    _, width = gl.broadcast(s, width)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 x; sub.u32 x, $2, $3; setp.lt.u32 p, x, $4;"
+        " selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r,r",
+        [s, x, low, width],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def stage(buffer, values, WIDTH: gl.constexpr):
     """64 rows in an accumulator's layout by way of shared memory into that of wide stores, STEP at
     a time: addresses are those of the first, and steps."""
