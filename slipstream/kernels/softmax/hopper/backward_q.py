@@ -38,6 +38,7 @@ from slipstream.kernels.softmax.hopper.common import (
     ready,
     stage,
     where_below,
+    where_within,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 from slipstream.kernels.softmax.hopper.units import program
@@ -90,9 +91,10 @@ def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.cons
         s = s * factor
     if MASKED:
         o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        s = where_below(s, o_n[None, :], high[:, None])
         if FLAGS & LEFT:
-            s = where_below(s, low[:, None] - 1, o_n[None, :])
+            s = where_within(s, o_n[None, :], low[:, None], high[:, None])
+        else:
+            s = where_below(s, o_n[None, :], high[:, None])
     return s, t
 
 
@@ -259,6 +261,8 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         high = keys + o_m * 0
         if FLAGS & RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
+        if FLAGS & LEFT:
+            high = gl.maximum(high - low, 0)
         T, H = anew((sizes[0], sizes[2]), turn)
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
