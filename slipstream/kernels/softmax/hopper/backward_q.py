@@ -41,7 +41,7 @@ from slipstream.kernels.softmax.hopper.common import (
     where_within,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
-from slipstream.kernels.softmax.hopper.units import program
+from slipstream.kernels.softmax.hopper.units import program, programs
 
 # numbers of a unit that each warpgroup writes down
 NOTED = gl.constexpr(5)
@@ -58,11 +58,13 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for unit in range(program(turn), units, gl.num_programs(0)):
+    unit = program(turn)
+    while unit < units:
         i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
-        low, count, _, _ = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
+        sides = anew(window, turn)
+        low, count, _, _ = keys_seen(row, queries, keys, sides, 128, BN, FLAGS)
         row_q, col_q = corner(at_q, i_b, i_h, begin + row)
         row_do, col_do = corner(at_do, i_b, i_h, begin + row)
         row_k, col_k = corner(at_k, i_kb, i_h // group, begin_k + low)
@@ -78,6 +80,7 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
             fetch(desc_v, row_v + i * BN, col_v, full_v.index(turn % VS), bufs_v.index(turn % VS))
             turn += 1
         mine += 1
+        unit += programs(mine)
 
 
 @gluon.jit
@@ -246,11 +249,13 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    for unit in range(program(turn), units, gl.num_programs(0)):
+    unit = program(turn)
+    while unit < units:
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
-        key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
+        sides = anew(window, turn)
+        key, count, inner, outer = keys_seen(row, queries, keys, sides, 128, BN, FLAGS)
         row += c * 64
         left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
@@ -289,6 +294,7 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         mbarrier.arrive(empty[0].index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
         put(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, turn, D)
+        unit += programs(mine)
 
 
 @gluon.jit
