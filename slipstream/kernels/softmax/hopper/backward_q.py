@@ -44,7 +44,7 @@ from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 from slipstream.kernels.softmax.hopper.units import program, programs
 
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(5)
+NOTED = gl.constexpr(13)
 
 
 @gluon.jit
@@ -167,23 +167,27 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
 
 
 @gluon.jit
-def _apart(c, zero, buffers, full, empty, base, delta, turn, low, high, key, keys, count, inner,
-           outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-           VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _apart(c: gl.constexpr, zero, buffers, full, empty, base, delta, turn, low, high, span, pad,
+           factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
+           FLAGS: gl.constexpr):  # fmt: skip
     """dq of a unit, tile by tile."""
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq = gl.zeros([64, D], gl.float32, q_layout)
+    FIRST: gl.constexpr = c * NOTED
+    key, count, inner, outer, keys = span
     if FLAGS & LEFT:
         for i in range(inner):
             dq = _alone(
                 c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
                 key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
             )  # fmt: skip
+        key, count, inner, outer, keys = noted(pad, span, FIRST, D)
     for i in range(inner, outer):
         dq = _alone(
             c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
             key + i * BN, keys, factor, cap, BN, D, KS, VS, False, FLAGS,
         )  # fmt: skip
+    key, count, _, outer, keys = noted(pad, span, FIRST, D)
     for i in range(outer, count):
         dq = _alone(
             c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
@@ -257,10 +261,9 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         sides = anew(window, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, sides, 128, BN, FLAGS)
         row += c * 64
-        left, right = window
+        left, right = sides
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         if not FLAGS & SOFTCAP:  # with it these go to the stack in the loop over masked tiles
-            left, right = anew(window, turn)
             o_m = places_anew(o_m, turn, ROWS_OWN)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
@@ -272,8 +275,9 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
-        spot = (i_h, i_b, begin, queries, row)
-        note(pad, spot, c * NOTED, D)
+        span = (key, count, inner, outer, keys)
+        spot = (count, i_h, i_b, begin, queries, row, unit, mine)
+        note(pad, span + spot, c * NOTED, D)
         mbarrier.wait(full[0].index(2 * c), mine & 1)
         mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
         if D < 256:
@@ -283,12 +287,12 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
             )  # fmt: skip
         else:
             dq = _apart(
-                c, zero, buffers, full, empty, base, delta, turn, low, high, key, keys,
-                count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
+                c, zero, buffers, full, empty, base, delta, turn, low, high, span, pad, factor, cap,
+                BN, D, KS, VS, FLAGS,
             )  # fmt: skip
+        count, i_h, i_b, begin, queries, row, unit, mine = noted(pad, spot, c * NOTED + 5, D)
         turn += count
         mine += 1
-        i_h, i_b, begin, queries, row = noted(pad, spot, c * NOTED, D)
         T, H = anew((sizes[0], sizes[2]), turn)
         out = stage(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty[0].index(c))
