@@ -146,7 +146,7 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
     # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
     q, do = bufs_q.index(c + (turn >> 30)), bufs_do.index(c + (turn >> 30))
-    k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS)
+    k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS + (turn >> 30))
     ready(full[1], turn, KS)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     ready(full[2], turn, VS)
