@@ -41,10 +41,10 @@ from slipstream.kernels.softmax.hopper.common import (
     where_within,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
-from slipstream.kernels.softmax.hopper.units import program, programs
+from slipstream.kernels.softmax.hopper.units import program
 
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(13)
+NOTED = gl.constexpr(5)
 
 
 @gluon.jit
@@ -58,13 +58,11 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    unit = program(turn)
-    while unit < units:
+    for unit in range(program(turn), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
-        sides = anew(window, turn)
-        low, count, _, _ = keys_seen(row, queries, keys, sides, 128, BN, FLAGS)
+        low, count, _, _ = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
         row_q, col_q = corner(at_q, i_b, i_h, begin + row)
         row_do, col_do = corner(at_do, i_b, i_h, begin + row)
         row_k, col_k = corner(at_k, i_kb, i_h // group, begin_k + low)
@@ -80,7 +78,6 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
             fetch(desc_v, row_v + i * BN, col_v, full_v.index(turn % VS), bufs_v.index(turn % VS))
             turn += 1
         mine += 1
-        unit += programs(mine)
 
 
 @gluon.jit
@@ -144,7 +141,8 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     """A turn that leaves nothing to the next: fewer registers, and the other warpgroup's products
     run beside this one's exponentials."""
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
-    # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
+    # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks: of v,
+    # which has one buffer, too
     q, do = bufs_q.index(c + (turn >> 30)), bufs_do.index(c + (turn >> 30))
     k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS + (turn >> 30))
     ready(full[1], turn, KS)
@@ -167,27 +165,23 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
 
 
 @gluon.jit
-def _apart(c: gl.constexpr, zero, buffers, full, empty, base, delta, turn, low, high, span, pad,
-           factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
-           FLAGS: gl.constexpr):  # fmt: skip
+def _apart(c, zero, buffers, full, empty, base, delta, turn, low, high, key, keys, count, inner,
+           outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
+           VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dq of a unit, tile by tile."""
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq = gl.zeros([64, D], gl.float32, q_layout)
-    FIRST: gl.constexpr = c * NOTED
-    key, count, inner, outer, keys = span
     if FLAGS & LEFT:
         for i in range(inner):
             dq = _alone(
                 c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
                 key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
             )  # fmt: skip
-        key, count, inner, outer, keys = noted(pad, span, FIRST, D)
     for i in range(inner, outer):
         dq = _alone(
             c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
             key + i * BN, keys, factor, cap, BN, D, KS, VS, False, FLAGS,
         )  # fmt: skip
-    key, count, _, outer, keys = noted(pad, span, FIRST, D)
     for i in range(outer, count):
         dq = _alone(
             c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
@@ -253,17 +247,16 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    unit = program(turn)
-    while unit < units:
+    for unit in range(program(turn), units, gl.num_programs(0)):
         i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
             unit, offsets, sizes, 128, False, FLAGS
         )
-        sides = anew(window, turn)
-        key, count, inner, outer = keys_seen(row, queries, keys, sides, 128, BN, FLAGS)
+        key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
         row += c * 64
-        left, right = sides
+        left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        if not FLAGS & SOFTCAP:  # with it these go to the stack in the loop over masked tiles
+        if not FLAGS & SOFTCAP:  # with it there are registers to keep them in
+            left, right = anew(window, turn)
             o_m = places_anew(o_m, turn, ROWS_OWN)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
@@ -275,9 +268,8 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
-        span = (key, count, inner, outer, keys)
-        spot = (count, i_h, i_b, begin, queries, row, unit, mine)
-        note(pad, span + spot, c * NOTED, D)
+        spot = (i_h, i_b, begin, queries, row)
+        note(pad, spot, c * NOTED, D)
         mbarrier.wait(full[0].index(2 * c), mine & 1)
         mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
         if D < 256:
@@ -287,18 +279,17 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
             )  # fmt: skip
         else:
             dq = _apart(
-                c, zero, buffers, full, empty, base, delta, turn, low, high, span, pad, factor, cap,
-                BN, D, KS, VS, FLAGS,
+                c, zero, buffers, full, empty, base, delta, turn, low, high, key, keys,
+                count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
             )  # fmt: skip
-        count, i_h, i_b, begin, queries, row, unit, mine = noted(pad, spot, c * NOTED + 5, D)
         turn += count
         mine += 1
+        i_h, i_b, begin, queries, row = noted(pad, spot, c * NOTED, D)
         T, H = anew((sizes[0], sizes[2]), turn)
         out = stage(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty[0].index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
         put(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, turn, D)
-        unit += programs(mine)
 
 
 @gluon.jit

@@ -30,14 +30,6 @@ def program(number):
 
 
 @gluon.jit
-def programs(number):
-    """How many there are, read where it is wanted, too."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %nctaid.x;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def board_of(LISTENERS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], layout)
