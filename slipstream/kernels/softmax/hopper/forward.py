@@ -20,7 +20,9 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
+    ROOMY,
     ROWS_OWN,
+    SOFTCAP,
     anew,
     barriers,
     clean,
@@ -191,6 +193,10 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         if DV > 64:  # where registers end
             window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
+        sharp = cap
+        if FLAGS & SOFTCAP and DV <= ROOMY:  # lest twice the cap be made for all units, and stored
+            (bits,) = anew((cap.to(gl.int32, bitcast=True),), turn)
+            sharp = bits.to(gl.float32, bitcast=True)
         row += c * 64
         spot = (i_h, i_b, begin, queries, row)
         note(pad, spot, c * NOTED, DV)
@@ -198,7 +204,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
             at_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), turn,
-            (key, count, inner, outer), (row + keys - queries, keys, window, factor, cap), BN, DV,
+            (key, count, inner, outer), (row + keys - queries, keys, window, factor, sharp), BN, DV,
             ST, panels(D), FLAGS,
         )  # fmt: skip
         turn += count
