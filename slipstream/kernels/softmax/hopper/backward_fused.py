@@ -32,7 +32,6 @@ from slipstream.kernels.softmax.hopper.backward_add import (
 )
 from slipstream.kernels.softmax.hopper.backward_kv import first_and_width, weights
 from slipstream.kernels.softmax.hopper.common import (
-    LEFT,
     RIGHT,
     ROOMY,
     ROWS_OWN,
