@@ -120,20 +120,23 @@ def _run(
     if key is not None:
         dtype = result_dtype(q)
         key = (*key, dtype)
-    impls = _PLANS.get(key, lambda: _impls(given, options, recurrent))
-    if not impls:
+    plan = _PLANS.get(key, lambda: _plan(given, options, recurrent))
+    if not plan:
         return _run_wide(given, options, recurrent)
+    first, second, laid = plan
+    laid = given if laid else _narrowed(given, dtype or result_dtype(q))
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-    o, keys, values = attend(_narrowed(given, dtype or result_dtype(q)), scale, chunk, *impls)
+    o, keys, values = attend(laid, scale, chunk, first, second)
     if not options.output_final_state:
         return o, None
     return o, (keys, values) if group == 1 else (keys[:, ::group], values[:, ::group])
 
 
-def _impls(given: Slots, options: Options, recurrent: bool) -> tuple[str, ...]:
-    """Of both passes where only the scores are float32, else (); looks at no values."""
+def _plan(given: Slots, options: Options, recurrent: bool) -> tuple[str, str, bool] | tuple[()]:
+    """The implementations of both passes where only the scores are float32, and whether they take
+    the tensors as they are; else (). Looks at no values."""
     _check(given, options)
     dtype = result_dtype(given.q)
     if not _stays_narrow(given, dtype, options):
@@ -142,7 +145,8 @@ def _impls(given: Slots, options: Options, recurrent: bool) -> tuple[str, ...]:
     passes = (laid.first(), {"v": "s", "gv": "g"}), (laid.second(laid.s), {})
     for terms, names in passes:
         check(terms, names, options, recurrent)
-    return tuple(plan_for(terms, options.impl).tries for terms, _ in passes)
+    first, second = (plan_for(terms, options.impl).tries for terms, _ in passes)
+    return first, second, laid is given
 
 
 def _narrowed(given: Slots, dtype: torch.dtype) -> Slots:
