@@ -100,11 +100,8 @@ def unverified(
 
 
 def _forget_plans() -> None:
-    from slipstream.kernels.linear import call
-    from slipstream.kernels.linear import step as stepping
-
-    for plans in (call._PLANS, stepping._PLANS):
-        plans._by_key.clear()
+    for module in ("linear.call", "linear.step", "scan.call"):
+        importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
 
 
 def results(family: Family) -> list[Tensor]:
