@@ -123,8 +123,8 @@ def _run(
     plan = _PLANS.get(key, lambda: _plan(given, options, recurrent))
     if not plan:
         return _run_wide(given, options, recurrent)
-    first, second, laid = plan
-    laid = given if laid else _narrowed(given, dtype or result_dtype(q))
+    first, second, as_they_are = plan
+    laid = given if as_they_are else _narrowed(given, dtype or result_dtype(q))
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK

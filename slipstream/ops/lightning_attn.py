@@ -115,4 +115,5 @@ def _decay(v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
 
 
 def _rate(h: Tensor, share: float) -> Tensor:
+    """-(8 / HV) (1 - layer_idx / num_layers) h, of which share is the second factor."""
     return -8 * share / max(len(h), 1) * h
