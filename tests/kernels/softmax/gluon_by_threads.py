@@ -44,7 +44,13 @@ class Tensor(np.ndarray):
     def __imul__(self, other: Any) -> Any:
         return self * other
 
-    def to(self, dtype: Any) -> "Tensor":
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        if bitcast:  # all numbers have 64 bits here
+            return (
+                tensor(np.asarray(self, np.float64).view(np.int64))
+                if dtype == "int32"
+                else (tensor(np.asarray(self).view(np.float64)))
+            )
         return self
 
     def __floordiv__(self, other: Any) -> Any:
@@ -239,14 +245,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
-    """1 / x, the program's number, else by what there is of operands: 2^x, a product, and the first
-    where the others ascend."""
+    """1 / x, the program's number, else by what there is of operands: 2^x, a product, the first
+    where the others ascend, and the first where the next is of so many from another on."""
     if "%ctaid" in asm:
         return tensor(_LOCAL.program[0])
     if asm.startswith("rcp"):
         return tensor(1.0 / x[0])
     if len(x) == 3:
         return tensor(np.where(x[1] < x[2], x[0], -np.inf))
+    if len(x) == 4:
+        x[1:] = [np.asarray(i) for i in x[1:]]
+        return tensor(np.where(np.mod(x[1] - x[2], 2**32) < np.mod(x[3], 2**32), x[0], -np.inf))
     return tensor(x[0] * x[1] if len(x) == 2 else np.exp2(x[0]))
 
 

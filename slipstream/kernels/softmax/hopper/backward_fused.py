@@ -30,12 +30,12 @@ from slipstream.kernels.softmax.hopper.backward_add import (
     add_odd,
     tile_of_sequence,
 )
-from slipstream.kernels.softmax.hopper.backward_kv import weights
+from slipstream.kernels.softmax.hopper.backward_kv import first_and_width, weights
 from slipstream.kernels.softmax.hopper.common import (
-    LEFT,
     RIGHT,
     ROOMY,
     ROWS_OWN,
+    SOFTCAP,
     anew,
     barriers,
     clean,
@@ -75,9 +75,10 @@ def _load(descs, buffers, full, empty_x, offsets, sizes, window, ats, BM: gl.con
     buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta = buffers
     full_k, full_q, full_do = full
     at_q, at_k, at_v, at_do = ats
-    group, units = sizes[4], sizes[8]
+    units = sizes[8]
     unit = program(units)
     turn = unit >> 31  # 0, but not to a compiler
+    group = anew(sizes, turn)[4]
     i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = place(
         unit, offsets, sizes, 128, True, FLAGS
     )
@@ -141,19 +142,14 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn):
 @gluon.jit
 def _sight(at, row, keys, window, turn, layout: gl.constexpr, D: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    """The queries that see each of 64 keys: from `low` to before `high`. at: the first key, as a
-    row of queries."""
+    """The queries that see each of 64 keys: `width`, from `low` on. at: the first key, as a row of
+    queries."""
     turn = late(turn, D)
     left, right = anew(window, turn)
     o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
-    low = o_n * 0
-    high = low
-    if FLAGS & LEFT:
-        high = at + o_n + left + 1
-    if FLAGS & RIGHT:
-        low = at + o_n - right
+    low, width = first_and_width(at + o_n - right, at + o_n + left + 1, (left, right), FLAGS)
     # a key that is not there
-    return gl.where(row + o_n < keys, low, 1 << 30), high
+    return gl.where(row + o_n < keys, low, 1 << 30), width
 
 
 @gluon.jit
@@ -176,8 +172,7 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
     ready(full[1], turn, ST)
     if MASKED:
         ready(full[2], turn, ST)
-        clean(q, there, turn, BM, D)
-        clean(do, there, turn, BM, D)
+        clean((q, do), there, turn, BM, D)
     if D != 64:
         # in a unit's first turn it is made of what there is, and dropped
         before = turn - 1
@@ -244,13 +239,12 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
         mbarrier.wait(full[0].index(tile), 0)
-    clean(k, keys - row, turn, 64, D)
-    clean(v, keys - row, turn, 64, D)
+    clean((k, v), keys - row, turn, 64, D)
     held = (zero, zero)
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         held = (k.load(k_regs), v.load(k_regs))
-    for _ in range(anew((group,), late(turn, D))[0]):
+    for _ in range(gl.maximum(anew((group,), late(turn, D))[0], 1)):
         last, count, inner, outer, queries, row, keys = noted(pad, known[:7], FIRST, D)
         sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, D, FLAGS)
         for i in range(count - outer):
@@ -307,7 +301,10 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
     else:
         # one unit too, but not to a compiler: ptxas would make addresses of buffers and barriers
         # in uniform registers
-        for unit in range(program(units), units, gl.num_programs(0)):
+        programs = gl.num_programs(0)
+        if FLAGS & SOFTCAP:  # as many, but not read at the beginning and kept
+            programs = units
+        for unit in range(program(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
                   window, pad, BM, D, ST, FLAGS)  # fmt: skip
 

@@ -44,6 +44,7 @@ from slipstream.kernels.softmax.hopper.common import (
     ready,
     stage,
     where_below,
+    where_within,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 from slipstream.kernels.softmax.hopper.units import program
@@ -65,19 +66,29 @@ def numbers(ptr, there, turn, other, BM: gl.constexpr, layout: gl.constexpr, MAS
 
 
 @gluon.jit
+def first_and_width(low, high, window, FLAGS: gl.constexpr):
+    """The first query that is seen, and how many are; a side without a bound reads none."""
+    width = high * 0
+    if (FLAGS & LEFT) and (FLAGS & RIGHT):
+        width += window[0] + window[1] + 1
+    elif FLAGS & LEFT:
+        low *= 0
+        width = gl.maximum(high, 0)
+    elif not FLAGS & RIGHT:
+        low *= 0
+    return low, width
+
+
+@gluon.jit
 def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
-    """The queries that see each of 64 keys: from `low` to before `high`.
+    """The queries that see each of 64 keys: `width`, from `low` on.
 
     sight: the query at the place of the first key, and the window.
     """
     at, window = sight
     o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
     low, high = anew((at - window[1], at + window[0] + 1), turn)
-    if FLAGS & RIGHT:
-        low += o_n
-    else:
-        low = o_n * 0
-    return low, high + o_n
+    return first_and_width(low + o_n, high + o_n, window, FLAGS)
 
 
 @gluon.jit
@@ -95,16 +106,17 @@ def _whole(a, b, like):
 
 
 @gluon.jit
-def _weights(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+def _weights(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     if FLAGS & SOFTCAP:
         t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor
     if MASKED:
-        s = where_below(s, low - 1, o_m)
         if FLAGS & LEFT:
-            s = where_below(s, o_m, high)
+            s = where_within(s, o_m, low, width)
+        else:
+            s = where_below(s, low - 1, o_m)
     p = gl.exp2(s - base)
     w = p
     if FLAGS & SOFTCAP:
@@ -113,19 +125,19 @@ def _weights(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS: 
 
 
 @gluon.jit
-def _in_parts(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+def _in_parts(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """_weights of a few columns after those of others: of all at once it wants more registers
     than there are."""
     if s.shape[1] == 16:
-        p, w = _weights(s, base, o_m, low, high, factor, cap, MASKED, FLAGS)
+        p, w = _weights(s, base, o_m, low, width, factor, cap, MASKED, FLAGS)
     else:
         s0, s1 = _halves(s)
         base0, base1 = _halves(base)
         o_m0, o_m1 = _halves(o_m)
         low0, low1 = _halves(low)
-        high0, high1 = _halves(high)
-        p0, w0 = _in_parts(s0, base0, o_m0, low0, high0, factor, cap, MASKED, FLAGS)
-        p1, w1 = _in_parts(s1, base1, o_m1, low1, high1, factor, cap, MASKED, FLAGS)
+        width0, width1 = _halves(width)
+        p0, w0 = _in_parts(s0, base0, o_m0, low0, width0, factor, cap, MASKED, FLAGS)
+        p1, w1 = _in_parts(s1, base1, o_m1, low1, width1, factor, cap, MASKED, FLAGS)
         p, w = _whole(p0, p1, s), _whole(w0, w1, s)
     return p, w
 
@@ -134,18 +146,18 @@ def _in_parts(s, base, o_m, low, high, factor, cap, MASKED: gl.constexpr, FLAGS:
 def weights(s, base, sight, o_m, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p, keys by queries o_m, and what dp - delta is to be multiplied by for dx."""
     if MASKED:
-        low, high = sight
-        low, high = low[:, None], high[:, None]
+        low, width = sight
+        low, width = low[:, None], width[:, None]
     else:
-        low, high = o_m[None, :], o_m[None, :]
+        low, width = o_m[None, :], o_m[None, :]
     if FLAGS & SOFTCAP:
         _, base = gl.broadcast(s, base[None, :])
         _, o_m = gl.broadcast(s, o_m[None, :])
         _, low = gl.broadcast(s, low)
-        _, high = gl.broadcast(s, high)
-        p, w = _in_parts(s, base, o_m, low, high, factor, cap, MASKED, FLAGS)
+        _, width = gl.broadcast(s, width)
+        p, w = _in_parts(s, base, o_m, low, width, factor, cap, MASKED, FLAGS)
     else:
-        p, w = _weights(s, base[None, :], o_m[None, :], low, high, factor, cap, MASKED, FLAGS)
+        p, w = _weights(s, base[None, :], o_m[None, :], low, width, factor, cap, MASKED, FLAGS)
     return p, w
 
 
@@ -198,7 +210,7 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, qu
     q, do = bufs_q.index(slot), bufs_do.index(slot)
     ready(full[1], turn, ST)
     if MASKED:
-        clean(q, there, turn, BM, D)
+        clean((q,), there, turn, BM, D)
     k = bufs_k.index(turn >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -209,7 +221,7 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, qu
     p, _ = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
     ready(full[2], turn, ST)
     if MASKED:
-        clean(do, there, turn, BM, D)
+        clean((do,), there, turn, BM, D)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -231,8 +243,8 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
     ready(full[1], turn, ST)
     if MASKED:
         ready(full[2], turn, ST)
-        clean(q, there, turn, BM, D)
-        clean(do, there, turn, BM, D)
+        clean((q,), there, turn, BM, D)
+        clean((do,), there, turn, BM, D)
     # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
     k, v = bufs_k.index(turn >> 30), bufs_k.index(1 + (turn >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)

@@ -38,6 +38,7 @@ from slipstream.kernels.softmax.hopper.common import (
     ready,
     stage,
     where_below,
+    where_within,
 )
 from slipstream.kernels.softmax.hopper.forward import _AT, _DO_AT, _SIZES
 from slipstream.kernels.softmax.hopper.units import program
@@ -90,9 +91,10 @@ def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.cons
         s = s * factor
     if MASKED:
         o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        s = where_below(s, o_n[None, :], high[:, None])
         if FLAGS & LEFT:
-            s = where_below(s, low[:, None] - 1, o_n[None, :])
+            s = where_within(s, o_n[None, :], low[:, None], high[:, None])
+        else:
+            s = where_below(s, o_n[None, :], high[:, None])
     return s, t
 
 
@@ -139,9 +141,10 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     """A turn that leaves nothing to the next: fewer registers, and the other warpgroup's products
     run beside this one's exponentials."""
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
-    # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
+    # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks: of v,
+    # which has one buffer, too
     q, do = bufs_q.index(c + (turn >> 30)), bufs_do.index(c + (turn >> 30))
-    k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS)
+    k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS + (turn >> 30))
     ready(full[1], turn, KS)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     ready(full[2], turn, VS)
@@ -154,7 +157,7 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        clean(k, keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
+        clean((k,), keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -226,7 +229,7 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
         )  # fmt: skip
     turn += count - 1
     last = bufs_k.index(turn % KS)
-    clean(last, keys - key - (count - 1) * BN, turn, BN, D)
+    clean((last,), keys - key - (count - 1) * BN, turn, BN, D)
     dq = warpgroup_mma(dx, last, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -252,13 +255,15 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         row += c * 64
         left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        if not FLAGS & SOFTCAP:  # with it these go to the stack in the loop over masked tiles
+        if not FLAGS & SOFTCAP:  # with it there are registers to keep them in
             left, right = anew(window, turn)
             o_m = places_anew(o_m, turn, ROWS_OWN)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
         if FLAGS & RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
+        if FLAGS & LEFT:
+            high = gl.maximum(high - low, 0)
         T, H = anew((sizes[0], sizes[2]), turn)
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))

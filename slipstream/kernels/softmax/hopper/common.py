@@ -220,8 +220,8 @@ def rows_layout(width):
 
 
 @gluon.jit
-def clean(buffer, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeroes a tile's rows from `rows` on: they are another sequence's, and 0 times NaN is NaN.
+def clean(buffers, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeroes rows of tiles from `rows` on: they are another sequence's, and 0 times NaN is NaN.
 
     Every consumer does it for itself, with the same outcome.
     """
@@ -231,8 +231,9 @@ def clean(buffer, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     if rows < ROWS:
         for i in gl.static_range(0, ROWS, STEP):
             if rows < i + STEP:
-                part = buffer.slice(i, STEP)
-                part.store(gl.where((o_r < rows - i)[:, None], part.load(layout), 0.0))
+                for j in gl.static_range(len(buffers)):
+                    part = buffers[j].slice(i, STEP)
+                    part.store(gl.where((o_r < rows - i)[:, None], part.load(layout), 0.0))
         fence_async_shared()
 
 
@@ -254,6 +255,23 @@ def where_below(s, a, b):
         "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
         "=f,f,r,r",
         [s, a, b],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def where_within(s, x, low, width):
+    """s where low <= x < low + width, -inf elsewhere, by one comparison of unsigned numbers."""
+    _, x = gl.broadcast(s, x)
+    _, low = gl.broadcast(s, low)
+    _, width = gl.broadcast(s, width)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 x; sub.u32 x, $2, $3; setp.lt.u32 p, x, $4;"
+        " selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r,r",
+        [s, x, low, width],
         dtype=gl.float32,
         is_pure=True,
         pack=1,

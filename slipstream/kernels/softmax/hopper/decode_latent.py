@@ -167,7 +167,7 @@ def _values(c: gl.constexpr, o_ptr, lengths_ptr, buffers, full, empty, sizes,
         slot = i % ST
         ready(told, i, 1)
         v = bufs_k.index(slot * 2 + c)
-        clean(v, keys - low - i * BN, i, BN, HALF)
+        clean((v,), keys - low - i * BN, i, BN, HALF)
         acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
         acc = warpgroup_mma(buf_p.index(0), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))

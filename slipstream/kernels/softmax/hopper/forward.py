@@ -20,7 +20,9 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
+    ROOMY,
     ROWS_OWN,
+    SOFTCAP,
     anew,
     barriers,
     clean,
@@ -51,7 +53,7 @@ _DO_AT = ["do_rb", "do_rh", "do_ch"]
 # beside the flags of common.py and units.py: a score of no key
 SINKS = gl.constexpr(64)
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(5)
+NOTED = gl.constexpr(8)
 
 
 @gluon.jit
@@ -191,20 +193,31 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         if DV > 64:  # where registers end
             window = anew(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
+        sharp = cap
+        if FLAGS & SOFTCAP and DV <= ROOMY:  # lest twice the cap be made for all units, and stored
+            (bits,) = anew((cap.to(gl.int32, bitcast=True),), turn)
+            sharp = bits.to(gl.float32, bitcast=True)
         row += c * 64
         spot = (i_h, i_b, begin, queries, row)
         note(pad, spot, c * NOTED, DV)
+        rest = (mine, turn + count, keys - key - (count - 1) * BN)
+        if FLAGS & LEFT:  # its masks take what registers there are
+            note(pad, rest, c * NOTED + 5, DV)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _walk(
             at_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), turn,
-            (key, count, inner, outer), (row + keys - queries, keys, window, factor, cap), BN, DV,
+            (key, count, inner, outer), (row + keys - queries, keys, window, factor, sharp), BN, DV,
             ST, panels(D), FLAGS,
         )  # fmt: skip
-        turn += count
+        if FLAGS & LEFT:
+            mine, turn, there = noted(pad, rest, c * NOTED + 5, DV)
+        else:
+            turn += count
+            there = keys - key - (count - 1) * BN
         last = bufs_v.index((turn - 1) % ST)
         ready(full_v, turn - 1, ST)
-        clean(last, keys - key - (count - 1) * BN, turn, BN, DV)
+        clean((last,), there, turn, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))

@@ -22,6 +22,7 @@ from slipstream.kernels.softmax.hopper.common import (
     late,
     places_anew,
     where_below,
+    where_within,
 )
 
 # how far, in powers of two, a maximum may grow before what there is of a row is scaled anew
@@ -84,7 +85,7 @@ def weights(s, m, sight, turn, key, DV: gl.constexpr, MASKED: gl.constexpr,
         o_m = places_anew(gl.arange(0, 64, m.type.layout), late(turn, DV), ROWS_OWN)
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
         o_n = key + places_anew(o_n, late(turn, DV), COLUMNS_OWN)
-        low, high = at - window[0] - 1, at + window[1] + 1
+        low, high = at - window[0], at + window[1] + 1
         if FLAGS & LEFT:  # bounds on both sides would take registers between masked tiles
             low, high = anew((low, high), turn)
         if FLAGS & RIGHT:
@@ -93,9 +94,12 @@ def weights(s, m, sight, turn, key, DV: gl.constexpr, MASKED: gl.constexpr,
             high = keys + (o_m & (turn >> 30))
         else:
             high = keys + o_m * 0
-        s = where_below(s, o_n[None, :], high[:, None])
         if FLAGS & LEFT:
-            s = where_below(s, (low + o_m)[:, None], o_n[None, :])
+            low += o_m
+            width = gl.maximum(high - low, 0)
+            s = where_within(s, o_n[None, :], low[:, None], width[:, None])
+        else:
+            s = where_below(s, o_n[None, :], high[:, None])
     top = _most(s, m) * under
     top = gl.where(top > m + SLACK, top, m)
     base = top
