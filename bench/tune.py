@@ -13,7 +13,8 @@ A table is a dict by (family of architectures, bytes an element, width ...), of 
 candidate (tune_cases.py) puts other numbers into one field of a row, the other fields as the table
 has them. Its kernels are compiled in processes of their own meanwhile (tune_compile.py). One that
 has no room, spills twice as much as the table's, or is not taken, is not run. What it computes has
-to equal what the table's tile computes, at the timed shape and at an odd one, to within rounding.
+to equal what the table's tile computes, at the timed shape and at an odd one, to within rounding,
+and to be the same bits twice; the table's, too, or nothing is timed.
 
 Rows go to results/tiles.csv as they are found: the same command goes on where it was cut off, on
 that day, unless it says --again. Which are the best is said by tune_choice.py; what is best of all
@@ -98,6 +99,10 @@ class Call:
     def results(self) -> list[Tensor]:
         return [x for x in (*self.forward(), *self.both()) if x is not None]
 
+    def repeats(self) -> bool:
+        """Whether it gives the same bits twice."""
+        return all(torch.equal(x, y) for x, y in zip(self.results(), self.results()))
+
     def times(self) -> tuple[float, float]:
         return bench(self.forward), bench(self.both)
 
@@ -133,6 +138,8 @@ class Timed:
         tile = self.family.table[self.case.key]
         if ("table", str(tile)) not in self.known:
             self.ready()
+            if not all(x.repeats() for x in self.calls):
+                raise ValueError("the table's tile gives other bits the second time")
             self._note("table", str(tile), self._times())
 
     def candidate(self, field: str, label: str, tile: Any, fit: Fit) -> None:
@@ -145,8 +152,10 @@ class Timed:
         try:
             with using(self.family, self.case.key, tile):
                 error = max(worst(x.results(), y) for x, y in zip(self.calls, self.want))
+                same = all(x.repeats() for x in self.calls)
                 found = self._times()
-            right = error <= LIMITS[self.case.shape.dtype]
+            right = same and error <= LIMITS[self.case.shape.dtype]
+            found |= {} if same else {"note": "other bits the second time"}
             found |= {"right": int(right), "error": f"{error:.1e}"}
         except Exception as e:
             found = {"right": 0, "note": f"{type(e).__name__}: {str(e)[:60]}"}

@@ -88,6 +88,18 @@ FAULTS = (
         sound=(("3.6.0", "13.0.88"),),
     ),
     Fault(
+        "overwritten-tile",
+        _HOPPER,
+        None,
+        None,
+        "overwritten_tile",
+        "a tile loaded ahead in a loop and read by registers and by products that go on meanwhile",
+        "wrong result",
+        "triton-lang/triton#6691, #7110; core/races.py",
+        "num_stages=1 for the loop, or a product after that one whose result the turn needs",
+        avoided=True,
+    ),
+    Fault(
         "fp8-scaled-mm",
         _HOPPER,
         ("3.8.0", "3.8.0"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.aot import Compiled, Job
+from slipstream.core.races import races
 
 TIMEOUT = 180.0
 # Bringing in torch and Triton, on a slow disk.
@@ -25,7 +26,8 @@ _SERVE = "from slipstream.core.worker import serve; serve()"
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: "ok", "refused" (the compiler raised), "crash" (it died) or "hang"."""
+    """status: "ok", "refused" (the compiler raised, or made what reads tiles that are overwritten),
+    "crash" (it died) or "hang"."""
 
     status: str
     reason: str = ""
@@ -161,9 +163,12 @@ def _answer(stream: Any, answer: Any) -> None:
 
 def _compiled(job: Job) -> Outcome:
     try:
-        return Outcome("ok", compiled=replace(job.compile(), asm={}))
+        made = job.compile()
     except Exception as error:  # whatever a compiler raises is the answer
         return Outcome("refused", f"{type(error).__name__}: {_telling(str(error))}")
+    if found := races(str(made.asm.get("ttgir", ""))):
+        return Outcome("refused", f"a loop overwrites tiles that products read: {found[0]}")
+    return Outcome("ok", compiled=replace(made, asm={}))
 
 
 def _telling(text: str) -> str:

@@ -145,7 +145,12 @@ def test_doctor_reports_the_gpu_and_its_compilers(tmp_path: Path) -> None:
     assert status == 0 and report["device"] == about
     ptxas = tmp_path / "bin/ptxas"
     assert report["ptxas"]["path"] == str(ptxas) and report["ptxas"]["version"] == "12.8.93"
-    assert [x["name"] for x in report["faults"]] == ["narrow-dot", "transposed-dot", "chained-dots"]
+    assert [x["name"] for x in report["faults"]] == [
+        "narrow-dot",
+        "transposed-dot",
+        "chained-dots",
+        "overwritten-tile",
+    ]
     status, text = invoke("doctor", "--no-checks")
     assert status == 0 and "planted H100, sm_90, driver 575.51.03" in text
     assert "3.0 of 80.0 GiB free" in text and f"12.8.93 (the toolkit at {tmp_path}'s" in text

@@ -41,8 +41,8 @@ class Op:
     operands: tuple[str, ...]
 
 
-def kernel_ir(job: aot.Job) -> str:
-    """Triton's IR after its first passes, Gluon's as it is written."""
+def kernel_ir(job: aot.Job, gpu_too: bool = False) -> str:
+    """Triton's IR after its first passes, Gluon's as it is written; or that for GPUs after it."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
@@ -57,8 +57,10 @@ def kernel_ir(job: aot.Job) -> str:
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(gpu, options, functions, backend.get_module_map(), context)
-    if "ttir" in stages:
-        module = stages["ttir"](module, {"target": gpu, **options.__dict__})
+    about = {"target": gpu, **options.__dict__}
+    for name in ("ttir", "ttgir") if gpu_too else ("ttir",):
+        if name in stages:
+            module = stages[name](module, about)
     return str(module)
 
 

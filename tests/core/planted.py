@@ -73,3 +73,20 @@ def narrow_kernel(x_ptr, y_ptr, o_ptr, M: tl.constexpr, N: tl.constexpr):
     y = tl.load(y_ptr + o_k[:, None] * N + o_n[None, :])
     o = tl.dot(x, y, tl.dot(x, tl.load(y_ptr + 64 * N + o_k[:, None] * N + o_n[None, :])))
     tl.store(o_ptr + o_m * N + o_n[None, :], o)
+
+
+@triton.jit
+def ahead_kernel(x_ptr, y_ptr, o_ptr, sums_ptr, n, BOTH: tl.constexpr):
+    """o [64, 64] = the sum of n products x y^T of tiles; BOTH: and sums of what x has."""
+    i = tl.arange(0, 64)
+    at = i[:, None] * 64 + i[None, :]
+    o = tl.zeros((64, 64), tl.float32)
+    sums = tl.zeros((64,), tl.float32)
+    for _ in range(n):
+        x = tl.load(x_ptr + at)
+        if BOTH:
+            sums += tl.sum(x.to(tl.float32), 0)
+        o = tl.dot(x, tl.trans(tl.load(y_ptr + at)), o)
+        at += 64 * 64
+    tl.store(o_ptr + i[:, None] * 64 + i[None, :], o)
+    tl.store(sums_ptr + i, sums)

@@ -59,7 +59,13 @@ LAUNCHED = {
     "tf32x3-on-hip": ("gfx942", "3.6.0", "", ("matmul.triton", FP32, "tf32x3")),
 }
 # patterns that no kernel has: test_fault_patterns.py
-AVOIDED = ("narrow-dot", "transposed-dot", "two-axis-sum", "pipelined-store")
+AVOIDED = (
+    "narrow-dot",
+    "transposed-dot",
+    "overwritten-tile",
+    "two-axis-sum",
+    "pipelined-store",
+)
 PROBED = ("chained-dots",)
 SLOW = ("fma-dots",)
 INTERPRETED_ONLY = ("interpreter-bf16",)

@@ -137,8 +137,12 @@ def test_a_probe_that_cannot_run_decides_nothing(here: guard.Machine) -> None:
 @pytest.mark.parametrize(
     ("arch", "ptxas", "known"),
     [
-        ("sm_90", "12.8.93", ["narrow-dot", "transposed-dot", "chained-dots"]),
-        ("sm_90", "13.1.80", ["transposed-dot"]),
+        (
+            "sm_90",
+            "12.8.93",
+            ["narrow-dot", "transposed-dot", "chained-dots", "overwritten-tile"],
+        ),
+        ("sm_90", "13.1.80", ["transposed-dot", "overwritten-tile"]),
         ("sm_80", "12.8.93", []),
     ],
 )

@@ -23,6 +23,7 @@ SIZES = {
     "grouped": (Size(B=2, T=130, H=2, HV=4, K=100, V=60, M=60), "weak"),
     "128 mixed": (packed(Size(K=128, V=128, M=64), 5, 0, 200, 95), "mixed"),
     "zero": (Size(B=1, T=300, H=2, HV=2, K=128, V=128, M=64), "zero"),
+    "256": (Size(B=1, T=300, H=2, HV=2, K=256, V=256, M=64), "mixed"),
     "few tokens": (Size(B=2, T=13, H=2, HV=4, K=100, V=60, M=30), "mixed"),
 }
 GATES = ("g", "gk", "gv", "w", "beta")
@@ -30,7 +31,7 @@ GATES = ("g", "gk", "gv", "w", "beta")
 NARROW, WIDE = (5e-3, 8e-3, 2e-2), (1e-4, 1e-4, 1e-4)
 LIMITS = {torch.bfloat16: NARROW, torch.float16: NARROW, torch.float32: WIDE}
 SIZES_OF = {
-    torch.bfloat16: ["one head", "128 heads", "packed", "128 mixed", "zero"],
+    torch.bfloat16: ["one head", "128 heads", "packed", "128 mixed", "zero", "256"],
     torch.float16: ["grouped", "packed"],
     torch.float32: ["packed", "grouped", "one head"],
 }

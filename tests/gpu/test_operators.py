@@ -25,6 +25,11 @@ SHORT = {name: SIZES[name] for name in ("odd", "packed")}
 # outputs, gradients: relative RMS error
 LIMITS = {torch.float32: (1e-4, 2e-4), torch.bfloat16: (0.006, 0.02)}
 IMPLS = ("triton", "eager")
+# all multiprocessors at work, and loops of several turns over columns
+FULL = {
+    "128": Size(B=1, T=512, H=64, HV=64, K=128, V=128, M=128),
+    "256": Size(B=1, T=512, H=64, HV=64, K=256, V=256, M=256),
+}
 
 
 def on_cuda(args: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +89,20 @@ def test_operator_on_cuda_matches_reference(
     again, grads_again = run(op, moved, impl=chosen)
     for i, (x, y) in enumerate(zip([*got, *grads], [*again, *grads_again])):
         assert torch.equal(x, y), f"{op.name} {i}: other bits the second time"
+
+
+@pytest.mark.parametrize("size", FULL)
+@pytest.mark.parametrize(
+    "op", [x for x in OPERATORS if x.name.startswith("chunk_")], ids=lambda op: op.name
+)
+def test_portable_kernels_give_the_same_bits_on_a_full_card(op: Operator, size: str) -> None:
+    """Tiles that a loop overwrites while products read them show in other bits, now and then."""
+    args = on_cuda(op.inputs(FULL[size], torch.bfloat16, gate="mixed"))
+    chosen = supported(op, args, "triton")
+    first, *others = ([*out, *grads] for out, grads in (run(op, args, impl=chosen) for _ in "abc"))
+    for other in others:
+        for i, (x, y) in enumerate(zip(first, other, strict=True)):
+            assert torch.equal(x, y), f"{op.name} {i}: other bits"
 
 
 @every_operator

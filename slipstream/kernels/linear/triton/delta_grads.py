@@ -96,7 +96,9 @@ def _triangles(
     b_m = tl.zeros((C, C), tl.float32)
     b_at = tl.zeros((C, C), tl.float32)
     b_mt = tl.zeros((C, C), tl.float32)
-    for i in range(tl.cdiv(V, BV)):
+    # registers and products read them: loaded ahead they would be overwritten (core/races.py)
+    AHEAD: tl.constexpr = 1 if TMA else None
+    for i in tl.range(0, tl.cdiv(V, BV), num_stages=AHEAD):
         at_v = (i_b, 0, i_h, i * BV)
         b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
         b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)

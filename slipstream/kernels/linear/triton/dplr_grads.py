@@ -69,7 +69,9 @@ def _of_states_before(
     b_dq = tl.zeros((o_c.shape[0], BK), tl.float32)
     b_da = tl.zeros((o_c.shape[0], BK), tl.float32)
     b_z = tl.zeros((BK,), tl.float32)
-    for n in range(tl.cdiv(V, BV)):
+    # registers and products read S: loaded ahead it would be overwritten (core/races.py)
+    AHEAD: tl.constexpr = 1 if HAS_GATE else None
+    for n in tl.range(0, tl.cdiv(V, BV), num_stages=AHEAD):
         o_v = n * BV + tl.arange(0, BV)
         b_s = _states(p_states, o_v, o_k, V, BV, WIDE)  # [BV, BK]
         if HAS_GATE:

@@ -309,11 +309,12 @@ def linear_walk_kernel(
                 )  # fmt: skip
                 if HAS_GATE:
                     b_y *= (b_end if REVERSE else b_start)[None, :]
-                b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
             if HAS_GATE:
                 b_s *= tl.exp2(G_C)
             b_s = tl.dot(b_kept, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
             if HAS_Y:
+                # last: who waits for it has waited for w's products (core/races.py)
+                b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
                 b_y *= scale
                 if HAS_DG:
                     at = (i_b, skip, i_w, i_x * BX)

@@ -1,0 +1,116 @@
+"""Tiles in shared memory that a loop overwrites while products still read them, by Triton's GPU IR.
+
+A loop that Triton pipelines copies the tile of a later turn while products (wgmma) of this turn and
+of earlier ones go on. Then the tile has to have a slot more. Triton does not always give it one:
+where a product and registers read the same load (triton-lang/triton#6691), in some releases where
+two products do (#8554). Results are wrong then now and then, by little, and differ from run to run.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_LINE = re.compile(r'^\s*(?:(%[\w.-]+)(?::\d+)? = )?"?([a-z_]+\.[\w.]+)"?(.*)')
+_NAME = re.compile(r"%[\w.-]+(?:#\d+)?")
+_SLOTS = re.compile(r"memdesc<(\d+)x\d+x\d+")
+_PENDING = re.compile(r"pendings = (\d+)")
+_VIEWS = ("ttg.memdesc_", "ttng.warp_group_dot_wait")
+_COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local")
+_DOT = "ttng.warp_group_dot"
+
+
+class _Op(NamedTuple):
+    name: str  # with its line: loops one after the other may use the same
+    kind: str
+    text: str  # without its location
+    operands: list[str]
+    loop: int  # which loop, by the line that begins it; -1: none
+
+
+def races(text: str) -> list[str]:
+    """What is overwritten too early, in words. text: Triton's GPU IR of a kernel.
+
+    In turn i a loop copies the tile of turn i + d, where d copies come before the loop, to slot
+    (i + d) mod n of n. A product of turn i - j that has not been waited for reads slot (i - j) mod
+    n: it loses its tile where n divides d + j.
+    """
+    ops = list(_ops(text))
+    by_name = {x.name: x for x in ops if x.name}
+    loops = sorted({x.loop for x in ops if x.kind == _DOT and x.loop >= 0})
+    return [said for loop in loops for said in _of_loop(ops, by_name, loop)]
+
+
+def _of_loop(ops: list[_Op], by_name: dict[str, _Op], loop: int) -> Iterator[str]:
+    body = [x for x in ops if x.loop == loop]
+    going: list[tuple[int, _Op]] = []  # products that have not been waited for, and their turns
+    turns = 4
+    for turn in range(turns):
+        for op in body:
+            if op.kind == _DOT:
+                going = [*going, (turn, op)] if "isAsync = true" in op.text else []
+            elif op.kind == f"{_DOT}_wait":
+                found = _PENDING.search(op.text)
+                pending = int(found[1]) if found else 0
+                going = going[len(going) - pending :] if pending < len(going) else going
+                going = going if pending else []
+            elif (tile := _written(op, by_name)) is not None and turn == turns - 1:
+                early = sum(
+                    x.loop != loop and _written(x, by_name) == tile
+                    for x in ops
+                    if x.kind in _COPIES
+                )
+                slots = _slots(by_name[tile])
+                for when, dot in going:
+                    reads = {_tile(by_name, x) for x in dot.operands[:2]}
+                    if tile in reads and (early + turn - when) % slots == 0:
+                        yield f"{_short(tile)}, of {slots} slots, while {_short(dot.name)} reads it"
+
+
+def _short(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _written(op: _Op, by_name: dict[str, _Op]) -> str | None:
+    """The tile that a copy goes to, if it is one."""
+    if op.kind not in _COPIES:
+        return None
+    tiles = [y for x in op.operands if (y := _tile(by_name, x)) is not None]
+    return next((x for x in tiles if "xi64" not in by_name[x].text), None)  # barriers
+
+
+def _tile(by_name: dict[str, _Op], name: str) -> str | None:
+    """The allocation that a value is a view of."""
+    base, _, number = name.partition("#")
+    op = by_name.get(base)
+    if op is None:
+        return None
+    if op.kind == "ttg.local_alloc":
+        return base
+    if op.kind.startswith(_VIEWS) and op.operands:
+        return _tile(by_name, op.operands[int(number or 0)])
+    return None
+
+
+def _slots(op: _Op) -> int:
+    found = _SLOTS.search(op.text)
+    return int(found[1]) if found else 1
+
+
+def _ops(text: str) -> Iterator[_Op]:
+    loops: list[tuple[int, int]] = []  # the line that begins it, and the braces open before it
+    opened, last = 0, dict[str, str]()
+    for number, line in enumerate(text.splitlines()):
+        line = line.partition(" loc(")[0]
+        found = _LINE.match(line)
+        if found is not None:
+            name, kind, rest = found.groups()
+            read = (x.partition("#") for x in _NAME.findall(rest.partition(" : ")[0]))
+            operands = ["".join((last.get(x, x), *more)) for x, *more in read]
+            if name:
+                last[name] = f"{name}@{number}"
+            yield _Op(last.get(name or "", ""), kind, line, operands, loops[-1][0] if loops else -1)
+            if kind in ("scf.for", "scf.while"):
+                loops.append((number, opened))
+        opened += line.count("{") - line.count("}")
+        while loops and number > loops[-1][0] and opened <= loops[-1][1]:
+            loops.pop()

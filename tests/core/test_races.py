@@ -1,0 +1,108 @@
+"""No kernel for sm_90 overwrites a tile that its products still read; it is found where one does."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.cli.samples import REPRESENTATIVE, SAMPLES, Shape, chosen
+from slipstream.core.aot import Job
+from slipstream.core.races import races
+from slipstream.core.trace import PlainTorch, trace
+from slipstream.core.worker import Worker
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from tests.core import planted
+from tests.core.patterns import kernel_ir
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+WIDE = Shape(K=256, V=256)
+
+
+def planted_job(both: bool, stages: int) -> Job:
+    tensors = {"x_ptr": "*bf16", "y_ptr": "*bf16", "o_ptr": "*fp32", "sums_ptr": "*fp32"}
+    return Job(
+        f"{planted.__name__}:ahead_kernel", tensors, {"BOTH": both}, {}, 4, stages, {}, "sm_90"
+    )
+
+
+@pytest.mark.parametrize(("both", "stages", "found"), [(True, 2, 1), (False, 2, 0), (True, 1, 0)])
+def test_a_tile_that_is_overwritten_is_found(both: bool, stages: int, found: int) -> None:
+    """x, read by registers and the product: it gets one slot, and is loaded a turn ahead."""
+    assert len(races(kernel_ir(planted_job(both, stages), gpu_too=True))) == found
+
+
+def test_a_kernel_that_overwrites_tiles_is_refused() -> None:
+    worker = Worker()
+    try:
+        refused = worker.compile(planted_job(True, 2))
+        assert refused.status == "refused" and "overwrites tiles" in refused.reason
+        assert worker.compile(planted_job(False, 2)).status == "ok"
+    finally:
+        worker.close()
+
+
+LOOP = """
+%t = ttg.local_alloc : () -> !ttg.memdesc<{slots}x64x64xbf16, #shared, #smem, mutable>
+%at = ttg.memdesc_index %t[%c0] : !ttg.memdesc<3x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+{before}
+%r = scf.for %i = %c0 to %n step %c1 iter_args(%acc = %zero) -> (f32) {{
+  %now = ttg.memdesc_index %t[%i] : !ttg.memdesc<3x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+  %d = ttng.warp_group_dot %x, %now, %acc {{isAsync = true}} : f32
+  %w:2 = ttng.warp_group_dot_wait %d, %now {{pendings = {pending} : i32}} : f32
+  %c = ttg.async_copy_global_to_local %p, %at : ptr
+  scf.yield %w#0 : f32
+}}
+"""
+COPY = "%b = ttg.async_copy_global_to_local %p, %at : ptr\n"
+
+
+@pytest.mark.parametrize(
+    ("slots", "early", "pending", "raced"),
+    [
+        (1, 1, 0, False),  # waited for
+        (1, 1, 1, True),
+        (2, 1, 1, False),  # the copy is of the next turn's slot
+        (2, 2, 1, True),  # of the turn after it, which is this turn's
+        (3, 2, 1, False),
+        (3, 2, 2, True),  # the product of the turn before goes on
+        (2, 1, 2, True),
+    ],
+)
+def test_slots_turns_and_waits_are_counted(
+    slots: int, early: int, pending: int, raced: bool
+) -> None:
+    text = LOOP.format(slots=slots, before=COPY * early, pending=pending)
+    assert bool(races(text)) == raced
+
+
+def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
+    """By kernel, of those that multiply and load ahead."""
+    sample = chosen([op])[0]
+
+    def call(device: torch.device) -> Any:
+        return sample.call(sample.inputs(shape, device, blank=True), impl)
+
+    try:
+        jobs = trace(call, "sm_90", True)
+    except PlainTorch:
+        return {}
+    jobs = [x for x in jobs if x.stages > 1]
+    return {x.key: races(kernel_ir(x, gpu_too=True)) for x in jobs}
+
+
+@pytest.mark.parametrize("op", ["chunk_dplr_delta_rule", "chunk_simple_gla", "chunk_delta_rule"])
+def test_kernels_overwrite_no_tile(op: str) -> None:
+    """Those that did: the gradients of K = 256, where a loop has more turns than one."""
+    all_of = found(op, WIDE, "triton")
+    assert all_of and not any(all_of.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", sorted({x.op for x in SAMPLES}))
+def test_no_kernel_overwrites_a_tile(op: str) -> None:
+    for impl in (None, "triton"):
+        for shape in REPRESENTATIVE:
+            raced = {k: x for k, x in found(op, shape, impl).items() if x}
+            assert not raced, str(shape)
