@@ -99,10 +99,6 @@ class Call:
     def results(self) -> list[Tensor]:
         return [x for x in (*self.forward(), *self.both()) if x is not None]
 
-    def repeats(self) -> bool:
-        """Whether it gives the same bits twice."""
-        return all(torch.equal(x, y) for x, y in zip(self.results(), self.results()))
-
     def times(self) -> tuple[float, float]:
         return bench(self.forward), bench(self.both)
 
@@ -112,6 +108,11 @@ def bench(fn: Callable[[], Any]) -> float:
 
     timed: Any = do_bench
     return timed(fn, warmup=5, rep=25, return_mode="median")
+
+
+def repeats(call: Call) -> bool:
+    """Whether it gives the same bits twice."""
+    return all(torch.equal(x, y) for x, y in zip(call.results(), call.results()))
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
@@ -138,7 +139,7 @@ class Timed:
         tile = self.family.table[self.case.key]
         if ("table", str(tile)) not in self.known:
             self.ready()
-            if not all(x.repeats() for x in self.calls):
+            if not all(map(repeats, self.calls)):
                 raise ValueError("the table's tile gives other bits the second time")
             self._note("table", str(tile), self._times())
 
@@ -152,7 +153,7 @@ class Timed:
         try:
             with using(self.family, self.case.key, tile):
                 error = max(worst(x.results(), y) for x, y in zip(self.calls, self.want))
-                same = all(x.repeats() for x in self.calls)
+                same = all(map(repeats, self.calls))
                 found = self._times()
             right = same and error <= LIMITS[self.case.shape.dtype]
             found |= {} if same else {"note": "other bits the second time"}

@@ -127,6 +127,34 @@ class Stub:
         return ms, ms
 
 
+class Wavering(Stub):
+    """Other bits each time with two stages of its solve."""
+
+    def results(self) -> list[torch.Tensor]:
+        Stub.made += 1
+        wavers = self.table[self.key].solve.stages == 2
+        return [torch.ones(3) + 1e-5 * Stub.made * wavers]
+
+
+def test_a_tile_with_other_bits_the_second_time_is_not_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tune, "Call", Wavering)
+    monkeypatch.setattr(Stub, "made", 0)
+    family = cases.FAMILIES["delta"]
+    timed = tune.Timed("delta", family.cases[0], [])
+    table = family.table[family.cases[0].key]
+    for stages in (1, 2):
+        solve = dataclasses.replace(table.solve, stages=stages)
+        tile = dataclasses.replace(table, solve=solve)
+        timed.candidate("solve", str(stages), tile, tune.Fit())
+    right, wrong = (timed.known["solve", str(x)] for x in (1, 2))
+    assert right["right"] == 1 and "note" not in right
+    assert wrong["right"] == 0 and "other bits" in str(wrong["note"])
+
+
 def test_goes_on_where_it_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -253,8 +253,10 @@ def test_the_page_says_where_faults_are_worked_around() -> None:
     }
     text = page(data)
     new, _, old = text.partition("## Triton 3.7.1")
-    assert "| chunk_gla | ok | ok [2] |" in new and "| chunk_gla | ok | ok |" in old
-    assert "2. with workarounds for narrow-dot\n" in text and text.count("with workarounds") == 1
+    assert "| chunk_gla | ok | ok [2] |" in new and "| chunk_gla | ok | ok [3] |" in old
+    assert "2. with workarounds for narrow-dot, overwritten-tile\n" in text
+    assert "3. with workarounds for overwritten-tile\n" in text
+    assert text.count("with workarounds") == 2
     assert "| attention | refused [1] | refused [1] |" in new
 
 

@@ -1,4 +1,4 @@
-"""No kernel for sm_90 overwrites a tile that its products still read; it is found where one does."""
+"""No kernel for sm_90 overwrites a tile that its products still read; one that does is found."""
 
 from typing import Any
 
