@@ -140,7 +140,8 @@ class Window(NamedTuple):
 def cut_for(terms: Terms) -> Cut | None:
     """By shapes alone, so that what there is beyond arguments and results stays below MOST percent
     of those, in as few spans as that takes; if none do, about as little as can be: short sequences,
-    whose states are as much as their tokens. None: whole. Either is so for every packing.
+    whose states are as much as their tokens. None: whole. Either is so for every packing; where the
+    graph is kept, two states at borders come on top.
 
     All sequences at once, so that none waits for another, or, where their states at the borders
     would take too much, as many as keep the card busy. Spans have SPARSE tokens at least for each.

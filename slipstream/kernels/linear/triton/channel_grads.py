@@ -99,7 +99,7 @@ def channel_grads_kernel(
     i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
-    at_o = i_o + o_c[:, None] * (HV * K) + o_k[None, :]
+    at_o = o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]
     b_g = _block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
@@ -107,7 +107,6 @@ def channel_grads_kernel(
     b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     if HAS_DK:
         b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_dk = _block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
         b_end = tl.load(decay_ptr + at * K + o_k, mask=o_k < K, other=0.0)
     if u_ptr is not None:
@@ -126,7 +125,7 @@ def channel_grads_kernel(
         b_dq = b_dr * b_e * scale
         if u_ptr is not None:
             b_dq += b_own * b_k
-        tl.store(dq_ptr + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
+        tl.store(dq_ptr + i_o + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
     if HAS_DK:
         b_r = (b_q * b_e).to(b_k.dtype)  # [C, BK]
         b_leave = b_r * b_dr
@@ -138,13 +137,19 @@ def channel_grads_kernel(
             b_leave = tl.zeros((C, BK), tl.float32)
         b_leave -= b_w * b_dw
         b_dg = back_to_gates(until_back(rows, C, False), b_leave, b_dg, TWO, PRECISION)
+        b_dk = _block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_enter = b_dk * b_end[None, :]
         b_dw += b_enter
         b_dg = back_to_gates(after_back(rows), b_w * b_enter, b_dg, ONE, PRECISION)
-        tl.store(dg_ptr + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
+        tl.store(dg_ptr + i_o + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
         b_dk = b_dw * tl.exp2(-b_G) * scale
         if u_ptr is not None:
-            b_dk += b_own * b_q
+            # read again: kept till here they would go to the stack
+            b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
+            b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+            b_dk += b_diagonal[:, None] * b_u[None, :] * b_q
+        tl.store(dk_ptr + i_o + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
+        if u_ptr is not None:
+            b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
             b_pair = (b_diagonal * scale)[:, None] * b_q * b_k
             tl.store(du_ptr + at * K + o_k, tl.sum(b_pair, 0), mask=o_k < K)
-        tl.store(dk_ptr + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)

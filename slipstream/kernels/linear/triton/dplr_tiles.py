@@ -104,13 +104,13 @@ def choose(
         warps = part.warps if most >= part.B else min(part.warps, 4)
         return Part(min(part.B, most), warps, part.stages)
 
-    keep = cut(tile.keep, most_v)
-    if free and wide > 128:  # there is no room for two stages
-        keep = Part(keep.B, keep.warps, 1)
+    walk, keep = cut(tile.walk, most_v), cut(tile.keep, most_v)
+    if free and wide > 128:  # there is no room for two stages; 4 warps walk faster there, of 8
+        walk, keep = Part(walk.B, min(walk.warps, 4), walk.stages), Part(keep.B, keep.warps, 1)
     return DplrTile(
         tile.C,
         cut(tile.prepare, wide),
-        cut(tile.walk, most_v),
+        walk,
         keep,
         cut(tile.back, most_v),
         cut(tile.scores, most_v),
