@@ -51,8 +51,7 @@ def _of_loop(ops: list[_Op], by_name: dict[str, _Op], loop: int) -> Iterator[str
             elif op.kind == f"{_DOT}_wait":
                 found = _PENDING.search(op.text)
                 pending = int(found[1]) if found else 0
-                going = going[len(going) - pending :] if pending < len(going) else going
-                going = going if pending else []
+                going = going[-pending:] if pending else []
             elif (tile := _written(op, by_name)) is not None and turn == turns - 1:
                 early = sum(
                     x.loop != loop and _written(x, by_name) == tile
@@ -96,6 +95,11 @@ def _slots(op: _Op) -> int:
     return int(found[1]) if found else 1
 
 
+def _named(name: str, last: dict[str, str]) -> str:
+    base, mark, number = name.partition("#")
+    return last.get(base, base) + mark + number
+
+
 def _ops(text: str) -> Iterator[_Op]:
     loops: list[tuple[int, int]] = []  # the line that begins it, and the braces open before it
     opened, last = 0, dict[str, str]()
@@ -104,8 +108,7 @@ def _ops(text: str) -> Iterator[_Op]:
         found = _LINE.match(line)
         if found is not None:
             name, kind, rest = found.groups()
-            read = (x.partition("#") for x in _NAME.findall(rest.partition(" : ")[0]))
-            operands = ["".join((last.get(x, x), *more)) for x, *more in read]
+            operands = [_named(x, last) for x in _NAME.findall(rest.partition(" : ")[0])]
             if name:
                 last[name] = f"{name}@{number}"
             yield _Op(last.get(name or "", ""), kind, line, operands, loops[-1][0] if loops else -1)
