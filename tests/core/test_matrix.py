@@ -138,7 +138,8 @@ def test_the_page_says_what_runs_where() -> None:
     text = page(data)
     assert "| operator | sm_80 | sm_86 | sm_90 |" in text
     assert "| chunk_gla | ok | refused [1] | slow [2] |" in text
-    assert "1. too wide\n2. spills; with workarounds for narrow-dot, transposed-dot\n" in text
+    around = "narrow-dot, transposed-dot, overwritten-tile"
+    assert f"1. too wide\n2. spills; with workarounds for {around}\n" in text
     assert "- rotary: too plain" in text and "| rotary" not in text
     assert "sm_86 3 (flags)" in text
     data["3.6.0"]["sm_86"]["shapes"] = 2
