@@ -231,6 +231,9 @@ def linear_walk_kernel(
     # q_i . dq_i - k_i . dk_i has no share of the pair (i, i), which may dwarf the rest: left out
     # of both in float32, and equal in both to the last bit or two else.
     OWN_LAST: tl.constexpr = HAS_DG and EXACT
+    # The last product is y's, which is waited for: then w's are done, too, before w's tile is that
+    # of the next turn (core/races.py). Only where products go on meanwhile; else it would spill.
+    LAST: tl.constexpr = C >= 64 and not EXACT
     i_x = pid % NX
     i_h = (pid // NX) % HV
     slot = pid // NX // HV
@@ -309,12 +312,14 @@ def linear_walk_kernel(
                 )  # fmt: skip
                 if HAS_GATE:
                     b_y *= (b_end if REVERSE else b_start)[None, :]
+                if not LAST:
+                    b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
             if HAS_GATE:
                 b_s *= tl.exp2(G_C)
             b_s = tl.dot(b_kept, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
             if HAS_Y:
-                # last: who waits for it has waited for w's products (core/races.py)
-                b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
+                if LAST:
+                    b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
                 b_y *= scale
                 if HAS_DG:
                     at = (i_b, skip, i_w, i_x * BX)
