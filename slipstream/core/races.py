@@ -1,9 +1,14 @@
-"""Tiles in shared memory that a loop overwrites while products still read them, by Triton's GPU IR.
+"""What shared memory loses, by Triton's GPU IR: tiles, and what comes where barriers were.
 
 A loop that Triton pipelines copies the tile of a later turn while products (wgmma) of this turn and
 of earlier ones go on. Then the tile has to have a slot more. Triton does not always give it one:
 where a product and registers read the same load (triton-lang/triton#6691), in some releases where
 two products do (#8554). Results are wrong then now and then, by little, and differ from run to run.
+
+A GPU keeps what it knows of a barrier (mbarrier) until that is invalidated, and when it turns to
+another process it writes that where the barrier was. Whatever has its memory by then is lost: 5% of
+a kernel's results beside 15 other processes, none alone (docs/log.md). Triton gives it away after
+the last use; a barrier that warp_specialize takes keeps it, any other has to be invalidated.
 """
 
 import re
@@ -27,17 +32,37 @@ class _Op(NamedTuple):
     loop: int  # which loop, by the line that begins it; -1: none
 
 
-def races(text: str) -> list[str]:
-    """What is overwritten too early, in words. text: Triton's GPU IR of a kernel.
+def lost(text: str) -> list[str]:
+    """What may be lost, in words. text: Triton's GPU IR of a kernel."""
+    ops = list(_ops(text))
+    by_name = {x.name: x for x in ops if x.name}
+    return [*_races(ops, by_name), *_barriers(ops, by_name)]
+
+
+def _barriers(ops: list[_Op], by_name: dict[str, _Op]) -> Iterator[str]:
+    """Those that are neither invalidated nor taken by warp_specialize."""
+    begun: dict[str | None, str] = {}
+    held: set[str | None] = set()
+    for op in ops:
+        tiles = [_tile(by_name, x) for x in op.operands]
+        if op.kind == "ttng.init_barrier":
+            begun[tiles[0]] = op.operands[0]
+        elif op.kind in ("ttng.inval_barrier", "ttg.warp_specialize"):
+            held.update(tiles)
+    for tile, name in begun.items():
+        if tile is None or tile not in held:
+            yield f"the memory of barrier {_short(name)}, which is not invalidated, is given away"
+
+
+def _races(ops: list[_Op], by_name: dict[str, _Op]) -> Iterator[str]:
+    """Tiles that loops overwrite.
 
     In turn i a loop copies the tile of turn i + d, where d copies come before the loop, to slot
     (i + d) mod n of n. A product of turn i - j that has not been waited for reads slot (i - j) mod
     n: it loses its tile where n divides d + j.
     """
-    ops = list(_ops(text))
-    by_name = {x.name: x for x in ops if x.name}
-    loops = sorted({x.loop for x in ops if x.kind == _DOT and x.loop >= 0})
-    return [said for loop in loops for said in _of_loop(ops, by_name, loop)]
+    for loop in sorted({x.loop for x in ops if x.kind == _DOT and x.loop >= 0}):
+        yield from _of_loop(ops, by_name, loop)
 
 
 def _of_loop(ops: list[_Op], by_name: dict[str, _Op], loop: int) -> Iterator[str]:
@@ -62,7 +87,8 @@ def _of_loop(ops: list[_Op], by_name: dict[str, _Op], loop: int) -> Iterator[str
                 for when, dot in going:
                     reads = {_tile(by_name, x) for x in dot.operands[:2]}
                     if tile in reads and (early + turn - when) % slots == 0:
-                        yield f"{_short(tile)}, of {slots} slots, while {_short(dot.name)} reads it"
+                        tile_of = f"{_short(tile)}, of {slots} slots,"
+                        yield f"a loop overwrites {tile_of} while {_short(dot.name)} reads it"
 
 
 def _short(name: str) -> str:

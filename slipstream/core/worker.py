@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.aot import Compiled, Job
-from slipstream.core.races import races
+from slipstream.core.races import lost
 
 TIMEOUT = 180.0
 # Bringing in torch and Triton, on a slow disk.
@@ -166,8 +166,8 @@ def _compiled(job: Job) -> Outcome:
         made = job.compile()
     except Exception as error:  # whatever a compiler raises is the answer
         return Outcome("refused", f"{type(error).__name__}: {_telling(str(error))}")
-    if found := races(str(made.asm.get("ttgir", ""))):
-        return Outcome("refused", f"a loop overwrites tiles that products read: {found[0]}")
+    if found := lost(str(made.asm.get("ttgir", ""))):
+        return Outcome("refused", found[0])
     return Outcome("ok", compiled=replace(made, asm={}))
 
 

@@ -1,4 +1,5 @@
-"""No kernel for sm_90 overwrites a tile that its products still read; one that does is found."""
+"""No kernel for sm_90 overwrites a tile that its products still read, or leaves a barrier behind;
+one that does is found."""
 
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from slipstream.cli.samples import REPRESENTATIVE, SAMPLES, Shape, chosen
 from slipstream.core.aot import Job
-from slipstream.core.races import races
+from slipstream.core.races import lost
 from slipstream.core.trace import PlainTorch, trace
 from slipstream.core.worker import Worker
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
@@ -30,17 +31,31 @@ def planted_job(both: bool, stages: int) -> Job:
 @pytest.mark.parametrize(("both", "stages", "found"), [(True, 2, 1), (False, 2, 0), (True, 1, 0)])
 def test_a_tile_that_is_overwritten_is_found(both: bool, stages: int, found: int) -> None:
     """x, read by registers and the product: it gets one slot, and is loaded a turn ahead."""
-    assert len(races(kernel_ir(planted_job(both, stages), gpu_too=True))) == found
+    assert len(lost(kernel_ir(planted_job(both, stages), gpu_too=True))) == found
 
 
 def test_a_kernel_that_overwrites_tiles_is_refused() -> None:
     worker = Worker()
     try:
         refused = worker.compile(planted_job(True, 2))
-        assert refused.status == "refused" and "overwrites tiles" in refused.reason
+        assert refused.status == "refused" and "a loop overwrites" in refused.reason
         assert worker.compile(planted_job(False, 2)).status == "ok"
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_barrier_that_is_left_behind_is_found(ended: bool) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    name = "tests.core.planted_barriers:barrier_kernel"
+    job = Job(name, {"o_ptr": "*fp32"}, {"ENDED": ended}, {}, 4, 1, {}, "sm_90")
+    worker = Worker()
+    try:
+        outcome = worker.compile(job)
+    finally:
+        worker.close()
+    assert outcome.status == ("ok" if ended else "refused")
+    assert ended or "barrier" in outcome.reason
 
 
 LOOP = """
@@ -74,11 +89,11 @@ def test_slots_turns_and_waits_are_counted(
     slots: int, early: int, pending: int, raced: bool
 ) -> None:
     text = LOOP.format(slots=slots, before=COPY * early, pending=pending)
-    assert bool(races(text)) == raced
+    assert bool(lost(text)) == raced
 
 
 def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
-    """By kernel, of those that multiply and load ahead."""
+    """By kernel, of those that load ahead or have barriers."""
     sample = chosen([op])[0]
 
     def call(device: torch.device) -> Any:
@@ -88,8 +103,8 @@ def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
         jobs = trace(call, "sm_90", True)
     except PlainTorch:
         return {}
-    jobs = [x for x in jobs if x.stages > 1]
-    return {x.key: races(kernel_ir(x, gpu_too=True)) for x in jobs}
+    jobs = [x for x in jobs if x.stages > 1 or ".hopper." in x.kernel]
+    return {x.key: lost(kernel_ir(x, gpu_too=True)) for x in jobs}
 
 
 @pytest.mark.parametrize("op", ["chunk_dplr_delta_rule", "chunk_simple_gla", "chunk_delta_rule"])
@@ -97,6 +112,13 @@ def test_kernels_overwrite_no_tile(op: str) -> None:
     """Those that did: the gradients of K = 256, where a loop has more turns than one."""
     all_of = found(op, WIDE, "triton")
     assert all_of and not any(all_of.values())
+
+
+@pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_kernels_leave_no_barrier_behind(op: str) -> None:
+    """Those that did, where their tiles are small."""
+    all_of = found(op, Shape(K=64, V=64), None)
+    assert any("hopper" in x for x in all_of) and not any(all_of.values())
 
 
 @pytest.mark.slow

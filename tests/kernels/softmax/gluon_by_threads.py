@@ -306,6 +306,7 @@ def _mbarrier() -> SimpleNamespace:
         expect=lambda barrier, size: barrier.arrive(1, size),
         arrive=arrive,
         wait=lambda barrier, parity: barrier.wait(parity),
+        invalidate=_nothing,
     )
 
 

@@ -296,17 +296,19 @@ def additive_walk_sm90_kernel(
     qs = xs
     factors = scores
     sums = scores
-    if HAS_DG:
-        qs = gl.allocate_shared_memory(dtype, [4, C, HALF], q_desc.layout)
-    if HAS_GATE:
-        factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
-        sums = gl.allocate_shared_memory(gl.float32, [C], plain)
     full = ring(1, ST)
     empty = ring(3, ST)
     a_full = ring(1, 2)
     a_empty = ring(2, 2)
-    q_full = ring(1, 2)
-    q_empty = ring(2, 2)
+    q_full = full
+    q_empty = empty
+    if HAS_DG:
+        qs = gl.allocate_shared_memory(dtype, [4, C, HALF], q_desc.layout)
+        q_full = ring(1, 2)
+        q_empty = ring(2, 2)
+    if HAS_GATE:
+        factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
+        sums = gl.allocate_shared_memory(gl.float32, [C], plain)
     i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     r_col = i_h // (HV // HR) * D
     x_col = i_h // (HV // HX) * X

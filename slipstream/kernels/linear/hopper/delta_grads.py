@@ -24,7 +24,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import add_some, clear, place, ring, write
+from slipstream.kernels.linear.hopper.parts import add_some, clear, end_ring, place, ring, write
 from slipstream.kernels.turns import landed, reduce_out, turn_done, turn_of
 
 TOGETHER = gl.constexpr(264)  # programs that run at a time
@@ -274,4 +274,5 @@ def delta_grads_sm90_kernel(
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
     if SHARED:
         pass_on(turns_ptr + slot * heads + i_sum, rank, G)
+    end_ring(bars)
     store_wait(0)

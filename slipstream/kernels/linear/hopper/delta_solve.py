@@ -25,7 +25,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.parts import clear, place, ring, write
+from slipstream.kernels.linear.hopper.parts import clear, end_ring, place, ring, write
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
@@ -218,4 +218,5 @@ def delta_solve_sm90_kernel(
     fence_async_shared()
     gl.thread_barrier()
     write(r_desc, r_ptr, out, row, i_h * C, HV * C, left, C, C)
+    end_ring(bar)
     store_wait(0)

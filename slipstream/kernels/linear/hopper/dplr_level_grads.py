@@ -39,7 +39,7 @@ from slipstream.kernels.linear.hopper.dplr_levels import (
     gates_seen,
     sum_gates,
 )
-from slipstream.kernels.linear.hopper.parts import place, ring
+from slipstream.kernels.linear.hopper.parts import end_ring, place, ring
 
 
 @gluon.jit
@@ -348,6 +348,7 @@ def one_chunk(
         gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
     gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
     gl.store(dg_ptr + o_o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+    end_ring(full)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])

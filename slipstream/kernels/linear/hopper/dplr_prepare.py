@@ -18,7 +18,7 @@ programs fit a multiprocessor, and one loads while another computes.
 
 from slipstream.kernels.gluon import copy_in, gl, gluon, mbarrier
 from slipstream.kernels.linear.hopper.dplr_solve import put, ready, scores, solve
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, end_ring, place, ring
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-256.0)
@@ -194,6 +194,7 @@ def dplr_prepare_sm90_kernel(
                 b_b = bs.index(n).load(flat)
                 gl.store(k_out_ptr + o_w, keys.index(n).load(flat))
             gl.store(b_out_ptr + o_w, b_b)
+    end_ring(full)
     if HAS_GATE:
         gl.store(strong_ptr + slot, (strongest > LIMIT).to(gl.int32))
         if strongest > LIMIT:

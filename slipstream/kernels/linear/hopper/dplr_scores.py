@@ -26,7 +26,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.dplr_solve import put, ready
-from slipstream.kernels.linear.hopper.parts import clear, place, ring
+from slipstream.kernels.linear.hopper.parts import clear, end_ring, place, ring
 
 
 @gluon.jit
@@ -161,3 +161,4 @@ def dplr_scores_sm90_kernel(
         gl.thread_barrier()
         os.store(b_dv.to(act))
         write_values(dv_desc, dv_ptr, os, row, i_h, left, HV, V)
+    end_ring(full)

@@ -81,6 +81,16 @@ def ring(COUNT: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def end_ring(bars):
+    """For barriers that no warp_specialize takes, once nobody waits at them: what is in shared
+    memory later may come where they were, and be overwritten (core/races.py)."""
+    N: gl.constexpr = bars.shape[0]
+    gl.thread_barrier()
+    for i in gl.static_range(N):
+        mbarrier.invalidate(bars.index(i))
+
+
+@gluon.jit
 def clear(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])

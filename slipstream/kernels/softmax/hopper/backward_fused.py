@@ -389,10 +389,10 @@ def softmax_bwd_sm90_kernel(
     full_do = barriers(ST, 1)
     empty_x = barriers(ST, 2)
     full_dx = barriers(2, 2)
-    empty_dx = barriers(2, 1)
     full_dq = barriers(2, 1 if D == 64 else 2)
     empty_dq = barriers(2, 1)
     done = barriers(1, 2)
+    empty_dx = barriers(2, 1) if D == 64 else done
     pad = notes(2 * NOTED)
     gl.warp_specialize([
         (_first, (dk_ptr, dv_ptr, factor, cap, scale,

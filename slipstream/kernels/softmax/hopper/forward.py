@@ -303,7 +303,7 @@ def softmax_fwd_sm90_kernel(
     empty_k = barriers(ST, NC)
     full_v = barriers(ST, 1)
     empty_v = barriers(ST, NC)
-    words, told, heard = board_of(NC)
+    words, told, heard = board_of(NC, FLAGS)
     pad = notes(NC * NOTED)
     gl.warp_specialize([
         (_first, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,

@@ -30,10 +30,15 @@ def program(number):
 
 
 @gluon.jit
-def board_of(LISTENERS: gl.constexpr):
+def board_of(LISTENERS: gl.constexpr, FLAGS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], layout)
-    return words, barriers(WORDS, 1), barriers(WORDS, LISTENERS)
+    told = words
+    heard = words
+    if FLAGS & DYNAMIC:
+        told = barriers(WORDS, 1)
+        heard = barriers(WORDS, LISTENERS)
+    return words, told, heard
 
 
 @gluon.jit
