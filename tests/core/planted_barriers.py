@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 """A kernel in Gluon that waits at a barrier, and invalidates it or not."""
 
 from slipstream.kernels.gluon import gl, gluon, mbarrier
