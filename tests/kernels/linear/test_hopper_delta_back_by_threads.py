@@ -47,7 +47,7 @@ def fused(
     cuts, begin = cuts_and_begin(window, run.T)
     args = (*given, *pointers, cu, *cuts, turns, *sizes, G, *begin)
     threads.launch(
-        kernels().fused, HV * run.slots, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0,
+        kernels().fused, HV * run.slots, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0, FEW=0,
         SHARED=G > 1, SKIP=run.flags.get("SKIP", False), CUT=run.packed and window is not None,
     )  # fmt: skip
     return {n: x.view(run.B, run.T, H, -1, K).sum(3) for n, x in made.items()} | sums | {"v": w}

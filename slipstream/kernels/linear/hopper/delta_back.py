@@ -12,6 +12,7 @@ formulas of the portable delta_grads.py. Three parts of a program, which has all
     walk     dS and dv, V as the rows; B and M; clears a short chunk's rest
     grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (delta_back_grads.py)
     load     q, k, do, R, w and S by TMA, beta and G
+    write    dq and dk, added to those of other heads
 
 Two stages of q, k, do, beta and G, one of all else. Of each chunk `grads` says when dS' and w are
 free, and when the rest is.
@@ -30,7 +31,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_back_grads import grads_part
+from slipstream.kernels.linear.hopper.delta_back_grads import grads_part, write_part
 from slipstream.kernels.linear.hopper.delta_parts import (
     hand_on,
     met,
@@ -49,7 +50,7 @@ def load_part(
     """state: the row of S before the last chunk; step: from a chunk's to the one before."""
     q_desc, k_desc, do_desc, r_desc, w_desc, states_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
-    full, empty, r_full, r_empty, w_full, s_full, _, early, late = rings
+    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _ = rings
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes + k_desc.block_type.nbytes + do_desc.block_type.nbytes
     )
@@ -120,7 +121,7 @@ def walk_part(
 ):  # fmt: skip
     qs, ks, os, gs, rs, ws, _, a_s = tiles
     ds, ys, bs, ms, owns = made
-    full, _, r_full, r_empty, w_full, _, done, early, late = rings
+    full, _, r_full, r_empty, w_full, _, done, early, late, _ = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -245,6 +246,7 @@ def delta_back_sm90_kernel(
     PACKED: gl.constexpr,
     SHARED: gl.constexpr,
     REGISTERS: gl.constexpr,
+    FEW: gl.constexpr,
     SKIP: gl.constexpr = False,
     CUT: gl.constexpr = False,
 ):
@@ -271,7 +273,7 @@ def delta_back_sm90_kernel(
     ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     owns = gl.allocate_shared_memory(gl.float32, [C], plain)
     full = ring(2, ST)
-    empty = ring(1, ST)
+    empty = ring(2, ST)
     r_full = ring(1, 1)
     r_empty = ring(1, 1)
     w_full = ring(1, 1)
@@ -279,6 +281,7 @@ def delta_back_sm90_kernel(
     done = ring(1, 1)
     early = ring(1, 1)
     late = ring(1, 1)
+    written = ring(1, ST)
     i_h = gl.program_id(0) % HV
     i_n = gl.program_id(0) // HV
     row, length, first = place(cu_ptr, i_n, T, N, T, C, PACKED, False)
@@ -308,24 +311,27 @@ def delta_back_sm90_kernel(
     p_rows, stride = rows_of(rows_ptr, chunk * HV + i_h, HV, C, HAS_GATE)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
     made = (ds, ys, bs, ms, owns)
-    rings = (full, empty, r_full, r_empty, w_full, s_full, done, early, late)
+    rings = (full, empty, r_full, r_empty, w_full, s_full, done, early, late, written)
     # what is not given: something else, for only the first part takes None
     p_turns = turns_ptr + chunk * (HV // G) + i_h // G if SHARED else rows_ptr
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr
+    descs = (dq_desc, dk_desc, dv_desc)
     gl.warp_specialize(
         [
             (walk_part, (
                 tiles, made, rings, ends, length, n, scale,
                 K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, CUT)),
             (grads_part, (
-                (dq_desc, dk_desc, dv_desc), (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,
+                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,
                 tiles, made, rings, row, i_h, HV, G, length, n, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
             (load_part, (
                 (q_desc, k_desc, do_desc, r_desc, dv_desc, states_desc), tiles, rings, p_rows,
                 stride, row, ((kept + n - 1) * HV + i_h) * V, HV * V, n, k_col, i_h * V, i_h * C,
                 C, ST, HAS_GATE)),
+            (write_part, (
+                descs, p_turns, tiles, rings, row, i_h, HV, G, length, n, K, C, ST, SHARED)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 1, 1],
+        [REGISTERS, FEW, FEW],
     )  # fmt: skip

@@ -16,6 +16,7 @@ BK channels of K at a time.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 from slipstream.kernels.gluon import (
+    copy_out,
     fence_async_shared,
     gl,
     gluon,
@@ -26,7 +27,7 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.linear.hopper.delta_grads import leave, pass_on, products_of
 from slipstream.kernels.linear.hopper.parts import write
-from slipstream.kernels.turns import turn_of
+from slipstream.kernels.turns import reduce_out, turn_of
 
 
 @gluon.jit
@@ -93,7 +94,7 @@ def grads_part(
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
     qs, ks, os, gs, _, ws, ss, _ = tiles
     ds, ys, bs, ms, owns = made
-    full, empty, _, _, w_full, s_full, done, early, late = rings
+    full, empty, _, _, w_full, s_full, done, early, late, written = rings
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([C, BK], gl.float32, al)
@@ -119,11 +120,6 @@ def grads_part(
             b_ds = ds.index(o).slice(h * BK, BK, 1)
             b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
             if h == 0:
-                if i > 0:  # the chunk before has been written out of its stage
-                    if SHARED:
-                        pass_on(p_turns + (c + 1) * heads, rank, G)
-                    store_wait(0)
-                    mbarrier.arrive(empty.index((i - 1) % ST), count=1)
                 write(dv_desc, dv_ptr, ys.index(o), row + c * C, i_h * V, HV * V, left, C, V)
                 mbarrier.wait(s_full.index(0), i & 1)
                 if HAS_GATE:
@@ -178,15 +174,55 @@ def grads_part(
             b_qs.store(b_dq.to(qs.dtype))
             b_ks.store(dks[h])
         fence_async_shared()
-        gl.thread_barrier()
-        if SHARED:
-            while turn_of(p_turns + c * heads) < rank:
-                pass
-        at, cols = (row + c * C, left), (i_h // G * K, heads * K)
-        leave(rank, dq_desc, dq_ptr, qs.index(s), at, cols, C, K, SHARED)
-        leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
+        if left < C:  # write_part takes whole chunks
+            gl.thread_barrier()
+            if SHARED:
+                while turn_of(p_turns + c * heads) < rank:
+                    pass
+            at, cols = (row + c * C, left), (i_h // G * K, heads * K)
+            leave(rank, dq_desc, dq_ptr, qs.index(s), at, cols, C, K, SHARED)
+            leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
+        mbarrier.arrive(written.index(s), count=1)
         o_t = (row + c * C).to(gl.int64) * HV + i_h
         write_sums(dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al, C, HAS_GATE)
-    if SHARED and n > 0:
-        pass_on(p_turns, rank, G)
+        mbarrier.arrive(empty.index(s), count=1)
+    store_wait(0)
+
+
+@gluon.jit
+def write_part(
+    descs, p_turns, tiles, rings, row, i_h, HV, G, length, n,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
+    added is there, while the other parts go on."""
+    dq_desc, dk_desc, _ = descs
+    qs, ks, _, _, _, _, _, _ = tiles
+    _, empty, _, _, _, _, _, _, _, written = rings
+    heads = HV // G
+    rank = i_h % G
+    col = i_h // G * K
+    for i in range(n):
+        s = i % ST
+        c = n - 1 - i
+        t = row + c * C
+        p_turn = p_turns + c * heads
+        mbarrier.wait(written.index(s), (i // ST) & 1)
+        if (c + 1) * C <= length:
+            if SHARED:
+                while turn_of(p_turn) < rank:
+                    pass
+                if rank > 0:
+                    reduce_out(dq_desc, [t, col], qs.index(s))
+                    reduce_out(dk_desc, [t, col], ks.index(s))
+                else:
+                    copy_out(dq_desc, [t, col], qs.index(s))
+                    copy_out(dk_desc, [t, col], ks.index(s))
+            else:
+                copy_out(dq_desc, [t, col], qs.index(s))
+                copy_out(dk_desc, [t, col], ks.index(s))
+        store_wait(0)
+        mbarrier.arrive(empty.index(s), count=1)
+        if SHARED:
+            pass_on(p_turn, rank, G)
     store_wait(0)

@@ -40,10 +40,10 @@ Span = tuple[int, int] | Window  # of rows of the batch its first token and its 
 Spans = list[slice] | Cut
 
 STAGES = 2
-# By V: registers of all warps, and of those of the gradients.
+# By V: registers of all warps, of those of the gradients, and of those that load and write.
 BACK: dict[int, dict[str, Any]] = {
-    64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208},
-    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 192},
+    64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "FEW": 32},
+    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 192, "FEW": 32},
 }
 
 

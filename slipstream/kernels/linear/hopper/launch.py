@@ -68,7 +68,7 @@ def forward_kept(
         spans = delta_back_launch.spans_of(terms)[1]
         if spans:
             own = own._replace(walk=partial(_walk_spans, spans=spans, left=left))
-    o, final, solved = portable.forward_kept(as_tma_reads(terms), scale, own, out, marks)
+    o, final, solved = portable.forward_solved(as_tma_reads(terms), scale, own, out, marks)
     return o, final, [x for x in (*solved, *left) if x is not None]
 
 

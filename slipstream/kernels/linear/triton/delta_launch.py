@@ -87,10 +87,10 @@ def forward(
         out: memory for both.
         marks: memory for the states between spans of tokens, as many as there are and one more.
     """
-    return forward_kept(terms, scale, own, out, marks)[:2]
+    return forward_solved(terms, scale, own, out, marks)[:2]
 
 
-def forward_kept(
+def forward_solved(
     terms: Terms,
     scale: float,
     own: Own | None = None,

@@ -1,0 +1,31 @@
+"""What op.py asks of all launches alike, of whatever takes a call when another gave way."""
+
+import inspect
+from importlib import import_module
+from typing import get_args, get_type_hints
+
+import pytest
+from torch import Tensor
+
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+MODULES = [
+    "triton.launch", "triton.channel_launch", "triton.delta_launch", "triton.dplr_launch",
+    "triton.step_launch", "hopper.launch", "hopper.additive_launch", "hopper.channel_launch",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_forward_leaves_backward_takes(name: str) -> None:
+    """Forward of one implementation, backward of the next: it gets nothing that it does not know.
+
+    The delta rule's raised a TypeError where its kernels in Gluon gave way between the two.
+    """
+    module = import_module(f"slipstream.kernels.linear.{name}")
+    assert hasattr(module, "forward")
+    leaves = hasattr(module, "forward_kept")
+    takes = hasattr(module, "backward") and "kept" in inspect.signature(module.backward).parameters
+    assert leaves == takes
+    if leaves:
+        assert get_args(get_type_hints(module.forward_kept)["return"])[-1] == list[Tensor]
