@@ -6,8 +6,8 @@ where a product and registers read the same load (triton-lang/triton#6691), in s
 two products do (#8554). Results are wrong then now and then, by little, and differ from run to run.
 
 A GPU keeps what it knows of a barrier (mbarrier) until that is invalidated, and when it turns to
-another process it writes that where the barrier was. Whatever has its memory by then is lost: 5% of
-a kernel's results beside 15 other processes, none alone (docs/log.md). Triton gives it away after
+another process it writes that where the barrier was. Whatever has its memory by then is lost: up to
+15% of a kernel's calls beside 15 processes, none alone (docs/log.md). Triton gives it away after
 the last use; a barrier that warp_specialize takes keeps it, any other has to be invalidated.
 """
 
