@@ -21,4 +21,5 @@ def test_results_are_the_same_beside_other_processes() -> None:
     children = [subprocess.Popen(command, **pipes) for _ in range(PROCESSES)]
     said = [x.communicate()[0] for x in children]
     assert not any(x.returncode for x in children), "\n".join(said)
-    assert all(int(x.split()[0]) > 3 for x in said), "\n".join(said)
+    rounds = [int(x.strip().splitlines()[-1].split()[0]) for x in said]
+    assert min(rounds) > 3, "\n".join(said)

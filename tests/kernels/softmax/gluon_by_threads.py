@@ -12,7 +12,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -115,9 +115,18 @@ class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.arrived = self.phase = self.missing = 0
+        self.ended = False
+
+    def begin(self, count: int) -> None:
+        self.count = count
+
+    def end(self) -> None:
+        assert not self.arrived and not self.missing, "a barrier is invalidated too early"
+        self.ended = True
 
     def arrive(self, arrivals: int = 1, missing: int = 0) -> None:
         with self.changed:
+            assert not self.ended, "a barrier is used that was invalidated"
             self.arrived += arrivals
             self.missing += missing
             assert self.arrived <= self.count and self.missing >= 0
@@ -127,6 +136,7 @@ class Barrier:
 
     def wait(self, parity: Any) -> None:
         with self.changed:
+            assert not self.ended, "a barrier is used that was invalidated"
             for _ in range(int(_WAIT / 0.2)):
                 if self.changed.wait_for(lambda: self.phase & 1 != int(parity), 0.2):
                     return
@@ -171,14 +181,35 @@ def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> No
     barrier.arrive(0, -desc.block_type.nbytes)
 
 
+def later(finish: Callable[[], None]) -> None:
+    """A store under way: it reads its buffer when it is waited for."""
+    _LOCAL.stores.append(finish)
+
+
 def _copy_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
-    desc.part(at)[...] = buffer.data
+    def finish() -> None:
+        desc.part(at)[...] = buffer.data
+
+    later(finish)
 
 
 def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
-    part = desc.part(at)
-    assert not np.isnan(part).any()
-    part += buffer.data
+    def finish() -> None:
+        part = desc.part(at)
+        assert not np.isnan(part).any()
+        part += buffer.data
+
+    later(finish)
+
+
+def _store_wait(left: int = 0) -> None:
+    while len(_LOCAL.stores) > left:
+        _LOCAL.stores.pop(0)()
+
+
+def _turn_done(p: Pointer, value: Any) -> None:
+    _store_wait()
+    _store(p, value)
 
 
 def _turn_of(p: Pointer) -> Any:
@@ -220,10 +251,11 @@ def _specialize(parts: list, warps: list, registers: list) -> None:
     where = _LOCAL.program
 
     def run(fn: Any, args: tuple) -> None:
-        _LOCAL.program, _LOCAL.queue, _LOCAL.errors = where, [], errors
+        _LOCAL.program, _LOCAL.queue, _LOCAL.stores, _LOCAL.errors = where, [], [], errors
         try:
             with np.errstate(all="ignore"):
                 fn(*args)
+                assert not _LOCAL.stores, "a part ends before its stores have read"
         except BaseException as e:
             errors.append(e)
 
@@ -302,11 +334,11 @@ def _mbarrier() -> SimpleNamespace:
 
     return SimpleNamespace(
         MBarrierLayout=_nothing,
-        init=lambda barrier, count: setattr(barrier, "count", count),
+        init=lambda barrier, count: barrier.begin(count),
         expect=lambda barrier, size: barrier.arrive(1, size),
         arrive=arrive,
         wait=lambda barrier, parity: barrier.wait(parity),
-        invalidate=_nothing,
+        invalidate=lambda barrier: barrier.end(),
     )
 
 
@@ -320,14 +352,16 @@ def emulated() -> Iterator[None]:
         "mbarrier": _mbarrier(),
         "copy_in": _copy_in,
         "copy_out": _copy_out,
-        "store_wait": _nothing,
+        "store_wait": _store_wait,
         "fence_async_shared": _nothing,
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }
     triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
     turns = ModuleType("turns")
-    vars(turns).update(reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_store, landed=_nothing)
+    vars(turns).update(
+        reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_turn_done, landed=_store_wait
+    )
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
     vars(gluon).update(names)
@@ -379,5 +413,6 @@ def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -
 
 
 def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
-    _LOCAL.program = (i, programs)
+    _LOCAL.program, _LOCAL.stores = (i, programs), []
     kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
+    assert not _LOCAL.stores, "a program ends before its stores have read"

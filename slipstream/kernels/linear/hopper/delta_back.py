@@ -7,15 +7,15 @@ chunk, in no other memory than a program's own. From S before each chunk and w, 
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
 and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, by the
-formulas of the portable delta_grads.py. Three parts of a program, which has all columns of V:
+formulas of the portable delta_grads.py. Four parts of a program, which has all columns of V:
 
     walk     dS and dv, V as the rows; B and M; clears a short chunk's rest
     grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (delta_back_grads.py)
     load     q, k, do, R, w and S by TMA, beta and G
-    write    dq and dk, added to those of other heads
+    write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
 
 Two stages of q, k, do, beta and G, one of all else. Of each chunk `grads` says when dS' and w are
-free, and when the rest is.
+free, and when the rest is; a stage is free once `write` and `grads` are done with it.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
