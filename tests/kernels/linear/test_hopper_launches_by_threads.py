@@ -1,0 +1,209 @@
+"""The delta rule's launches on sm_90 from forward to gradients, with kernels as numpy.
+
+As test_hopper_by_threads.py has the kernels; what Triton compiles is written out: delta_meet.py,
+and the windows of delta_windows.py. Fresh memory is NaN,
+and in float64 what would be in float32.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.hopper import plan
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.terms import Terms
+from tests.kernels.linear.test_delta_windows import wanted as windows_of
+from tests.kernels.linear.test_hopper_by_threads import Descriptor, Pointer, inputs, kernels
+from tests.kernels.linear.test_hopper_delta_back_by_threads import wanted
+from tests.kernels.softmax import gluon_by_threads as threads
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
+)
+SCALE = 0.3
+COMPILERS = ("num_warps", "maxnreg", "num_stages")  # arguments that no kernel has
+NAMES = {
+    "solve": "solve", "walk": "walk", "walk_wide": "wide", "walk_back": "back", "grads": "grads",
+    "back": "fused", "ends": "ends", "ends_back": "ends_back",
+}  # fmt: skip
+
+
+def sequences(terms: Terms) -> list[tuple[int, int]]:
+    """First token, of all rows one after the other, and tokens of each."""
+    B, T = terms.v.shape[:2]
+    if terms.cu_seqlens is None:
+        return [(n * T, T) for n in range(B)]
+    return [(a, b - a) for a, b in pairwise(terms.cu_seqlens.tolist())]
+
+
+def meet(
+    terms: Terms,
+    made: Tensor,
+    m: Tensor,
+    far: Tensor,
+    s_in: Tensor | None,
+    segment: tuple[int, int],
+    back: bool = False,
+) -> Tensor:
+    """As delta_launch.meet; what no segment has is NaN."""
+    (HV, V), K, tokens = terms.v.shape[2:], terms.q.shape[-1], segment[0]
+    met = made.new_empty(segment[1], HV, K, V)
+    for n, (begin, length) in enumerate(sequences(terms)):
+        first = n * -(-length // tokens)
+        if terms.cu_seqlens is not None:
+            first = begin // tokens + n
+        slots = range(first, first + max(1, -(-length // tokens)))
+        order = list(reversed(slots)) if back else list(slots)
+        met[order[0]] = 0.0 if s_in is None else s_in[n]
+        for before, slot in pairwise(order):
+            M, E, cut = m[before, ..., V:], made[before, ..., :V], far[before] > 0
+            led = (M.mT if back else M) @ met[before] + E
+            met[slot] = torch.where(cut[:, None, None], E, led)
+    return met
+
+
+def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has launches run the kernels as numpy; names of those that ran, by and by."""
+    from slipstream.kernels.linear.hopper import delta_back_launch, delta_launch
+    from slipstream.kernels.linear.triton import delta_launch as portable
+    from slipstream.kernels.linear.triton import delta_plan
+
+    ran: list[str] = []
+
+    def kept(kernel: Any) -> Any:
+        name = kernel.__name__.removeprefix("delta_").removesuffix("_sm90_kernel")
+
+        def on(grid: tuple[int, ...], *args: Any, **flags: Any) -> None:
+            ran.append(name)
+            given = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in args)
+            flags = {n: x for n, x in flags.items() if n not in COMPILERS}
+            threads._LOCAL.queue, threads._LOCAL.errors = [], []
+            threads.launch(getattr(kernels(), NAMES[name]), grid[0], given, **flags)
+
+        class Launch:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *args, **flags: on(grid, *args, **flags)
+
+        return Launch()
+
+    def windows(terms: Terms, cut: Any) -> Tensor:
+        lengths = tuple(length for _, length in sequences(terms))
+        return windows_of(lengths, cut.rows, cut.room, cut.spans)
+
+    def empty(x: Tensor, *shape: Any, **options: Any) -> Tensor:
+        made = new_empty(x, *shape, **options)
+        return made.double().fill_(torch.nan) if made.is_floating_point() else made
+
+    new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=plan.CHUNK), None)
+    monkeypatch.setattr(Tensor, "new_empty", empty)
+    monkeypatch.setattr(delta_launch, "meet", meet)
+    monkeypatch.setattr(delta_back_launch, "windows", windows)
+    for module in (delta_launch, delta_back_launch):
+        monkeypatch.setattr(module, "kept", kept)
+        monkeypatch.setattr(module, "tiles_of", Descriptor)
+    for module in (portable, delta_plan):
+        monkeypatch.setattr(module, "tile_of", lambda terms: tile)
+    return ran
+
+
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    return {"solve", "walk", "walk_back", "grads"}
+
+
+def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.hopper import launch
+
+    monkeypatch.setattr(launch, "PROGRAMS", 1)
+    return {"solve", "walk_wide", "walk_back", "grads"}
+
+
+def segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.hopper import launch
+
+    monkeypatch.setattr(launch, "LEAST", 1)
+    monkeypatch.setattr(launch, "WORTH", 1)
+    return {"solve", "walk", "ends", "ends_back", "walk_back", "grads"}
+
+
+def one_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    monkeypatch.setattr(plan, "FUSED", 1)
+    return {"solve", "walk", "back"}
+
+
+def row_after_row(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.hopper import delta_back_launch
+
+    monkeypatch.setattr(delta_back_launch, "spans_of", lambda terms: (1, []))
+    return one_walk(monkeypatch)
+
+
+def in_spans(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.hopper import delta_back_launch
+
+    spans = [slice(0, 128), slice(128, 192), slice(192, 220)]
+    monkeypatch.setattr(delta_back_launch, "spans_of", lambda terms: (1, spans))
+    one_walk(monkeypatch)
+    return {"solve", "walk_wide", "back"}
+
+
+def in_windows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.hopper import delta_back_launch
+    from slipstream.kernels.linear.hopper.delta_windows import Cut
+
+    monkeypatch.setattr(delta_back_launch, "cut_for", lambda terms: Cut(3, 2, 3))
+    one_walk(monkeypatch)
+    return {"solve", "walk_wide", "back"}
+
+
+PACKED = (5, 0, 200, 1)
+WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, initial state
+    "two kernels": (two_kernels, (150, 1, 2, 64, 128, 2, True, True)),
+    "two kernels, packed": (two_kernels, (220, 1, 1, 64, 64, PACKED, True, False)),
+    "many programs": (many_programs, (220, 1, 2, 64, 128, PACKED, True, True)),
+    "segments": (segments, (320, 1, 2, 64, 64, 1, False, True)),
+    "packed segments": (segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
+    "one walk": (one_walk, (130, 1, 2, 64, 128, 1, False, True)),
+    "row after row": (row_after_row, (130, 1, 2, 64, 64, 2, True, True)),
+    "spans": (in_spans, (220, 1, 2, 64, 128, 1, True, False)),
+    "windows": (in_windows, (220, 1, 2, 64, 128, PACKED, True, True)),
+}
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_launches_lead_from_inputs_to_gradients(
+    way: tuple, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.hopper import launch
+
+    chosen, size = way
+    terms = inputs(size)
+    T, lengths = size[0], size[5]
+    end = sum(lengths) if isinstance(lengths, tuple) else T
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    do[:, end:] = torch.nan
+    want = wanted(terms, do, dfinal, end)
+    cut = {
+        n: x[:, :end] for n in ("q", "k", "v", "g", "beta") if (x := getattr(terms, n)) is not None
+    }
+    want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
+    named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
+    o, final, kept = launch.forward_kept(terms, SCALE)
+    left = {"kept": kept, "spends_kept": True} if keeps else {}
+    found = launch.backward(terms, do, dfinal, SCALE, **left)
+    assert set(ran) == named
+    assert ran.count("solve") == 2 - keeps
+    if terms.initial_state is None:
+        del want["initial_state"]
+    found = {name: found[name] for name in want} | {"o": o, "final": final}
+    for name, x in (want | {"o": want_o, "final": want_final}).items():
+        got = found[name] if x.shape == found[name].shape else found[name][:, :end]
+        bar = 1e-6 if name in ("beta", "g") else 1e-8  # those are in float32
+        torch.testing.assert_close(got.double(), x.detach(), rtol=bar, atol=bar)
+    assert o[:, end:].isnan().all() and found["v"][:, end:].isnan().all()
