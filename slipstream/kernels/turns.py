@@ -2,7 +2,8 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 """Sums in global memory that programs add to one after another: who is next, and the addition.
 
-The warp that adds is alone in its partition: all of its threads take these steps together.
+A warp that is alone in its partition takes these steps with all of its threads together; several
+say `landed` and meet at a barrier before one of them says that its turn is done.
 """
 
 from triton._C.libtriton import ir

@@ -122,6 +122,7 @@ SPLITS = {  # how strong gates are, and what cuts T
     "weak": (0.1, None),
     "strong": (2.0, None),
     "packed": (0.05, (5, 475)),
+    "a slot more than segments": (0.05, (100, 350)),
 }
 
 

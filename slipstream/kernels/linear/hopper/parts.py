@@ -28,7 +28,8 @@ def place(cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SP
 def place_in(
     cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """That, the sequence, the number in it of the segment, and whether that is the last one."""
+    """That, the sequence, the number in it of the segment, and whether that is the last one; a slot
+    that no segment has is never it."""
     i_n = slot
     i_s = 0
     if PACKED:
@@ -54,7 +55,7 @@ def place_in(
         first = i_n * gl.cdiv(T, C)
     last = True
     if SPLIT:
-        last = (i_s + 1) * segment >= length
+        last = ((i_s + 1) * segment >= length) & ((i_s == 0) | (i_s * segment < length))
         begin += i_s * segment
         first += i_s * (segment // C)
         length = gl.minimum(gl.maximum(length - i_s * segment, 0), segment)
