@@ -27,6 +27,7 @@ SIZES = {  # B, T, H, HV, lengths of packed sequences, u; K and V are 128
     "odd": (2, 230, 1, 2, None, False),
     "packed": (1, 270, 2, 4, LENGTHS, False),
     "before": (1, 150, 1, 2, None, True),
+    "packed before": (1, 270, 2, 4, LENGTHS, True),
 }
 LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 

@@ -183,7 +183,8 @@ def backward(
     state, dstate, begins = terms.initial_state, grads.get("initial_state"), None
     if spans:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
-        dstate = torch.empty(terms.state_shape, **wide) if dstate is None else dstate
+        if dstate is None or dstate.dtype != torch.float32:  # it is rounded once
+            dstate = torch.empty(terms.state_shape, **wide)
         if borders is not None:
             begins = None if state is None else state.contiguous()
             met = torch.empty(terms.state_shape, **wide)
@@ -213,6 +214,8 @@ def backward(
         placed(run(part, do, after, scale, out=here, **more), here)
         if spans:
             dfinal = dstate
+    if dstate is not None and "initial_state" in grads and dstate is not grads["initial_state"]:
+        grads["initial_state"].copy_(dstate)
     return grads | {name: grads[name].to(given[name].dtype) for name in small}
 
 

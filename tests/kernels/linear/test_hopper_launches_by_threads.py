@@ -207,3 +207,18 @@ def test_launches_lead_from_inputs_to_gradients(
         bar = 1e-6 if name in ("beta", "g") else 1e-8  # those are in float32
         torch.testing.assert_close(got.double(), x.detach(), rtol=bar, atol=bar)
     assert o[:, end:].isnan().all() and found["v"][:, end:].isnan().all()
+
+
+def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In segments, of which those before the first sequence's beginning are nobody's."""
+    from slipstream.kernels.linear.hopper import launch
+
+    terms = inputs((320, 1, 1, 64, 64, (0, 250), True, True))
+    segments(monkeypatch)
+    as_numpy(monkeypatch)
+    want = launch.forward_kept(terms, SCALE)[:2]
+    cu = torch.tensor([70, 70, 320], dtype=torch.int32)
+    moved = {n: getattr(terms, n).nan_to_num().roll(70, 1) for n in ("q", "k", "v", "g", "beta")}
+    o, final, _ = launch.forward_kept(terms._replace(**moved, cu_seqlens=cu), SCALE)
+    torch.testing.assert_close(final, want[1], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)

@@ -2,7 +2,8 @@
 
 import inspect
 from importlib import import_module
-from typing import get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from slipstream.core.trace import trace
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear import op
+from slipstream.kernels.linear.terms import Terms
 from tests.kernels.linear.test_peak_memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
@@ -47,3 +49,43 @@ def test_the_portable_backward_follows_a_forward_in_gluon(kind: str) -> None:
 
     names = [x.name for x in trace(call, "sm_90", backward=False)]
     assert any("sm90" in x for x in names) and "delta_walk_back_kernel" in names
+
+
+def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packed sequences have room for more chunks than there are, of which no walk on sm_90 writes
+    how far they decay: from NaN there the gradient of u was NaN."""
+    from slipstream.kernels.linear.hopper import channel_launch
+    from slipstream.kernels.linear.triton import channel_walks
+
+    made: list[Tensor] = []
+
+    def launch_grads(work: object, prepared: Any, *args: object, **named: object) -> None:
+        made.append(prepared.decay)
+
+    for name in ("edges", "walk"):
+        monkeypatch.setattr(channel_launch, name, lambda *args, **named: None)
+    monkeypatch.setattr(channel_launch.portable, "launch_grads", launch_grads)
+    monkeypatch.setattr(channel_launch.portable, "pairs_of", lambda work: None)
+    for module in (channel_launch.portable, channel_walks):
+        monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
+    monkeypatch.setattr(channel_launch, "sums_of", lambda work: SimpleNamespace(z=None))
+    x = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 1, 65, 130], dtype=torch.int32)
+    terms = Terms(x, x, x, g=x, u=torch.zeros(2, 128), cu_seqlens=cu)
+    channel_launch.backward(terms, x, None, 1.0)
+    (decay,) = made
+    assert decay.shape[0] == 130 // 64 + 3
+    assert (decay == 1).all()
+
+
+def test_gates_far_apart_are_laid_side_by_side() -> None:
+    """The portable walk counts a gate's place in 32 bits."""
+    from slipstream.kernels.linear.triton.launch import contiguous
+
+    x = torch.empty(64, 8192, 8, 64, device="meta")
+    g = torch.empty(64, 8192, 8192, device="meta")[..., :8]
+    assert contiguous(Terms(x, x, x, g=g)).g.is_contiguous()  # pyright: ignore
+    near = torch.empty(2, 8192, 8192, device="meta")[..., :8]
+    assert contiguous(Terms(x[:2], x[:2], x[:2], g=near)).g is near

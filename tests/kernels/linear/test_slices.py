@@ -176,3 +176,26 @@ def test_span_ops_pass_opcheck() -> None:
     torch.library.opcheck(product._forward_op, (*steps, *options, 2))
     o, _, marks = product._forward(*steps, *options, 2)
     torch.library.opcheck(product._backward_op, (*steps, marks, o, None, *options))
+
+
+def test_gradients_of_a_state_in_16_bits_are_rounded_once() -> None:
+    """Between spans they are in float32."""
+    x = torch.randn(1, 256, 1, 8)
+    state = torch.randn(1, 1, 8, 8).bfloat16()
+    terms = Terms(x, x, x, beta=torch.rand(1, 256, 1), initial_state=state)
+    seen: list[torch.dtype] = []
+
+    def run(
+        terms: Terms, do: torch.Tensor, dfinal: torch.Tensor, scale: float, out: dict
+    ) -> dict[str, torch.Tensor]:
+        seen.append(out["initial_state"].dtype)
+        made = {name: torch.zeros_like(y) for name, y in out.items()}
+        return made | {"initial_state": dfinal * (1 + 2**-12)}
+
+    dfinal, marks = torch.ones(1, 1, 8, 8), torch.zeros(3, 1, 1, 8, 8)
+    parts = [slices.Slice(slice(None), slice(t, t + 64)) for t in range(0, 256, 64)]
+    grads = slices.backward(run, terms, x, dfinal, 1.0, parts, marks, plain=True)
+    assert seen == [torch.float32] * 4
+    want = (dfinal * (1 + 2**-12) ** 4).bfloat16()
+    assert grads["initial_state"].dtype == torch.bfloat16
+    assert torch.equal(grads["initial_state"], want)

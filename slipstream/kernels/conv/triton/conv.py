@@ -256,7 +256,8 @@ def conv_state_bwd_kernel(
     b_b = _bias(b_ptr, o_d, m_d, BD)
     begin, end = n * T, n * T + T
     if cu_ptr is not None:
-        begin, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
+        begin = tl.maximum(tl.load(cu_ptr + n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + n + 1).to(tl.int64), T)
     dzs = ()
     for age in tl.static_range(W - 1):
         m = m_d & (begin + age < end)

@@ -6,7 +6,7 @@ transition, and beta for each column. recurrent_backward.py has its gradients.
 Cost a token and head: 4 to 8 K V flops, and the state read and written once or twice.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,16 +99,21 @@ class Order:
 
     def __init__(self, terms: Terms) -> None:
         self.tokens, self.shape, self.dtype = terms.q.shape[1], terms.state_shape, terms.dtype
-        self.device = terms.q.device
+        self.like: dict[str, Any] = {"dtype": self.dtype, "device": terms.q.device}
         self.map: ChunkMap | None = None
         if terms.cu_seqlens is not None:
             check_cu_seqlens_values(terms.cu_seqlens, self.tokens)
             self.map = chunk_map(terms.cu_seqlens, self.tokens, 1)
 
     def ends(self, state: Tensor | None) -> Tensor:
-        """The state of each sequence where the walk begins, [N, HV, K, V], to be overwritten."""
-        if state is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        """The state of each sequence where the walk begins, [N, HV, K, V], to be overwritten; of
+        packed ones one row more, for tokens that no sequence has."""
+        if state is None or self.map is not None:
+            more = int(self.map is not None)
+            ends = torch.zeros(self.shape[0] + more, *self.shape[1:], **self.like)
+            if state is not None:
+                ends[: self.shape[0]] = state
+            return ends
         return state.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def begin(self, ends: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ class Order:
             ends.index_copy_(0, self.map.sequence[t : t + 1], S[None])
 
     def finish(self, S: Tensor, ends: Tensor) -> Tensor:
-        return S.view(self.shape) if self.map is None else ends
+        return S.view(self.shape) if self.map is None else ends[: self.shape[0]]
 
 
 def recurrent_forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:

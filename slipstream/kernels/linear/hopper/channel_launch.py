@@ -72,7 +72,10 @@ def backward(
         du = u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
     ends: dict[str, Any] = {"scale_in": 1 / scale, "reverse": True}
     with on(do.device):
-        sums, decay = sums_of(work), do.new_empty(work.chunks, *shape[2:], dtype=torch.float32)
+        sums = sums_of(work)
+        # of slots that no chunk has too, whose part of the gradient of u has to be 0
+        make = torch.empty if u is None or terms.cu_seqlens is None else torch.ones
+        decay = make(work.chunks, *shape[2:], dtype=torch.float32, device=do.device)
         edges(terms, do, dq, state, sums, decay)
         edges(terms, do, dk, dfinal, sums, decay, **ends)
         walk(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)

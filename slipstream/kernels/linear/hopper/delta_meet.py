@@ -58,7 +58,7 @@ def delta_meet_kernel(
         o_m = o_k[None, :] * WIDE + (V + o_k)[:, None]
     step = 1 if BACK else -1
     # of a slot that no segment has nothing is asked but that it ends
-    if (i_s >= count - 1) if BACK else (i_s == 0):
+    if (i_s >= count - 1) if BACK else (i_s <= 0):
         b_s = tl.zeros((BV, K), tl.float32)
         if HAS_S_IN:
             o_n = (i_n.to(tl.int64) * HV + i_h) * (K * V)

@@ -55,10 +55,11 @@ def place_in(
         first = i_n * gl.cdiv(T, C)
     last = True
     if SPLIT:
-        last = ((i_s + 1) * segment >= length) & ((i_s == 0) | (i_s * segment < length))
+        there = (i_s == 0) | ((i_s > 0) & (i_s * segment < length))
+        last = there & ((i_s + 1) * segment >= length)
         begin += i_s * segment
         first += i_s * (segment // C)
-        length = gl.minimum(gl.maximum(length - i_s * segment, 0), segment)
+        length = gl.where(there, gl.minimum(length - i_s * segment, segment), 0)
     return begin, length, first, i_n, i_s, last
 
 
