@@ -65,7 +65,7 @@ def expect_power_of_two(name: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{name}: want a power of two from {low} to {high}, got {value!r}")
 
 
-def expect_cu_seqlens(cu_seqlens: Tensor, batch: int) -> None:
+def expect_cu_seqlens(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
     """Shape and dtype only; the values are checked where they are on the host (core.varlen)."""
     expect_rank("cu_seqlens", cu_seqlens, 1, "[N+1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -76,4 +76,8 @@ def expect_cu_seqlens(cu_seqlens: Tensor, batch: int) -> None:
         raise ValueError(
             f"cu_seqlens: packed sequences want batch size 1, got {batch}; "
             "flatten [B, T, ...] to [1, B*T, ...]"
+        )
+    if cu_seqlens.shape[0] == 1 and tokens:
+        raise ValueError(
+            f"cu_seqlens: want offsets from 0 to the {tokens} tokens given, got one offset"
         )

@@ -135,7 +135,7 @@ def _keys_of(
     if cu_seqlens_k is not None:
         if cu_seqlens is None:
             raise ValueError("cu_seqlens_k: wants packed queries, cu_seqlens, beside it; got None")
-        checks.expect_cu_seqlens(cu_seqlens_k, k.shape[0])
+        checks.expect_cu_seqlens(cu_seqlens_k, *k.shape[:2])
         checks.expect_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens.shape)
         return cu_seqlens_k
     return cu_seqlens if key_lengths is None else None
@@ -187,7 +187,7 @@ def _check(
     keys, key_heads = k.shape[1:3]
     sequences = rows = batch
     if cu_seqlens is not None:
-        checks.expect_cu_seqlens(cu_seqlens, batch)
+        checks.expect_cu_seqlens(cu_seqlens, batch, tokens)
         sequences = cu_seqlens.shape[0] - 1
         rows = 1 if k_offsets is not None else sequences
         if k_offsets is cu_seqlens:

@@ -247,7 +247,7 @@ def _check_states(
 ) -> None:
     N = k.shape[0]
     if cu_seqlens is not None:
-        checks.expect_cu_seqlens(cu_seqlens, N)
+        checks.expect_cu_seqlens(cu_seqlens, N, k.shape[1])
         N = cu_seqlens.shape[0] - 1
     H, K, M, V = k.shape[2], k.shape[3], s.shape[3], v.shape[3]
     shapes = [(N, H, M, K), (N, H, V, M)] if v_first else [(N, H, K, M), (N, H, M, V)]

@@ -127,7 +127,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
 
     Cost: T log N, without a host sync.
     """
-    checks.expect_cu_seqlens(cu_seqlens, 1)
+    checks.expect_cu_seqlens(cu_seqlens, 1, tokens)
     token = torch.arange(tokens, device=cu_seqlens.device)
     start = cu_seqlens[:-1].long()
     if offsets is not None:

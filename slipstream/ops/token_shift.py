@@ -41,7 +41,7 @@ def token_shift(
     checks.expect_floating({"x": x})
     sequences = x.shape[0]
     if cu_seqlens is not None:
-        checks.expect_cu_seqlens(cu_seqlens, x.shape[0])
+        checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
         sequences = cu_seqlens.shape[0] - 1
         if not torch.compiler.is_compiling():
             check_cu_seqlens_values(cu_seqlens, x.shape[1])

@@ -118,7 +118,7 @@ def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: b
     if terms.u is not None:
         checks.expect_shape(named["u"], terms.u, (HV, K))
     if terms.cu_seqlens is not None:
-        checks.expect_cu_seqlens(terms.cu_seqlens, B)
+        checks.expect_cu_seqlens(terms.cu_seqlens, B, terms.q.shape[1])
     if terms.initial_state is not None:
         checks.expect_shape(named["initial_state"], terms.initial_state, terms.state_shape)
     if options.chunk_size is not None:

@@ -50,7 +50,7 @@ def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[
     """
     *given, scale, chunk, impl, wide, spans = args
     terms = Terms(*given)
-    if _nothing_in(terms):
+    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
         return o, final, final.new_zeros(slices.marks_shape(terms, spans))
     impl, _, rest = impl.partition("|")
@@ -175,10 +175,6 @@ def _in_float32(terms: Terms) -> Terms:
     return Terms(*cast(Any, wide))
 
 
-def _nothing_in(terms: Terms) -> bool:
-    return 0 in (terms.v.numel(), terms.q.shape[-1], terms.sequences)
-
-
 def _empty_forward(terms: Terms, wide: bool) -> tuple[Tensor, Tensor]:
     """No tokens, no sequences or no width: the state stays, nothing is read."""
     o = terms.q.new_zeros(terms.v.shape, dtype=terms.dtype if wide else None)
@@ -190,7 +186,7 @@ def _backward(*args: Any, spends_kept: bool = False) -> list[Tensor]:
     *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:BACKWARD]
     marks, kept = args[BACKWARD] if len(args) > BACKWARD else None, args[BACKWARD + 1 :]
     terms = Terms(*given)
-    if _nothing_in(terms):
+    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)

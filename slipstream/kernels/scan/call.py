@@ -67,7 +67,7 @@ def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor
     checks.expect_shape("g", g, x.shape)
     sequences = B
     if cu_seqlens is not None:
-        checks.expect_cu_seqlens(cu_seqlens, B)
+        checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, D))

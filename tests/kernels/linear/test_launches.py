@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.trace import trace
+from slipstream.core.varlen import ChunkMap, chunk_map
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear import op
 from slipstream.kernels.linear.terms import Terms
@@ -89,3 +90,35 @@ def test_gates_far_apart_are_laid_side_by_side() -> None:
     assert contiguous(Terms(x, x, x, g=g)).g.is_contiguous()  # pyright: ignore
     near = torch.empty(2, 8192, 8192, device="meta")[..., :8]
     assert contiguous(Terms(x[:2], x[:2], x[:2], g=near)).g is near
+
+
+def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a place for each of them, as on a GPU, where nobody looks at offsets before; it was past
+    all states."""
+    from slipstream.kernels.linear.eager import recurrent
+    from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
+
+    def on_device(cu: Tensor, tokens: int, chunk: int) -> ChunkMap:
+        found, none = chunk_map(cu, tokens, chunk), torch.tensor([False, False])
+        past = torch.full((2,), cu.shape[0] - 1)
+        return found._replace(
+            sequence=torch.cat([found.sequence, past]),
+            first=torch.cat([found.first, none]),
+            last=torch.cat([found.last, none]),
+        )
+
+    monkeypatch.setattr(recurrent, "check_cu_seqlens_values", lambda *args: None)
+    x = torch.rand(1, 9, 2, 4, dtype=torch.float64)
+    state = torch.rand(2, 2, 4, 4, dtype=torch.float64)
+    cu = torch.tensor([0, 4, 7], dtype=torch.int32)
+    terms = Terms(x, x, x, beta=x[..., 0], initial_state=state, cu_seqlens=cu)
+    short = terms._replace(q=x[:, :7], k=x[:, :7], v=x[:, :7], beta=x[:, :7, :, 0])
+    want = recurrent.recurrent_forward(short, 0.5)
+    wanted = recurrent_backward(short, x[:, :7], state, 0.5)
+    monkeypatch.setattr(recurrent, "chunk_map", on_device)
+    o, final = recurrent.recurrent_forward(terms, 0.5)
+    assert torch.equal(o[:, :7], want[0])
+    assert torch.equal(final, want[1])
+    grads = recurrent_backward(terms, x, state, 0.5)
+    for name, y in wanted.items():
+        assert torch.equal(grads[name] if name == "initial_state" else grads[name][:, :7], y), name
