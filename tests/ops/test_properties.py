@@ -307,6 +307,8 @@ def test_operator_rejects_wrong_packing(op: Operator) -> None:
     args = op.inputs(packed(Size(), 12, 8))
     with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
         op({**args, "cu_seqlens": offsets((12, 7))})
+    with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
+        op({**args, "cu_seqlens": torch.tensor([0])})
     with pytest.raises(ValueError, match=r"cu_seqlens: want offsets that never fall"):
         op({**args, "cu_seqlens": torch.tensor([0, 25, 20])})
     with pytest.raises(TypeError, match="cu_seqlens"):

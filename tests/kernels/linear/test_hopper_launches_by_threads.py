@@ -1,8 +1,7 @@
 """The delta rule's launches on sm_90 from forward to gradients, with kernels as numpy.
 
 As test_hopper_by_threads.py has the kernels; what Triton compiles is written out: delta_meet.py,
-and the windows of delta_windows.py. Fresh memory is NaN,
-and in float64 what would be in float32.
+and the windows of delta_windows.py. Fresh memory is NaN, and float64 where it would be float32.
 """
 
 from collections.abc import Callable
