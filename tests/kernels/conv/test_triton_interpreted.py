@@ -1,5 +1,7 @@
 """The Triton short convolution under Triton's interpreter: widths, packing, tiles, the update."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,22 @@ def check_neighbours() -> None:
     assert dx[:, 45:].isfinite().all()
 
 
+def check_offsets_past_the_end() -> None:
+    """On a GPU nobody looks at them before; what is behind the last token is NaN here."""
+    from slipstream.kernels.conv.triton.conv import conv_state_bwd_kernel
+
+    launch: Any = conv_state_bwd_kernel
+    T, D, W, found = 9, 6, 4, []
+    dy, x, state, weight = (torch.randn(n, D) for n in (T + 8, T + 8, 2 * W, W))
+    dy[T:] = x[T:] = torch.nan
+    for end in (T, T + 5):
+        ds, cu = torch.empty(2, D, W), torch.tensor([0, T - 1, end])
+        launch[(1, 2)](dy, x, weight, None, state, cu, ds, T, D, W, 128, True)
+        found.append(ds)
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
 def check_update(W: int, dtype: torch.dtype) -> None:
     N, D = 5, 7
     x, bias = torch.randn(N, 1, D).to(dtype), torch.randn(D)
@@ -97,6 +115,7 @@ def main() -> None:
         check(3, 31, 20, W, (), True)
         check(1, sum(lengths), 20, W, lengths, True)
     check_neighbours()
+    check_offsets_past_the_end()
     for W in (1, 2, 3, 4):
         check_update(W, torch.float32)
     check_update(4, torch.float16)
