@@ -165,11 +165,17 @@ def _ones(span, C: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _mild(b_decay, BOUND: tl.constexpr):
+    """1 for a channel's decay that is safe, else 0, also for NaN, which a minimum would drop."""
+    return (b_decay >= tl.exp2(-BOUND * LOG2E)).to(tl.int32)
+
+
+@triton.jit
 def is_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
     """Whether a chunk is one safe block in all of its channels; ALL: the power of two >= K."""
     o_k = tl.arange(0, ALL)
     b_decay = tl.load(p_decay + o_k, mask=o_k < K, other=1.0)
-    return tl.min(b_decay, 0) >= tl.exp2(-BOUND * LOG2E)
+    return tl.min(_mild(b_decay, BOUND), 0) == 1
 
 
 @triton.jit
@@ -190,7 +196,8 @@ def all_safe(
     o_k = tl.arange(0, ALL)
     m = (at < total)[:, None] & (o_k < K)[None, :]
     p_decay += (at // each).to(tl.int64)[:, None] * K + o_k[None, :]
-    return tl.min(tl.min(tl.load(p_decay, mask=m, other=1.0), 1), 0) >= tl.exp2(-BOUND * LOG2E)
+    b_decay = tl.load(p_decay, mask=m, other=1.0)
+    return tl.min(tl.min(_mild(b_decay, BOUND), 1), 0) == 1
 
 
 @triton.jit
