@@ -58,3 +58,33 @@ def landed():
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def settled():
+    """After a barrier at which another part of this program came once its stores by TMA had
+    `landed`: copies by TMA from here on find what those left."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def take_slot(ptr, first, count):
+    """One of `count` slots that no program has, looked for from `first` on."""
+    slot = first
+    while gl.atomic_cas(ptr + slot, 0, 1, sem="acquire") != 0:
+        slot += 1
+        slot = gl.where(slot == count, 0, slot)
+    return slot
+
+
+@gluon.jit
+def leave_slot(ptr):
+    """All parts are done with it."""
+    gl.atomic_xchg(ptr, 0, sem="release")

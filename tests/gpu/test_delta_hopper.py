@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream import ops
 from slipstream.kernels.linear.hopper import plan
 from slipstream.kernels.linear.terms import Terms
 from tests.gpu.hopper_walks import (
@@ -122,7 +121,7 @@ SPLITS = {  # how strong gates are, and what cuts T
     "weak": (0.1, None),
     "strong": (2.0, None),
     "packed": (0.05, (5, 475)),
-    "a slot more than segments": (0.05, (100, 350)),
+    "a slot more than segments": (0.05, (100, 0, 380)),
 }
 
 
@@ -162,79 +161,6 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
     assert launch._together(terms) == together
     do, dfinal = gradients_of_results(terms)
     expect(lambda: run(launch, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
-
-
-ONE_WALK = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("size", ONE_WALK.values(), ids=ONE_WALK)
-def test_backward_in_one_walk_matches_reference(
-    size: tuple, gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Row after row and in two spans of tokens too, as long calls go."""
-    from slipstream.kernels.linear.hopper import delta_back_launch, launch
-
-    torch.manual_seed(0)
-    monkeypatch.setattr(plan, "FUSED", 1)
-    terms = inputs(size, gated)
-    do, dfinal = gradients_of_results(terms)
-    want = reference(terms, do, dfinal)
-    expect(lambda: run(launch, terms, do, dfinal), want, {}, 2 * LIMIT)
-    if size[5] == 128 and terms.cu_seqlens is None:
-        tokens = [slice(0, 64), slice(64, size[1])]
-        monkeypatch.setattr(delta_back_launch, "spans_of", lambda terms: (1, tokens))
-        expect(lambda: run(launch, terms, do, dfinal), want, {}, 2 * LIMIT)
-
-
-@pytest.mark.parametrize(("spans", "rows", "room"), [(2, 5, 5), (3, 2, 3)])
-def test_packed_sequences_in_spans_match_reference(
-    spans: int, rows: int, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All sequences at once, and two; what forward leaves is there for a second time, or not."""
-    from slipstream.kernels.linear.hopper import delta_back_launch, launch
-    from slipstream.kernels.linear.hopper.delta_windows import Cut
-
-    torch.manual_seed(0)
-    monkeypatch.setattr(plan, "FUSED", 1)
-    monkeypatch.setattr(delta_back_launch, "cut_for", lambda terms: Cut(spans, rows, room))
-    terms = inputs((1, 270, 2, 4, 128, 128, LENGTHS), True)
-    do, dfinal = gradients_of_results(terms)
-    o, final, kept = launch.forward_kept(terms, SCALE)
-    assert kept[-2].shape[:2] == (spans - 1, rows)
-    left = [False, False, True]
-
-    def made() -> dict[str, Tensor]:
-        spends = left.pop(0) if left else None
-        more: dict[str, Any] = {} if spends is None else {"kept": kept, "spends_kept": spends}
-        return {"o": o, "final": final, **launch.backward(terms, do, dfinal, SCALE, **more)}
-
-    want = reference(terms, do, dfinal)
-    expect(made, want, {}, 2 * LIMIT)
-    expect(made, want, {}, 2 * LIMIT)
-
-
-def test_a_graph_that_stays_keeps_the_states_between_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Played from a record, too: the same bits each time, the last of them where it may go."""
-    from slipstream.kernels.linear.hopper import delta_back_launch
-    from slipstream.kernels.linear.hopper.delta_windows import Cut
-
-    torch.manual_seed(0)
-    monkeypatch.setattr(plan, "FUSED", 1)
-    monkeypatch.setattr(delta_back_launch, "cut_for", lambda terms: Cut(3, 2, 3))
-    terms = inputs((1, 271, 2, 4, 128, 128, (5, 0, 201, 1, 64)), True)
-    names = ("q", "k", "v", "g", "beta")
-    args = {n: getattr(terms, n).requires_grad_() for n in names}
-    do = torch.randn_like(terms.v)
-    for _ in range(4):  # from the third on from a record
-        o = ops.chunk_gated_delta_rule(**args, cu_seqlens=terms.cu_seqlens)[0]
-        first, again, last = (
-            torch.autograd.grad(o, list(args.values()), do, retain_graph=stays)
-            for stays in (True, True, False)
-        )
-        for x, y, z in zip(first, again, last):
-            assert torch.equal(x, y)
-            assert torch.equal(x, z)
 
 
 BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3

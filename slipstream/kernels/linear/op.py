@@ -182,7 +182,7 @@ def _empty_forward(terms: Terms, wide: bool) -> tuple[Tensor, Tensor]:
     return o, state if terms.initial_state is None else state.copy_(terms.initial_state)
 
 
-def _backward(*args: Any, spends_kept: bool = False) -> list[Tensor]:
+def _backward(*args: Any) -> list[Tensor]:
     *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:BACKWARD]
     marks, kept = args[BACKWARD] if len(args) > BACKWARD else None, args[BACKWARD + 1 :]
     terms = Terms(*given)
@@ -191,8 +191,8 @@ def _backward(*args: Any, spends_kept: bool = False) -> list[Tensor]:
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
     else:
-        more = {"kept": kept, "spends_kept": spends_kept}
-        grads = gradients(terms, dout, dfinal, scale, chunk, impl, gate_gradient, marks, **more)
+        options = scale, chunk, impl, gate_gradient
+        grads = gradients(terms, dout, dfinal, *options, marks, kept=kept)
     return [grads[name] for name in _with_gradient(terms, gate_gradient)]
 
 
@@ -208,14 +208,12 @@ def gradients(
     out: Mapping[str, Tensor] | None = None,
     kept: Sequence[Tensor] = (),
     spends_q: bool = False,
-    spends_kept: bool = False,
 ) -> dict[str, Tensor]:
     """By the name of the term; those of `out` are there, and the others anywhere.
 
     Args:
         marks, kept: of spans_forward.
         spends_q: nobody wants q afterwards, so that its memory may take a gradient.
-        spends_kept: nor what was kept.
     """
     impl, _, rest = impl.partition("|")
     if impl == "eager" or only_by_token(terms):
@@ -238,8 +236,6 @@ def gradients(
         if len(parts) == 1:
             more |= {"kept": left} if left else {}
             more |= {"spends_q": True} if spends_q and getattr(launches, "SPENDS_Q", False) else {}
-            if spends_kept and getattr(launches, "SPENDS_KEPT", False):
-                more |= {"spends_kept": True}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
             run = slices.told(launches.backward, terms, parts, launches)
@@ -264,18 +260,6 @@ def gradients(
 
 def _kept(*args: Any) -> tuple[Tensor, ...]:
     return spans_forward(*args, keep=True)
-
-
-def _backward_kept(*args: Any) -> list[Tensor]:
-    *given, spends = args
-    return _backward(*given, spends_kept=spends)
-
-
-def _graph_stays() -> bool:
-    """Whether what was saved for the backward pass that runs may be wanted by another one."""
-    inside = getattr(torch._C, "_autograd", None)
-    told = getattr(inside, "_get_current_graph_task_keep_graph", None)
-    return told is None or told()
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -336,7 +320,7 @@ _call_forward = shortcut(_forward_op, replays=True)
 _call_trained = shortcut(_forward_op, replays=True, follows=_gradient_follows)
 _call_spans = shortcut(_spans_op, replays=True, follows=_gradient_follows)
 _call_kept = replayed(_kept, _gradient_follows)
-_call_backward_kept = replayed(_backward_kept)
+_call_backward_kept = replayed(_backward)
 _call_backward = shortcut(_backward_op, replays=True)
 
 
@@ -369,7 +353,7 @@ class _Linear(torch.autograd.Function):
         if len(kept) <= 1:
             grads = _call_backward(*args)
         else:
-            grads = _call_backward_kept(*args, not _graph_stays())
+            grads = _call_backward_kept(*args)
         named = dict(zip(_with_gradient(terms, gate_gradient), grads))
         by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, None, *by_term, None)

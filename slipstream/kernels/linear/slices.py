@@ -15,8 +15,7 @@ Bytes a token and value head, at E bytes an element, W the power of two of K, C 
 
     gla, rwkv6          forward 2 W E + C E: q and k with their decays, scores
     delta, one gate     backward V E + 2 K V E / C: w, S and dS' of chunks; R, C E, is whole.
-                        In one walk (hopper/delta_back.py) K V E / C: S; that is cut in
-                        hopper/delta_back_launch.py, but for packed sequences with V = 64
+                        In one walk as hopper/delta_cut.py says, which cuts it
     kda, dplr           with 1 or 2 for D: forward (2 + D) W E + D C E + 4 V: q, w, b and k, scores
                         and u; backward 2 D C E + V E + K V E / C: scores, x and S; and the larger
                         of D W E + 4 V: b and k, u; and of D W E + V E + K V E / C, with y and dS'.
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.hopper.plan import in_one_walk
+from slipstream.kernels.linear.hopper.plan import in_one_walk, segments
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 
 # Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
@@ -74,13 +73,14 @@ def spans_of(terms: Terms, impl: str) -> int:
     """How many spans of tokens a forward pass is cut into whose backward pass follows."""
     if impl.startswith(("eager", "reference")) or not _with_spans(terms):
         return 1
-    one_walk = impl.startswith("hopper") and in_one_walk(terms)
-    return 1 if one_walk and goes_back_whole(terms) else _count(terms, True, one_walk)
+    if impl.startswith("hopper") and goes_back_whole(terms):
+        return 1
+    return _count(terms, True)
 
 
 def goes_back_whole(terms: Terms) -> bool:
     """Whether hopper/delta_back_launch.py takes a call, and cuts it itself."""
-    return in_one_walk(terms) and (terms.cu_seqlens is None or terms.v.shape[-1] == 128)
+    return segments(terms) > 1 or in_one_walk(terms)
 
 
 def trains_whole(terms: Terms, impl: str) -> bool:
@@ -329,13 +329,10 @@ def _with_spans(terms: Terms) -> bool:
     return 2 * HV * -(-V // 64) >= BUSY
 
 
-def _most(terms: Terms, one_walk: bool = False) -> int:
+def _most(terms: Terms) -> int:
     """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
     T, HV, V = terms.v.shape[1:]
     N, programs = terms.sequences, HV * -(-V // 64)
-    if one_walk:
-        able = (n for n in range(2, COUNT + 1) if in_one_walk(terms, max(1, N // n)))
-        return max(1, min(max(able, default=1), T // (SPARSE * N)))
     packed, most = terms.cu_seqlens is not None and N > 0, COUNT
     if terms.q.shape[2] != HV:
         most = max(1, min(COUNT, T * HV // (PACKED if packed else GROUPED)))
@@ -345,14 +342,11 @@ def _most(terms: Terms, one_walk: bool = False) -> int:
     return max(1, min(most, busy, T // (SPARSE * N)))
 
 
-def _count(terms: Terms, grads: bool, one_walk: bool = False) -> int:
-    """one_walk: backward leaves S alone, and adds gradients of keys up."""
+def _count(terms: Terms, grads: bool) -> int:
     B, T, HV, V = terms.v.shape
     H, K, E = terms.q.shape[2], terms.q.shape[3], terms.q.element_size()
     packed, each = terms.cu_seqlens is not None, _room(terms, grads)
-    if one_walk:
-        each = K * V * E // CHUNK
-    elif grads and H != HV and terms.transition != "none":
+    if grads and H != HV and terms.transition != "none":
         of_keys = (terms.q, terms.k, terms.p, terms.a, terms.b)
         each += sum(x is not None for x in of_keys) * K * E  # gradients for each value head
     room = B * T * HV * each
@@ -369,7 +363,7 @@ def _count(terms: Terms, grads: bool, one_walk: bool = False) -> int:
         allowed -= BORDERS * states
     if grads and terms.transition == "delta" and terms.decay != "channel":
         allowed -= B * T * HV * CHUNK * E  # R, of all slices
-    return int(min(_most(terms, one_walk), -(-room // max(allowed, 1))))
+    return int(min(_most(terms), -(-room // max(allowed, 1))))
 
 
 def _room(terms: Terms, grads: bool) -> int:

@@ -65,8 +65,10 @@ class Buffer(threads.Buffer):
     def permute(self, order: tuple[int, ...]) -> "Buffer":
         return Buffer(self.data.transpose(order))
 
+    layout = None
+
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
-        return Buffer(self.data.reshape(shape))
+        return Buffer(self.data.reshape(-1)[: np.prod(shape)].reshape(shape))
 
 
 def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
@@ -149,13 +151,6 @@ def inputs(case: tuple) -> Terms:
     return terms
 
 
-def cuts_and_begin(window: Any, T: int) -> tuple[list, tuple[int, int]]:
-    """Arguments of a kernel about a span: of packed sequences, and of others."""
-    if window is not None and isinstance(window[0], Tensor):
-        return [Pointer(x) for x in window], (0, T)
-    return [None] * 3, window or (0, T)
-
-
 class Run:
     def __init__(self, terms: Terms, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
@@ -189,50 +184,40 @@ class Run:
     def empty(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=torch.float64)
 
-    def call(self, kernel: Any, tensors: list, s_in: Any, s_out: Any, **flags: Any) -> None:
+    def call(
+        self, kernel: Any, tensors: list, s_in: Any, s_out: Any, more: tuple = (), **flags: Any
+    ) -> None:
         widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C, "s": self.K}
         blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C), "s": (BV, self.K)}
         made = [x and Descriptor(x[0], widths[x[1]], *blocks[x[1]]) for x in tensors]
-        out = tensors[4][0]
+        out, sizes, flags, tiles = tensors[4][0], self.sizes, self.flags | flags, self.V // BV
+        if kernel is kernels().wide:
+            sizes, tiles = sizes[:-1], tiles // 2
+            del flags["SPLIT"]
         states = [None if x is None else Pointer(x) for x in (s_in, s_out)]
         ends = {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
-        args = (*made, Pointer(out), Pointer(self.rows), *states, *self.sizes)
-        programs = self.V // BV * self.HV * self.slots
-        threads.launch(kernel, programs, args, **self.flags, **ends, **flags)
+        args = (*made, Pointer(out), Pointer(self.rows), *states, *sizes, *more)
+        threads.launch(kernel, tiles * self.HV * self.slots, args, **flags, **ends)
 
-    def walk(self, s_in: Any, s_out: Any, keep: bool) -> tuple[Tensor, Tensor]:
+    def walk(
+        self, s_in: Any, s_out: Any, keep: bool, every: int = 0, wide: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """o, or w where S before chunks is kept, and S before those, or before `every` chunks of
+        each sequence."""
         t = self.terms
         out = self.empty(*t.v.shape)
-        states = self.empty(self.chunks, self.HV, self.V, self.K)
-        tensors = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v"), (states, "s")]
-        self.call(kernels().walk, tensors, s_in, s_out, KEEP=keep)
+        states = self.empty(
+            self.count(C * every) if every else self.chunks, self.HV, self.V, self.K
+        )
+        tensors = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v")]
+        tensors += [(states, "s"), (states, "s")]
+        kernel, sizes = (kernels().wide if wide else kernels().walk), (every,)
+        flags = {"KEEP": keep, "PARTS": every > 0}
+        self.call(kernel, tensors, s_in, s_out, sizes, **flags)
         return out, states
 
-    def wide(
-        self, s_in: Any, s_out: Any, keep: bool, window: Any = None, out: Any = None,
-        marks: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """window: the first token of a sequence that is walked, and how many are; of packed ones
-        their windows, and states at the borders. marks: windows of all spans, and those states."""
-        t = self.terms
-        out = self.empty(*t.v.shape) if out is None else out
-        states = self.empty(self.chunks, self.HV, self.V, self.K)
-        widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C, "s": self.K}
-        blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C), "s": (BV, self.K)}
-        given = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v"), (states, "s")]
-        args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
-        args += [Pointer(out), Pointer(self.rows)]
-        args += [None if x is None else Pointer(x) for x in (s_in, s_out)]
-        flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
-        flags |= {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
-        programs = self.V // (2 * BV) * self.HV * self.slots
-        cuts, begin = cuts_and_begin(marks or window, self.T)
-        cu, *sizes = self.sizes[:6]
-        borders = (marks[1].shape[1], marks[1].shape[0] + 1) if marks else (0, 0)
-        args += [cu, *cuts[:2], *sizes, *begin, *borders]
-        flags |= {"SPAN": window is not None, "MARKS": marks is not None}
-        threads.launch(kernels().wide, programs, tuple(args), **flags, KEEP=keep)
-        return out, states
+    def wide(self, s_in: Any, s_out: Any, keep: bool, every: int = 0) -> tuple[Tensor, Tensor]:
+        return self.walk(s_in, s_out, keep, every, True)
 
     def back(self, do: Tensor, s_in: Any, s_out: Any) -> tuple[Tensor, Tensor]:
         t = self.terms
@@ -340,8 +325,36 @@ def test_wide_walk_equals_the_walk(case: tuple) -> None:
     o, _ = run.walk(start, want, keep=False)
     torch.testing.assert_close(run.wide(start, final, keep=False)[0], o, equal_nan=True)
     near(final, want)
-    for got, seen in zip(run.wide(start, None, True), run.walk(start, None, True), strict=True):
-        torch.testing.assert_close(got, seen, equal_nan=True)
+    for given in ((True,), (False, 1), (False, 2)):
+        found = zip(run.wide(start, None, *given), run.walk(start, None, *given), strict=True)
+        for got, seen in found:
+            torch.testing.assert_close(got, seen, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
+@pytest.mark.parametrize("segment", [None, C, 3 * C], ids=["whole", "of one", "of three"])
+def test_walk_leaves_states_before_every_so_many_chunks(case: tuple, segment: int | None) -> None:
+    terms = inputs(case)
+    whole, run = Run(terms), Run(terms, segment=segment)
+    _, states = whole.walk(terms.initial_state, None, keep=True)
+    met = terms.initial_state
+    bounds = [(n * terms.v.shape[1], terms.v.shape[1]) for n in range(terms.v.shape[0])]
+    if terms.cu_seqlens is not None:
+        bounds = [(a, b - a) for a, b in pairwise(terms.cu_seqlens.tolist())]
+    place = (lambda n, begin, tokens: begin // tokens + n) if whole.packed else None
+    place = place or (lambda n, begin, tokens: n * -(-run.T // tokens))
+    if segment:
+        met = run.empty(run.slots, *terms.state_shape[1:])
+        for n, (begin, length) in enumerate(bounds):
+            for i in range(-(-length // segment)):
+                at = place(n, begin, C) + i * (segment // C)
+                met[place(n, begin, segment) + i] = states[at].mT
+    for every in (1, 2):
+        _, marks = run.walk(met, None, False, every)
+        for n, (begin, length) in enumerate(bounds):
+            for i in range(-(-length // (every * C))):
+                got = marks[place(n, begin, every * C) + i]
+                near(got, states[place(n, begin, C) + i * every])
 
 
 def test_walks_leave_states_of_no_tokens_where_they_are() -> None:

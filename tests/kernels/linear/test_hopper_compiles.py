@@ -6,6 +6,7 @@ they compute is checked on a GPU alone (tests/gpu/test_delta_hopper.py).
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ SPLIT = CASES["gated"]
 
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
-    "meet", "meet_back", "span", "wide_span", "back_span", "one_walk", "shared_walk",
-    "wide_marks", "wide_states_window", "window_walk",
+    "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
+    "ends_alone", "meet_back_alone", "one_walk", "shared_walk", "taken_walk", "split_walk",
 ]  # fmt: skip
 
 
@@ -44,6 +45,9 @@ FURTHER = (
     "wide_span",
     "back_span",
     "shared_walk",
+    "parts_split",
+    "meet_back_alone",
+    "taken_walk",
 )  # flags of others: one case is the sample
 
 
@@ -66,7 +70,7 @@ def terms(case: tuple, device: torch.device | str) -> Terms:
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.core.trace import trace
     from slipstream.kernels.linear.hopper import delta_back_launch, delta_launch
-    from slipstream.kernels.linear.hopper.delta_windows import Window
+    from slipstream.kernels.linear.hopper.delta_cut import cut_into
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
@@ -79,7 +83,8 @@ def jobs(case: tuple, make: str) -> list[Job]:
         out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
         end = rows.new_empty(given.state_shape)
         ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
-        window = Window(rows.new_empty(2, 4, dtype=torch.int32), end, end)
+        cut = cut_into(given, 2, 1 if make == "split_walk" else 0)
+        marks = like.new_empty(cut.marks, HV, V, K)
         if make == "solve":
             delta_launch.solve(given, r, rows)
         elif make == "span":
@@ -91,46 +96,53 @@ def jobs(case: tuple, make: str) -> list[Job]:
             delta_launch.walk_back(given, out, r, rows, 0.1, out, states, **both)
         elif make == "o":
             delta_launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
+        elif make in ("parts", "parts_split"):
+            ends["segment"] = (64, 8) if make == "parts_split" else None
+            delta_launch.walk(given, r, rows, 0.1, out, s_out=end, **ends, parts=(2, marks))
         elif make == "states":
             delta_launch.walk(given, r, rows, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
             kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
-            kept["span"] = window if "window" in make else None
-            if make == "wide_marks":
-                kept["marks"] = window.table[None].expand(3, 2, 4), end[None].expand(2, *end.shape)
+            kept["parts"] = (2, marks) if make == "wide_parts" else None
             delta_launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta_launch.grads(given, out, rows, out, out, states, states, 0.1, made)
-        elif make in ("one_walk", "shared_walk", "window_walk"):
-            wide = like.new_empty(B, T, given.q.shape[2] if make == "shared_walk" else HV, K)
+        elif make.endswith("_walk"):
+            wide = like.new_empty(B, T, given.q.shape[2] if "shared" in make else HV, K)
             each, solved = rows.new_empty(B, T, HV), delta_launch.Solved(r, rows)
-            made = {"q": wide, "k": wide, "beta": each, "g": each}
+            made = {"q": wide, "k": wide, "v": out, "beta": each, "g": each}
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
-            both["span"] = window if make == "window_walk" else None
-            delta_back_launch.launch_back(given, out, solved, 0.1, out, states, made, **both)
-        elif make in ("ends", "ends_back", "meet", "meet_back"):
+            if make == "split_walk":
+                both["s_in"] = rows.new_empty(cut.slots, HV, K, V)
+            running = 1 if make == "taken_walk" else 100
+            with mock.patch.object(delta_back_launch, "RUNNING", running):
+                delta_back_launch.launch_back(given, out, solved, 0.1, marks, made, cut, **both)
+        elif "ends" in make or "meet" in make:
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
             solved = delta_launch.Solved(r, rows, growth)
             start = given.initial_state
             made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
+            m = made[..., V:].contiguous() if "alone" in make else made
             if make == "ends":
                 delta_launch.ends(given, solved, start, at)
+            elif make == "ends_alone":
+                delta_launch.ends(given, solved, None, at, alone=True)
             elif make == "ends_back":
                 delta_launch.ends_back(given, out, solved, 0.1, start, at)
             else:
-                delta_launch.meet(given, made, made, far, start, at, back=make == "meet_back")
+                delta_launch.meet(given, made, m, far, start, at, back="back" in make)
         else:
             delta_launch.walk_back(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
 
     return trace(call, "sm_90", backward=False)
 
 
-def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
-    """both_ends: backward, of a state that is read and written. marks: a walk that leaves states at
-    borders, for which a chunk at one takes a word more."""
+def check(job: Job, both_ends: bool = False, marks: bool = False, takes: bool = False) -> Compiled:
+    """both_ends: backward, of a state that is read and written. marks: a walk that leaves states of
+    parts, for which a chunk takes a word more. takes: a program takes a slot, and leaves it."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it, but for the wide walk, which keeps
@@ -143,7 +155,8 @@ def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
     limit = 48 if one_walk else 8 if grads else 4 + marks if "wide" in job.name else 2
     assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
-    assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+    assert got.instructions["mma.sync"] == 0
+    assert got.instructions["atomic"] == 2 * takes
     return got
 
 
@@ -159,12 +172,10 @@ def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
-    if ("window" in make or "marks" in make) and not case[-1]:
-        pytest.skip("not packed")
     (job,) = jobs(case, make)
-    got = check(job, make == "back_span", make == "wide_marks")
+    got = check(job, make == "back_span", make == "wide_parts", make == "taken_walk")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
-    if make in ("solve", "grads", "shared", "meet", "meet_back"):
+    if make in ("solve", "grads", "shared") or "meet" in make:
         return
     # no part of a program waits at the barrier of all of them while it works
     partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)

@@ -1,7 +1,7 @@
 """The delta rule's launches on sm_90 from forward to gradients, with kernels as numpy.
 
-As test_hopper_by_threads.py has the kernels; what Triton compiles is written out: delta_meet.py,
-and the windows of delta_windows.py. Fresh memory is NaN, and float64 where it would be float32.
+As test_hopper_by_threads.py has the kernels; what Triton compiles is written out: delta_meet.py.
+Fresh memory is NaN, and float64 where it would be float32.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.hopper import plan
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
-from tests.kernels.linear.test_delta_windows import wanted as windows_of
 from tests.kernels.linear.test_hopper_by_threads import Descriptor, Pointer, inputs, kernels
 from tests.kernels.linear.test_hopper_delta_back_by_threads import wanted
 from tests.kernels.softmax import gluon_by_threads as threads
@@ -61,7 +60,7 @@ def meet(
         order = list(reversed(slots)) if back else list(slots)
         met[order[0]] = 0.0 if s_in is None else s_in[n]
         for before, slot in pairwise(order):
-            M, E, cut = m[before, ..., V:], made[before, ..., :V], far[before] > 0
+            M, E, cut = m[before, ..., -K:], made[before, ..., :V], far[before] > 0
             led = (M.mT if back else M) @ met[before] + E
             met[slot] = torch.where(cut[:, None, None], E, led)
     return met
@@ -91,10 +90,6 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return Launch()
 
-    def windows(terms: Terms, cut: Any) -> Tensor:
-        lengths = tuple(length for _, length in sequences(terms))
-        return windows_of(lengths, cut.rows, cut.room, cut.spans)
-
     def empty(x: Tensor, *shape: Any, **options: Any) -> Tensor:
         made = new_empty(x, *shape, **options)
         return made.double().fill_(torch.nan) if made.is_floating_point() else made
@@ -102,7 +97,6 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=plan.CHUNK), None)
     monkeypatch.setattr(Tensor, "new_empty", empty)
     monkeypatch.setattr(delta_launch, "meet", meet)
-    monkeypatch.setattr(delta_back_launch, "windows", windows)
     for module in (delta_launch, delta_back_launch):
         monkeypatch.setattr(module, "kept", kept)
         monkeypatch.setattr(module, "tiles_of", Descriptor)
@@ -130,34 +124,29 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {"solve", "walk", "ends", "ends_back", "walk_back", "grads"}
 
 
-def one_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    monkeypatch.setattr(plan, "FUSED", 1)
-    return {"solve", "walk", "back"}
+def one_walk(every: int, parts: int = 0, forward: str = "walk") -> Callable[..., set[str]]:
+    """In parts of `every` chunks; parts: of a segment, where there are any."""
+
+    def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+        from slipstream.kernels.linear.hopper import delta_back_launch, launch
+        from slipstream.kernels.linear.hopper.delta_cut import cut_into
+
+        monkeypatch.setattr(launch, "cut_of", lambda terms: cut_into(terms, every, parts))
+        monkeypatch.setattr(delta_back_launch, "RUNNING", 3)
+        ends = {"ends", "ends_back"} if parts else set()
+        return {"solve", forward, "back"} | ends
+
+    return chosen
 
 
-def row_after_row(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    from slipstream.kernels.linear.hopper import delta_back_launch
-
-    monkeypatch.setattr(delta_back_launch, "spans_of", lambda terms: (1, []))
-    return one_walk(monkeypatch)
+def one_wide_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    many_programs(monkeypatch)
+    return one_walk(2, forward="walk_wide")(monkeypatch)
 
 
-def in_spans(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    from slipstream.kernels.linear.hopper import delta_back_launch
-
-    spans = [slice(0, 128), slice(128, 192), slice(192, 220)]
-    monkeypatch.setattr(delta_back_launch, "spans_of", lambda terms: (1, spans))
-    one_walk(monkeypatch)
-    return {"solve", "walk_wide", "back"}
-
-
-def in_windows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    from slipstream.kernels.linear.hopper import delta_back_launch
-    from slipstream.kernels.linear.hopper.delta_windows import Cut
-
-    monkeypatch.setattr(delta_back_launch, "cut_for", lambda terms: Cut(3, 2, 3))
-    one_walk(monkeypatch)
-    return {"solve", "walk_wide", "back"}
+def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    segments(monkeypatch)
+    return one_walk(1, 2)(monkeypatch)
 
 
 PACKED = (5, 0, 200, 1)
@@ -167,10 +156,18 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
     "many programs": (many_programs, (220, 1, 2, 64, 128, PACKED, True, True)),
     "segments": (segments, (320, 1, 2, 64, 64, 1, False, True)),
     "packed segments": (segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
-    "one walk": (one_walk, (130, 1, 2, 64, 128, 1, False, True)),
-    "row after row": (row_after_row, (130, 1, 2, 64, 64, 2, True, True)),
-    "spans": (in_spans, (220, 1, 2, 64, 128, 1, True, False)),
-    "windows": (in_windows, (220, 1, 2, 64, 128, PACKED, True, True)),
+    "one walk": (one_walk(3), (130, 1, 2, 64, 128, 1, False, True)),
+    "parts": (one_walk(1), (130, 1, 2, 64, 64, 2, True, True)),
+    "packed parts": (one_walk(2), (220, 1, 2, 64, 128, PACKED, True, True)),
+    "wide walk, packed parts": (one_wide_walk, (220, 1, 2, 64, 128, PACKED, True, False)),
+    "segments in parts": (one_walk(1, 2), (290, 1, 2, 64, 128, 1, True, True)),
+    "segments of a batch": (one_walk(2, 1), (150, 2, 2, 64, 128, 2, False, True)),
+    "packed segments in parts": (
+        one_walk(1, 2),
+        (330, 1, 2, 64, 128, (5, 0, 200, 65), True, True),
+    ),
+    "packed segments of a part": (one_walk(1, 1), (220, 1, 1, 64, 128, PACKED, True, False)),
+    "segments, forward and back": (both_in_segments, (320, 1, 2, 64, 128, 1, True, True)),
 }
 
 
@@ -194,7 +191,7 @@ def test_launches_lead_from_inputs_to_gradients(
     want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
     named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
     o, final, kept = launch.forward_kept(terms, SCALE)
-    left = {"kept": kept, "spends_kept": True} if keeps else {}
+    left = {"kept": kept} if keeps else {}
     found = launch.backward(terms, do, dfinal, SCALE, **left)
     assert set(ran) == named
     assert ran.count("solve") == 2 - keeps

@@ -100,7 +100,7 @@ def trained(terms: Terms) -> tuple[float, float]:
         do = torch.empty_like(o)
         del found
         options = (0.1, 64, "hopper", terms.g is not None)
-        grads = op._backward(*terms, do, None, *options, *kept, spends_kept=True)
+        grads = op._backward(*terms, do, None, *options, *kept)
         made = sum(x.nbytes for x in (o, do, *grads))
     return seen.peak - made, made + sum(x.nbytes for x in given)
 

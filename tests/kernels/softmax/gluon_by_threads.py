@@ -219,6 +219,17 @@ def _turn_of(p: Pointer) -> Any:
     return tensor(p.data[p.at])
 
 
+def _take_slot(p: Pointer, first: Any, count: Any) -> Any:
+    free = [i for i in range(int(count)) if p.data[int(p.at) + i] == 0]
+    p.data[int(p.at) + free[0]] = 1
+    return tensor(free[0])
+
+
+def _leave_slot(p: Pointer) -> None:
+    assert p.data[int(p.at)] == 1
+    p.data[int(p.at)] = 0
+
+
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
     if dtype == "int64":
         made = np.empty(shape, dtype=object)
@@ -360,8 +371,9 @@ def emulated() -> Iterator[None]:
     triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
     turns = ModuleType("turns")
     vars(turns).update(
-        reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_turn_done, landed=_store_wait
-    )
+        reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_turn_done, landed=_store_wait,
+        settled=_nothing, take_slot=_take_slot, leave_slot=_leave_slot,
+    )  # fmt: skip
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
     vars(gluon).update(names)

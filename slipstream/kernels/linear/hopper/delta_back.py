@@ -7,15 +7,24 @@ chunk, in no other memory than a program's own. From S before each chunk and w, 
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
 and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, by the
-formulas of the portable delta_grads.py. Four parts of a program, which has all columns of V:
+formulas of the portable delta_grads.py.
 
-    walk     dS and dv, V as the rows; B and M; clears a short chunk's rest
+S and w are made once more, `every` chunks at a time: forward leaves S before each such part, in 16
+bits as it is in all products, and from there a program walks to the part's end before it goes back
+(delta_back_there.py). What it meets on its way is in memory of that program alone, a state a chunk,
+the last chunk's in shared memory; dS' is in memory too while S takes its registers.
+
+Four parts of a program, which has all columns of V:
+
+    walk     S and w; dS and dv, V as the rows; B and M; clears a short chunk's rest
     grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (delta_back_grads.py)
-    load     q, k, do, R, w and S by TMA, beta and G
+    load     q, k, do or v, R, w and S by TMA, beta and G
     write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
 
-Two stages of q, k, do, beta and G, one of all else. Of each chunk `grads` says when dS' and w are
-free, and when the rest is; a stage is free once `write` and `grads` are done with it.
+Two stages of q, k, do (or v), beta and G, one of all else. Of each chunk `grads` says when dS' and
+w are free, and when the rest is; a stage is free once `write` and `grads` are done with it, or on
+the way to a part's end `walk`. Step j of a program is the i-th back, where it has gone forward
+through j - i chunks.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -32,50 +41,77 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_back_grads import grads_part, write_part
-from slipstream.kernels.linear.hopper.delta_parts import (
-    hand_on,
-    met,
-    rows_of,
-    state_of,
-    window_of,
-)
-from slipstream.kernels.linear.hopper.parts import clear, load_rows, place, ring
+from slipstream.kernels.linear.hopper.delta_back_there import square, there_part
+from slipstream.kernels.linear.hopper.delta_parts import hand_on, marks_of, met, rows_of, state_of
+from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
+from slipstream.kernels.turns import landed, leave_slot, settled, take_slot
+
+
+@gluon.jit
+def part_of(i, n, every):
+    """Of n chunks, i of which it has gone back through: the first chunk of the part that is next,
+    and its chunks."""
+    first = gl.maximum(n - 1 - i, 0) // every * every
+    return first, n - i - first
 
 
 @gluon.jit
 def load_part(
-    descs, tiles, rings, p_rows, stride, row, state, step, n, k_col, v_col, r_col,
-    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    descs, tiles, rings, p_rows, stride, row, scratch, mark, m_step, n, every, k_col, v_col, r_col,
+    V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    """state: the row of S before the last chunk; step: from a chunk's to the one before."""
-    q_desc, k_desc, do_desc, r_desc, w_desc, states_desc = descs
+    """scratch: where this program has S before the first chunk of a part. mark: where S before the
+    first part is left, and m_step how far it is to that before the next."""
+    q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, marks_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
-    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _ = rings
-    nbytes: gl.constexpr = (
-        q_desc.block_type.nbytes + k_desc.block_type.nbytes + do_desc.block_type.nbytes
-    )
-    b_rows = load_rows(p_rows + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
-    for i in range(n):
-        s = i % ST
-        t = row + (n - 1 - i) * C
-        before = (i & 1) ^ 1
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-        mbarrier.expect(full.index(s), nbytes)
-        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
-        copy_in(do_desc, [t, v_col], full.index(s), os.index(s))
-        gs.index(s).store(b_rows)
-        mbarrier.arrive(full.index(s), count=1)
-        mbarrier.wait(r_empty.index(0), before)
-        mbarrier.expect(r_full.index(0), r_desc.block_type.nbytes)
-        copy_in(r_desc, [t, r_col], r_full.index(0), rs.index(0))
-        mbarrier.wait(early.index(0), before)
-        mbarrier.expect(w_full.index(0), w_desc.block_type.nbytes)
-        copy_in(w_desc, [t, v_col], w_full.index(0), ws.index(0))
-        mbarrier.wait(late.index(0), before)
-        mbarrier.expect(s_full.index(0), states_desc.block_type.nbytes)
-        copy_in(states_desc, [state - i * step, 0], s_full.index(0), ss.index(0))
-        b_rows = load_rows(p_rows + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
+    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
+    nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
+    parts = gl.maximum(gl.cdiv(n, every), 1)
+    i = 0
+    for part in range(parts):
+        first, count = part_of(i, n, every)
+        for at in range(2 * count):
+            j = 2 * i + at
+            s = j % ST
+            back = at >= count
+            c = gl.where(back, first + 2 * count - 1 - at, first + at)
+            t = row + c * C
+            b_rows = load_rows(p_rows + c * stride, C, HAS_GATE)
+            mbarrier.wait(empty.index(s), ((j // ST) & 1) ^ 1)
+            if back:
+                mbarrier.expect(full.index(s), nbytes + q_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+                copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+                copy_in(do_desc, [t, v_col], full.index(s), os.index(s))
+            else:
+                b_r = square(qs.index(s), rs.index(0), C)
+                mbarrier.expect(full.index(s), nbytes + r_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+                copy_in(v_desc, [t, v_col], full.index(s), os.index(s))
+                copy_in(r_desc, [t, r_col], full.index(s), b_r)
+            gs.index(s).store(b_rows)
+            mbarrier.arrive(full.index(s), count=1)
+            if at == 0:
+                mbarrier.wait(late.index(0), (i & 1) ^ 1)
+                mark_row = mark + (parts - 1 - part) * m_step
+                mbarrier.expect(met_full.index(0), marks_desc.block_type.nbytes)
+                copy_in(marks_desc, [mark_row, 0], met_full.index(0), ss.index(0))
+            before = ((i + at - count) & 1) ^ 1
+            if back:
+                mbarrier.wait(r_empty.index(0), before)
+                mbarrier.expect(r_full.index(0), r_desc.block_type.nbytes)
+                copy_in(r_desc, [t, r_col], r_full.index(0), rs.index(0))
+            if at > count:  # those of the last chunk are there
+                if at == count + 1:
+                    mbarrier.wait(walked.index(0), part & 1)
+                    settled()
+                mbarrier.wait(early.index(0), before)
+                mbarrier.expect(w_full.index(0), w_desc.block_type.nbytes)
+                copy_in(w_desc, [t, v_col], w_full.index(0), ws.index(0))
+                mbarrier.wait(late.index(0), before)
+                mbarrier.expect(s_full.index(0), states_desc.block_type.nbytes)
+                copy_in(states_desc, [scratch + (c - first) * V, 0], s_full.index(0), ss.index(0))
+        i += count
 
 
 @gluon.jit
@@ -95,7 +131,16 @@ def decay_of(
 
 @gluon.jit
 def scores_part(
-    os, ws, ys, rows, left_over, scale, C: gl.constexpr, WARPS: gl.constexpr, HAS_GATE: gl.constexpr
+    os,
+    ws,
+    ys,
+    rows,
+    left_over,
+    none,
+    scale,
+    C: gl.constexpr,
+    WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
 ):
     """B and -M of a chunk, and what a token owes itself, into left_over."""
     bs, ms, owns = left_over
@@ -105,7 +150,7 @@ def scores_part(
     zero = gl.zeros([C, C], gl.float32, al)
     b_b = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_m = warpgroup_mma(ys, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_decay = decay_of(rows, o_i, o_j, al, C, HAS_GATE, False)
+    b_decay = decay_of(rows, o_i + none, o_j, al, C, HAS_GATE, False)
     b_b, b_m = warpgroup_mma_wait(0, deps=(b_b, b_m))
     b_b *= scale
     owns.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_b, 0.0), 1))
@@ -114,48 +159,46 @@ def scores_part(
 
 
 @gluon.jit
-def walk_part(
-    tiles, made, rings, ends, length, n, scale,
+def back_part(
+    tiles, made, rings, b_s, gone, count, length, n, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, CUT: gl.constexpr,
+    HAS_GATE: gl.constexpr,
 ):  # fmt: skip
+    """Through a part from b_s, dS after it; dS before it."""
     qs, ks, os, gs, rs, ws, _, a_s = tiles
     ds, ys, bs, ms, owns = made
-    full, _, r_full, r_empty, w_full, _, done, early, late, _ = rings
+    full, _, r_full, r_empty, w_full, _, done, early, late, _, _, _ = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     zero_a = gl.zeros([C, C], gl.float32, al)
     zero = gl.zeros([V, C], gl.float32, xl)
-    b_s = met(ends, gl.zeros([V, K], gl.float32, sl), o_k, o_v, V, HAS_S_IN, CUT)
-    for i in range(n):
-        s = i % ST
+    for at in range(count):
+        i = gone + at
+        j = 2 * gone + count + at
+        s = j % ST
         left = length - (n - 1 - i) * C
         rows = gs.index(s)
         # 0, which no compiler knows: it would keep all addresses that two products have in common
         o = i >> 30
         o_x = i >> 29
         o_s = i >> 28
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(full.index(s), (j // ST) & 1)
         mbarrier.wait(r_full.index(0), i & 1)
         if left < C:
-            mbarrier.wait(w_full.index(0), i & 1)
             clear(qs.index(s), left, C, K, WARPS)
             clear(ks.index(s), left, C, K, WARPS)
             clear(os.index(s), left, C, V, WARPS)
             clear(rs.index(o), left, C, C, WARPS)
-            clear(ws.index(o), left, C, V, WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
-        b_decay = decay_of(rows, o_i, o_j, al, C, HAS_GATE, True) * scale
+        b_decay = decay_of(rows, o_i + o, o_j, al, C, HAS_GATE, True) * scale
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         a_s.index(o).store((b_a * b_decay).to(ks.dtype))
         mbarrier.wait(early.index(0), (i & 1) ^ 1)
@@ -196,44 +239,88 @@ def walk_part(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         left_over = (bs.index(o), ms.index(o), owns)
         scores_part(
-            os.index(s), ws.index(o), ys.index(o), rows, left_over, scale, C, WARPS, HAS_GATE
+            os.index(s), ws.index(o), ys.index(o), rows, left_over, o, scale, C, WARPS, HAS_GATE
         )
         fence_async_shared()
         mbarrier.arrive(done.index(0), count=1)
-    hand_on(ends, b_s, length >> 30, o_k, o_v, V, HAS_S_OUT, CUT)
+    return b_s
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "begin", "span"])
+@gluon.jit
+def walk_part(
+    descs, park_ptr, tiles, made, rings, ends, gives, row, v_col, scratch, o_park, length, n, every,
+    scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+):  # fmt: skip
+    """gives: whether anybody wants the gradient of the state before all."""
+    _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    parts = gl.maximum(gl.cdiv(n, every), 1)
+    gone = 0
+    for part in range(parts):
+        first, count = part_of(gone, n, every)
+        none = (first >> 30).to(gl.int64)  # 0, which no compiler knows: it would keep addresses
+        if count > 0:
+            mbarrier.wait(met_full.index(0), part & 1)
+        there_part(
+            descs, tiles, made, rings, row, v_col, scratch, gone, first, count, length,
+            K, V, C, ST, WARPS, HAS_GATE,
+        )  # fmt: skip
+        if part == 0:
+            b_d = met(ends, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
+        else:
+            b_d = gl.load(park_ptr + o_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]))
+        landed()
+        gl.thread_barrier()
+        mbarrier.arrive(walked.index(0), count=1)
+        b_d = back_part(
+            tiles, made, rings, b_d, gone, count, length, n, scale,
+            K, V, C, ST, WARPS, HAS_GATE,
+        )  # fmt: skip
+        if part == parts - 1:
+            if gives:
+                hand_on(ends, b_d, 0, o_k + none, o_v, V, HAS_S_OUT)
+        else:
+            gl.store(park_ptr + o_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]), b_d)
+        gone += count
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "segment", "every", "slots"])
 def delta_back_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
-    do_desc,  # [tokens, HV * V] by [C, V]
+    v_desc,  # [tokens, HV * V] by [C, V]
+    do_desc,
     r_desc,  # [tokens, HV * C] by [C, C]
     dv_desc,  # [tokens, HV * V] by [C, V]: w, in whose place dv comes
-    states_desc,  # [chunks * HV * V, K] by [V, K]: S before each chunk of the span
+    states_desc,  # [slots * (every - 1) * V, K] by [V, K]: S before chunks of a part, by and by
+    marks_desc,  # [marks * HV * V, K] by [V, K]: S before each part
     dq_desc,  # [tokens, HV / G * K] by [C, K]
     dk_desc,
     dq_ptr,
     dk_ptr,
     dv_ptr,
+    park_ptr,  # [slots, V, K]: dS, while S is there
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,
-    s_in_ptr,  # [N, HV, K, V]: gradient of the state after the span
-    s_out_ptr,  # of that before it
+    s_in_ptr,  # [N, HV, K, V]: gradient of the state after a sequence; of segments [.., HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]: of that before it
     cu_ptr,  # [N + 1]
-    windows_ptr,  # [N, 4] of a span, if CUT
-    m_in_ptr,  # [slots, HV, K, V]: gradients of states at the border after it
-    m_out_ptr,
     turns_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
+    slots_ptr,  # [slots], zeros: which of them a program has, if TAKES
     scale,
     T,
     N,
     HV,
     H,
     G,
-    begin,
-    span,
+    segment,
+    every,
+    slots,
     K: gl.constexpr,
     V: gl.constexpr,
     BK: gl.constexpr,
@@ -244,18 +331,18 @@ def delta_back_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
+    SPLIT: gl.constexpr,
     SHARED: gl.constexpr,
+    TAKES: gl.constexpr,
     REGISTERS: gl.constexpr,
     FEW: gl.constexpr,
-    SKIP: gl.constexpr = False,
-    CUT: gl.constexpr = False,
 ):
-    """grid (HV * N,), WARPS = V / 16 warps: one program walks `span` tokens of one head of a
-    sequence, from its token `begin` on.
+    """grid (HV * N,), or if SPLIT as many for each segment, of `segment` tokens; WARPS = V / 16
+    warps: one program walks one head of a sequence, or of a segment of it.
 
-    Of packed ones all, or if CUT those that delta_windows.py says. SHARED: G, which add dq and dk
-    up, is more than 1: one that waits does so for the program before it, which has begun. SKIP as
-    delta_walk_sm90_kernel has it.
+    In parts of `every` chunks, of which a segment has a whole number. SHARED: G, which add dq and
+    dk up, is more than 1: one that waits does so for the program before it, which has begun. TAKES:
+    there are more programs than slots, and not more that run at a time.
     """
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -282,56 +369,58 @@ def delta_back_sm90_kernel(
     early = ring(1, 1)
     late = ring(1, 1)
     written = ring(1, ST)
-    i_h = gl.program_id(0) % HV
-    i_n = gl.program_id(0) // HV
-    row, length, first = place(cu_ptr, i_n, T, N, T, C, PACKED, False)
-    kept = first
-    ends = (s_in_ptr, s_out_ptr, state_of(i_n, i_h, HV, K, V))
+    met_full = ring(1, 1)
+    walked = ring(1, 1)
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    at = pid // HV
+    row, length, first, i_n, i_s, _ = place_in(cu_ptr, at, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
-    if CUT:
-        none = n == 0  # whose state is handed on all the same
-        begun, length, n, kept, o_mark, before, after = window_of(
-            windows_ptr, i_n, i_h, HV, length, n, K, V, C
-        )
-        if n == 0 and not none:
+    mark = marks_of(i_n, row - i_s * segment, T, every, C, PACKED)
+    ends = (s_in_ptr, s_out_ptr, state_of(at, i_h, HV, K, V), state_of(i_n, i_h, HV, K, V))
+    gives = True
+    if SPLIT:
+        if (n == 0) & (i_s != 0):
             return
-        row += begun * C
-        first += begun
-        ends = (s_in_ptr, s_out_ptr, ends[2], m_in_ptr, m_out_ptr, o_mark, after, before)
-    if not PACKED:
-        row += begin
-        length = gl.minimum(length - begin, span)
-        first += begin // C
-        kept = i_n * gl.cdiv(length, C)  # of S there is that of the span alone
-        n = gl.cdiv(length, C)
-    if SKIP and n == 0:
-        return
+        mark += i_s * (segment // (every * C))
+        gives = i_s == 0
+    own = pid
+    if TAKES:
+        own = take_slot(slots_ptr, pid % slots, slots)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
     p_rows, stride = rows_of(rows_ptr, chunk * HV + i_h, HV, C, HAS_GATE)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
     made = (ds, ys, bs, ms, owns)
-    rings = (full, empty, r_full, r_empty, w_full, s_full, done, early, late, written)
+    rings = (
+        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full, walked
+    )  # fmt: skip
     # what is not given: something else, for only the first part takes None
     p_turns = turns_ptr + chunk * (HV // G) + i_h // G if SHARED else rows_ptr
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr
     descs = (dq_desc, dk_desc, dv_desc)
+    scratch = own * ((every - 1) * V)
     gl.warp_specialize(
         [
             (walk_part, (
-                tiles, made, rings, ends, length, n, scale,
-                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, CUT)),
+                (dv_desc, states_desc), park_ptr, tiles, made, rings, ends, gives, row, i_h * V,
+                scratch, own * gl.full([], K * V, gl.int64), length, n, every, scale,
+                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
             (grads_part, (
                 descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,
-                tiles, made, rings, row, i_h, HV, G, length, n, scale,
+                tiles, made, rings, row, i_h, HV, G, length, n, every, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
             (load_part, (
-                (q_desc, k_desc, do_desc, r_desc, dv_desc, states_desc), tiles, rings, p_rows,
-                stride, row, ((kept + n - 1) * HV + i_h) * V, HV * V, n, k_col, i_h * V, i_h * C,
-                C, ST, HAS_GATE)),
+                (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, marks_desc),
+                tiles, rings, p_rows, stride, row, scratch, (mark * HV + i_h) * V, HV * V, n,
+                every, k_col, i_h * V, i_h * C,
+                V, C, ST, HAS_GATE)),
             (write_part, (
-                descs, p_turns, tiles, rings, row, i_h, HV, G, length, n, K, C, ST, SHARED)),
+                descs, p_turns, tiles, rings, row, i_h, HV, G, length, n, every,
+                K, C, ST, SHARED)),
         ],
         [4, 1, 1],
         [REGISTERS, FEW, FEW],
     )  # fmt: skip
+    if TAKES:
+        leave_slot(slots_ptr + own)

@@ -31,6 +31,13 @@ from slipstream.kernels.turns import reduce_out, turn_of
 
 
 @gluon.jit
+def step_of(i, c, n, every):
+    """Of a program that goes back through chunk c, the i-th of n: it has gone forward from the
+    beginning of that chunk's part to the end."""
+    return i + n - c // every * every
+
+
+@gluon.jit
 def start_of(rows, al: gl.constexpr, C: gl.constexpr):
     """exp(G) of a chunk's tokens. Read wherever it is wanted: registers are what there is least."""
     return gl.exp2(rows.slice(C, C).load(gl.SliceLayout(1, al)))
@@ -85,7 +92,7 @@ def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def grads_part(
-    descs, pointers, p_turns, tiles, made, rings, row, i_h, HV, G, length, n, scale,
+    descs, pointers, p_turns, tiles, made, rings, row, i_h, HV, G, length, n, every, scale,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -94,37 +101,47 @@ def grads_part(
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
     qs, ks, os, gs, _, ws, ss, _ = tiles
     ds, ys, bs, ms, owns = made
-    full, empty, _, _, w_full, s_full, done, early, late, written = rings
+    full, empty, _, _, w_full, s_full, done, early, late, written, _, _ = rings
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([C, BK], gl.float32, al)
     heads = HV // G  # of dq and dk
     rank = i_h % G
     for i in range(n):
-        s = i % ST
         c = n - 1 - i
+        j = step_of(i, c, n, every)
+        s = j % ST
         left = length - c * C
         rows = gs.index(s)
         mbarrier.wait(done.index(0), i & 1)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(full.index(s), (j // ST) & 1)
         mbarrier.wait(w_full.index(0), i & 1)
         e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
         z = 0.0
-        dks = ()
+        made_dk = ()
         for h in gl.static_range(NK):
-            o = i >> (27 + h)  # 0, another for each so that no address is kept, as in walk_part
-            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
-            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
+            o = i >> (25 + h)  # 0, another for each so that no address is kept, as in walk_part
             b_ds = ds.index(o).slice(h * BK, BK, 1)
             b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
-            if h == 0:
-                write(dv_desc, dv_ptr, ys.index(o), row + c * C, i_h * V, HV * V, left, C, V)
-                mbarrier.wait(s_full.index(0), i & 1)
-                if HAS_GATE:
-                    z = products_of(ss.index(o), ds.index(o), V, K)
-            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            made_dk += (b_dk,)
+        o = i >> 24
+        write(dv_desc, dv_ptr, ys.index(o), row + c * C, i_h * V, HV * V, left, C, V)
+        mbarrier.wait(s_full.index(0), i & 1)
+        if HAS_GATE:
+            z = products_of(ss.index(o), ds.index(o), V, K)
+        if NK == 1:
+            made_dk = (warpgroup_mma_wait(0, deps=made_dk),)
+        else:
+            made_dk = warpgroup_mma_wait(0, deps=made_dk)
+        mbarrier.arrive(early.index(0), count=1)
+        dks = ()
+        for h in gl.static_range(NK):
+            o = i >> (27 + h)
+            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
+            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
+            b_dk = made_dk[h]
             if HAS_GATE:
                 b_dk *= end_of(rows, al, C)[:, None]
                 e += along(b_dk, b_ks, al)
@@ -149,7 +166,6 @@ def grads_part(
             if HAS_GATE:
                 gates += along(b_dp, b_ks, al)
             dks += ((b_dk + b_dp).to(qs.dtype),)
-        mbarrier.arrive(early.index(0), count=1)
         for h in gl.static_range(NK):
             o = i >> (29 + h)
             b_qs = qs.index(s + o).slice(h * BK, BK, 1)
@@ -182,7 +198,7 @@ def grads_part(
             at, cols = (row + c * C, left), (i_h // G * K, heads * K)
             leave(rank, dq_desc, dq_ptr, qs.index(s), at, cols, C, K, SHARED)
             leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
-        mbarrier.arrive(written.index(s), count=1)
+        mbarrier.arrive(written.index(i % ST), count=1)
         o_t = (row + c * C).to(gl.int64) * HV + i_h
         write_sums(dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al, C, HAS_GATE)
         mbarrier.arrive(empty.index(s), count=1)
@@ -191,23 +207,23 @@ def grads_part(
 
 @gluon.jit
 def write_part(
-    descs, p_turns, tiles, rings, row, i_h, HV, G, length, n,
+    descs, p_turns, tiles, rings, row, i_h, HV, G, length, n, every,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
     added is there, while the other parts go on."""
     dq_desc, dk_desc, _ = descs
     qs, ks, _, _, _, _, _, _ = tiles
-    _, empty, _, _, _, _, _, _, _, written = rings
+    _, empty, _, _, _, _, _, _, _, written, _, _ = rings
     heads = HV // G
     rank = i_h % G
     col = i_h // G * K
     for i in range(n):
-        s = i % ST
         c = n - 1 - i
+        s = step_of(i, c, n, every) % ST
         t = row + c * C
         p_turn = p_turns + c * heads
-        mbarrier.wait(written.index(s), (i // ST) & 1)
+        mbarrier.wait(written.index(i % ST), (i // ST) & 1)
         if (c + 1) * C <= length:
             if SHARED:
                 while turn_of(p_turn) < rank:

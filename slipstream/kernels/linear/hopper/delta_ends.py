@@ -80,7 +80,8 @@ def delta_ends_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid ((V + K) / BV * HV * slots,), 4 warps: BV columns of E, or of M after those."""
+    """grid ((V + K) / BV * HV * slots,), 4 warps: BV columns of E, or of M after those; with V 0
+    of M alone."""
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
     ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)

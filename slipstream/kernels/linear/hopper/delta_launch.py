@@ -21,7 +21,6 @@ from slipstream.kernels.linear.hopper.delta_solve import delta_solve_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk import delta_walk_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_walk_wide import delta_walk_wide_sm90_kernel
-from slipstream.kernels.linear.hopper.delta_windows import Window
 from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.delta_launch import Solved
@@ -75,10 +74,12 @@ def walk(
     s_out: Tensor | None = None,
     segment: tuple[int, int] | None = None,
     skip: bool = False,
+    parts: tuple[int, Tensor] | None = None,
 ) -> None:
     """out: o, or w where states are wanted. segment: tokens of one, and how many there are.
 
-    skip: s_out is s_in, or there is none, and most sequences have no tokens.
+    skip: s_out is s_in, or there is none, and most sequences have no tokens. parts: chunks of those
+    that backward takes, and where S before each of them goes.
     """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
@@ -90,6 +91,7 @@ def walk(
         tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
         tiles_of(out, HV * V, CHUNK, TILE_V),
         None if states is None else tiles_of(states, K, TILE_V, K),
+        None if parts is None else tiles_of(parts[1], K, TILE_V, K),
         out,
         rows,
         s_in,
@@ -97,9 +99,12 @@ def walk(
         terms.cu_seqlens,
         scale,
         *sizes_of(terms, segment),
+        0 if parts is None else parts[0],
         KEEP=states is not None,
-        **_flags(terms, s_in, s_out, segment),
+        **_flags(terms, s_in, s_out),
+        SPLIT=segment is not None,
         SKIP=skip,
+        PARTS=parts is not None,
     )
 
 
@@ -114,25 +119,12 @@ def walk_wide(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     skip: bool = False,
-    span: tuple[int, int] | Window | None = None,
-    marks: tuple[Tensor, Tensor] | None = None,
+    parts: tuple[int, Tensor] | None = None,
 ) -> None:
-    """As walk, of whole sequences, two tiles of V a program.
-
-    Args:
-        span: the first token of each sequence that is walked, and how many are, or, where states
-            are wanted, which of packed ones; states has room for their chunks alone.
-        marks: windows of all spans, and where the states at the borders between them go.
-    """
+    """As walk, of whole sequences, two tiles of V a program."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    flags = _flags(terms, s_in, s_out, None)
-    del flags["SPLIT"]
-    window, begin = window_and_begin(terms, span)
-    window, sizes = window[:2], (0, 0)
-    if marks is not None:
-        window, sizes = marks, (marks[1].shape[1], marks[1].shape[0] + 1)
-    launch: Any = kept(delta_walk_wide_sm90_kernel)[(V // (2 * TILE_V) * HV * terms.sequences,)]
+    launch: Any = kept(delta_walk_wide_sm90_kernel)[_grid(terms, None, 2 * TILE_V)]
     launch(
         tiles_of(terms.q, H * K, CHUNK, K) if states is None else None,
         tiles_of(terms.k, H * K, CHUNK, K),
@@ -140,30 +132,20 @@ def walk_wide(
         tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
         tiles_of(out, HV * V, CHUNK, TILE_V),
         None if states is None else tiles_of(states, K, TILE_V, K),
+        None if parts is None else tiles_of(parts[1], K, TILE_V, K),
         out,
         rows,
         s_in,
         s_out,
         terms.cu_seqlens,
-        *window,
         scale,
         *sizes_of(terms, None)[:4],
-        *begin,
-        *sizes,
+        0 if parts is None else parts[0],
         KEEP=states is not None,
-        **flags,
+        **_flags(terms, s_in, s_out),
         SKIP=skip,
-        SPAN=span is not None,
-        MARKS=marks is not None,
+        PARTS=parts is not None,
     )
-
-
-def window_and_begin(
-    terms: Terms, span: tuple[int, int] | Window | None
-) -> tuple[tuple[Tensor | None, ...], tuple[int, int]]:
-    """A span as kernels take it: of packed sequences, and of others."""
-    whole = 0, terms.v.shape[1]
-    return (tuple(span), whole) if isinstance(span, Window) else ((None,) * 3, span or whole)
 
 
 def walk_back(
@@ -197,20 +179,27 @@ def walk_back(
         terms.cu_seqlens,
         scale,
         *sizes_of(terms, segment),
-        **_flags(terms, s_in, s_out, segment),
+        **_flags(terms, s_in, s_out),
+        SPLIT=segment is not None,
         SKIP=skip,
     )
 
 
 def ends(
-    terms: Terms, solved: Solved, s_in: Tensor | None, segment: tuple[int, int]
+    terms: Terms,
+    solved: Solved,
+    s_in: Tensor | None,
+    segment: tuple[int, int],
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """E and M of segments [slots, HV, K, V + K], and where M counts as zero [slots, HV]."""
+    """E and M of segments [slots, HV, K, V + K], or M alone [slots, HV, K, K], and where M counts
+    as zero [slots, HV]."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    made = solved.rows.new_empty(segment[1], HV, K, V + K)
+    wide = K if alone else V + K
+    made = solved.rows.new_empty(segment[1], HV, K, wide)
     far = made.new_empty(segment[1], HV, dtype=torch.int32)
-    launch: Any = kept(delta_ends_sm90_kernel)[((V + K) // TILE_V * HV * segment[1],)]
+    launch: Any = kept(delta_ends_sm90_kernel)[(wide // TILE_V * HV * segment[1],)]
     launch(
         tiles_of(terms.k, H * K, CHUNK, K),
         tiles_of(terms.v, HV * V, CHUNK, TILE_V),
@@ -222,7 +211,7 @@ def ends(
         far,
         terms.cu_seqlens,
         *sizes_of(terms, segment),
-        **_ends_flags(terms, s_in),
+        **{**_ends_flags(terms, s_in), "V": wide - K},
     )
     return made, far
 
@@ -286,6 +275,7 @@ def meet(
         K=K,
         V=V,
         BV=TILE_V,
+        BESIDE=m.shape[-1] - K,
         BACK=back,
         HAS_S_IN=s_in is not None,
         PACKED=terms.cu_seqlens is not None,
@@ -327,7 +317,6 @@ def grads(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     heads = made["q"].shape[2]
-    turns: Any = {"dtype": torch.int32, "device": do.device}
     launch: Any = kept(delta_grads_sm90_kernel)[(states.shape[0] * HV,)]
     launch(
         *(tiles_of(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
@@ -340,7 +329,7 @@ def grads(
         made["beta"],
         made.get("g"),
         terms.cu_seqlens,
-        torch.zeros(states.shape[0], heads, **turns) if heads < HV else None,
+        turns_of(rows, heads, HV),
         scale,
         T,
         terms.sequences,
@@ -358,9 +347,16 @@ def grads(
     )
 
 
-def _grid(terms: Terms, segment: tuple[int, int] | None) -> tuple[int]:
+def turns_of(rows: Tensor, heads: int, HV: int) -> Tensor | None:
+    """How many value heads have added up a chunk's gradients of q and k: none yet."""
+    if heads == HV:
+        return None
+    return torch.zeros(rows.shape[0], heads, dtype=torch.int32, device=rows.device)
+
+
+def _grid(terms: Terms, segment: tuple[int, int] | None, tile: int = TILE_V) -> tuple[int]:
     HV, V = terms.v.shape[2:]
-    return (V // TILE_V * HV * (terms.sequences if segment is None else segment[1]),)
+    return (V // tile * HV * (terms.sequences if segment is None else segment[1]),)
 
 
 def sizes_of(terms: Terms, segment: tuple[int, int] | None) -> tuple[int, ...]:
@@ -369,10 +365,8 @@ def sizes_of(terms: Terms, segment: tuple[int, int] | None) -> tuple[int, ...]:
     return T, terms.sequences, HV, terms.q.shape[2], T if segment is None else segment[0]
 
 
-def _flags(
-    terms: Terms, s_in: Tensor | None, s_out: Tensor | None, segment: tuple[int, int] | None
-) -> dict[str, Any]:
-    """What both walks are compiled for."""
+def _flags(terms: Terms, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:
+    """What all walks are compiled for."""
     return {
         "K": terms.q.shape[-1],
         "V": terms.v.shape[-1],
@@ -382,7 +376,6 @@ def _flags(
         "HAS_GATE": terms.g is not None,
         "HAS_S_IN": s_in is not None,
         "HAS_S_OUT": s_out is not None,
-        "SPLIT": segment is not None,
         "PACKED": terms.cu_seqlens is not None,
         "num_warps": 4,
         "maxnreg": 128,  # of 16 warps: what all parts share

@@ -19,7 +19,7 @@ from slipstream.kernels.linear.triton.walk import find_segment
 @triton.jit(do_not_specialize=["T", "N", "HV", "segment"])
 def delta_meet_kernel(
     ends_ptr,  # [slots, HV, K, V + K]: E and M; back dE of [slots, HV, K, V]
-    m_ptr,  # [slots, HV, K, V + K]: E and M
+    m_ptr,  # [slots, HV, K, BESIDE + K]: what is beside M, and M
     far_ptr,  # [slots, HV]
     s_in_ptr,  # [N, HV, K, V]
     met_ptr,  # [slots, HV, K, V]
@@ -31,13 +31,14 @@ def delta_meet_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    BESIDE: tl.constexpr,
     BACK: tl.constexpr,
     HAS_S_IN: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """grid (V / BV * HV * slots,)"""
     NV: tl.constexpr = V // BV
-    WIDE: tl.constexpr = V + K
+    WIDE: tl.constexpr = BESIDE + K
     WIDTH: tl.constexpr = V if BACK else WIDE
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
@@ -53,9 +54,9 @@ def delta_meet_kernel(
     o_s = o_k[None, :] * V + o_v[:, None]
     o_e = o_k[None, :] * WIDTH + o_v[:, None]
     if BACK:
-        o_m = o_k[:, None] * WIDE + (V + o_k)[None, :]
+        o_m = o_k[:, None] * WIDE + (BESIDE + o_k)[None, :]
     else:
-        o_m = o_k[None, :] * WIDE + (V + o_k)[:, None]
+        o_m = o_k[None, :] * WIDE + (BESIDE + o_k)[:, None]
     step = 1 if BACK else -1
     # of a slot that no segment has nothing is asked but that it ends
     if (i_s >= count - 1) if BACK else (i_s <= 0):

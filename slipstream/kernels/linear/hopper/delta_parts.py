@@ -42,58 +42,47 @@ def state_of(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def window_of(
-    windows_ptr, slot, i_h, HV, length, n, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr
-):
-    """Of a packed sequence of n chunks in a span (delta_windows.py): its first chunk there, its
-    tokens and chunks, where S of the first is kept; and where the head's state at a border begins,
-    whether the sequence comes from the span before and goes on to the next.
-    """
-    first = gl.load(windows_ptr + slot * 4)
-    past = gl.load(windows_ptr + slot * 4 + 1)
-    kept = gl.load(windows_ptr + slot * 4 + 2)
-    o_mark = state_of(gl.load(windows_ptr + slot * 4 + 3), i_h, HV, K, V)
-    tokens = gl.minimum(length - first * C, (past - first) * C)
-    return first, tokens, past - first, kept, o_mark, first > 0, past < n
+def marks_of(i_n, row, T, every, C: gl.constexpr, PACKED: gl.constexpr):
+    """Where S before a sequence's first token is, of S before `every` chunks of all of them; row:
+    that token."""
+    number = i_n * gl.cdiv(T, every * C)
+    if PACKED:
+        number = row // (every * C) + i_n
+    return number
 
 
 @gluon.jit
-def met(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr, CUT: gl.constexpr):
-    """The state that a walk begins with, as rows o_v and columns o_k, b_s where there is none.
+def first_mark(
+    i_n, i_s, row, T, segment, every,
+    C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Of a slot's chunks the first one before which S is left, and the number of that."""
+    before = 0  # chunks of the sequence
+    if SPLIT:
+        before = i_s * (segment // C)
+        row -= i_s * segment
+    number = gl.cdiv(before, every)
+    return number * every - before, marks_of(i_n, row, T, every, C, PACKED) + number
 
-    CUT: ends has states at the borders of a span too, as window_of says.
-    """
-    if CUT:
-        s_in_ptr, _, o_state, m_in_ptr, _, o_mark, before, _ = ends
-        if before:
-            o_in = o_mark + o_k[None, :] * V + o_v[:, None]
-            b_s = gl.load(m_in_ptr + o_in)
-        elif HAS_S_IN:
-            o_in = o_state + o_k[None, :] * V + o_v[:, None]
-            b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
-    elif HAS_S_IN:
-        s_in_ptr, _, o_state = ends
+
+@gluon.jit
+def met(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
+    """The state that a walk begins with, as rows o_v and columns o_k; b_s where there is none."""
+    if HAS_S_IN:
+        s_in_ptr, _, o_state, _ = ends
         o_in = o_state + o_k[None, :] * V + o_v[:, None]
         b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
     return b_s
 
 
 @gluon.jit
-def hand_on(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr, CUT: gl.constexpr):
+def hand_on(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr):
     """The state that a walk ends with, to where it is wanted.
 
     none: 0, which no compiler knows: the loop would keep what it has in common with o_in.
     """
-    if CUT:
-        _, s_out_ptr, o_state, _, m_out_ptr, o_mark, _, after = ends
-        if after:
-            o_out = o_mark + none + o_k[None, :] * V + o_v[:, None]
-            gl.store(m_out_ptr + o_out, b_s)
-        elif HAS_S_OUT:
-            o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
-            gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
-    elif HAS_S_OUT:
-        _, s_out_ptr, o_state = ends
+    if HAS_S_OUT:
+        _, s_out_ptr, _, o_state = ends
         o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
         gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
 

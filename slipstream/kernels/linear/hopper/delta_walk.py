@@ -13,8 +13,9 @@ product to product as left operands. Four parts of a program, joined by barriers
     walk     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
     read     o, from copies of S and w       load     k, v, R and q by TMA, beta and G
 
-or, instead of `read`, `keep`, which writes S and w for backward. Rings: ST stages of k, v, R, beta
-and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
+or, instead of `read`, `keep`, which writes S and w for backward. `read` can leave S before every so
+many chunks, from where backward walks once more (delta_back.py). Rings: ST stages of k, v, R,
+beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -33,6 +34,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_parts import (
+    first_mark,
     opening,
     rows_of,
     scores_of,
@@ -179,10 +181,13 @@ def walk_part(
 
 @gluon.jit
 def read_part(
-    o_desc, o_ptr, tiles, copies, rings, queries, os, row, o_row, v_col, length, n, scale,
+    o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, o_row, v_col, length, n, scale,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
+    if PARTS:
+        marks_desc, marked, every, m_row, m_step = marks
     ks, _, _, gs, _ = tiles
     ss, xs = copies
     full, empty, _, x_full, x_empty = rings
@@ -206,6 +211,11 @@ def read_part(
             qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, False
         )
         mbarrier.wait(x_full.index(b), (i // 2) & 1)
+        if PARTS:  # noqa: SIM102
+            if i == marked:
+                copy_out(marks_desc, [m_row, 0], ss.index(b))
+                marked += every
+                m_row += m_step
         b_q = gl.convert_layout(b_q, aa)
         b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
@@ -213,6 +223,8 @@ def read_part(
             b_o = b_o * b_start[:, None]
         b_o = warpgroup_mma(b_a, xs.index(b).permute((1, 0)), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        if PARTS:
+            store_wait(0)
         mbarrier.arrive(x_empty.index(b), count=1)
         b_o = (b_o * scale).to(ks.dtype)
         t = i * C
@@ -253,7 +265,7 @@ def keep_part(
         mbarrier.arrive(x_empty.index(b), count=1)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment", "every"])
 def delta_walk_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -261,6 +273,7 @@ def delta_walk_sm90_kernel(
     r_desc,  # [tokens, HV * C] by [C, C]
     o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
     states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
+    marks_desc,  # [marks * HV * V, K] by [BV, K]: S before every so many chunks, if PARTS
     o_ptr,
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [slots, HV, K, V]
@@ -272,6 +285,7 @@ def delta_walk_sm90_kernel(
     HV,
     H,
     segment,
+    every,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -284,11 +298,13 @@ def delta_walk_sm90_kernel(
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
+    PARTS: gl.constexpr = False,
 ):
     """grid (V / BV * HV * slots,), 4 warps: one program walks BV columns of V of one head.
 
     Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP:
-    where there are none its state is where it goes to, if it goes anywhere.
+    where there are none its state is where it goes to, if it goes anywhere. PARTS: S is left before
+    `every` chunks of a sequence.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -298,7 +314,7 @@ def delta_walk_sm90_kernel(
     w_full = ring(1, 2)
     x_full = ring(1, 2)
     x_empty = ring(1, 2)
-    i_v, i_h, slot, row, length, n, chunk, i_n, _, last = opening(
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     if SKIP and n == 0:
@@ -342,14 +358,18 @@ def delta_walk_sm90_kernel(
         copies = (ss, xs)
         rings = (full, empty, w_full, x_full, x_empty)
         queries = (qs, q_full, q_empty)
+        marks = queries
+        if PARTS:
+            marked, number = first_mark(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
+            marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
                 (walk_part, (
                     tiles, copies, rings, ends, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
                 (read_part, (
-                    o_desc, o_ptr, tiles, copies, rings, queries, os, row, HV * V, v_col, length,
-                    n, scale, BV, C, ST, HAS_GATE)),
+                    o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, HV * V, v_col,
+                    length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
                 (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_part, (
                     q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row,

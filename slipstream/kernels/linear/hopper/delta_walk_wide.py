@@ -28,6 +28,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from slipstream.kernels.linear.hopper.delta_parts import (
+    first_mark,
     hand_on,
     met,
     opening,
@@ -35,7 +36,6 @@ from slipstream.kernels.linear.hopper.delta_parts import (
     scores_of,
     stages,
     state_of,
-    window_of,
 )
 from slipstream.kernels.linear.hopper.parts import clear, ring, write
 
@@ -86,10 +86,9 @@ def load_part(
 
 @gluon.jit
 def walk_part(
-    tiles, rings, ends, marks, length, n, tile: gl.constexpr,
+    tiles, rings, ends, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
-    CUT: gl.constexpr, MARKS: gl.constexpr,
 ):  # fmt: skip
     ks, vs, rs, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty = rings
@@ -101,26 +100,10 @@ def walk_part(
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     b_s = gl.zeros([BV, K], gl.float32, sl)
-    b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN, CUT)
+    b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
     zero = gl.zeros([BV, C], gl.float32, xl)
-    if MARKS:
-        m_ptr, o_mark, states, windows_ptr, N, spans = marks
-        border = 1
-        cut = gl.load(windows_ptr + N * 4)
-        while (cut == 0) & (border < spans):
-            border += 1
-            cut = gl.load(windows_ptr + border * N * 4)
-        cut = gl.where(cut == 0, -1, cut)
     for i in range(n):
         s = i % ST
-        if MARKS:  # noqa: SIM102
-            if i == cut:
-                none = i >> 30  # 0, but no compiler knows, as in read_part
-                o_out = o_mark + (border - 1) * (states * gl.full([], K * V, gl.int64))
-                o_out = o_out + (o_k + none)[None, :] * V + (tile * BV + o_v + none)[:, None]
-                gl.store(m_ptr + o_out, b_s)
-                border += 1
-                cut = gl.load(windows_ptr + border * N * 4)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
             # both walkers do, so that neither waits for the other
@@ -166,15 +149,18 @@ def walk_part(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if not KEEP:
-        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT, False)
+        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
 
 
 @gluon.jit
 def read_part(
-    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, row, o_row, v_col, length, n, scale,
-    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, o_row, v_col, length, n,
+    scale, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
+    if PARTS:
+        marks_desc, marked, every, m_row, m_step = marks
     ks, _, _, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -202,7 +188,15 @@ def read_part(
         b_p = warpgroup_mma(
             b_q, ss.index(none + 1).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
+        if PARTS:  # noqa: SIM102
+            if i == marked:
+                copy_out(marks_desc, [m_row, 0], ss.index(none))
+                copy_out(marks_desc, [m_row + BV, 0], ss.index(none + 1))
+                marked += every
+                m_row += m_step
         b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+        if PARTS:
+            store_wait(0)
         mbarrier.arrive(s_empty.index(0), count=1)
         if HAS_GATE:
             b_o = -b_o * b_start[:, None]
@@ -252,7 +246,7 @@ def keep_part(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "begin", "span", "rows", "spans"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "every"])
 def delta_walk_wide_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -260,22 +254,18 @@ def delta_walk_wide_sm90_kernel(
     r_desc,  # [tokens, HV * C] by [C, C]
     o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
     states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
+    marks_desc,  # [marks * HV * V, K] by [BV, K]: S before every so many chunks, if PARTS
     o_ptr,
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,
     cu_ptr,  # [N + 1]
-    windows_ptr,  # [N, 4] of a span, if PACKED and SPAN; [spans + 1, N, 4] if MARKS
-    marks_ptr,  # [rows, HV, K, V]: states at the border before it; [spans - 1, ...] if MARKS
     scale,
     T,
     N,
     HV,
     H,
-    begin,
-    span,
-    rows,
-    spans,
+    every,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -287,16 +277,12 @@ def delta_walk_wide_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
-    SPAN: gl.constexpr = False,
-    MARKS: gl.constexpr = False,
+    PARTS: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
-    SPAN: over `span` tokens of a sequence from its token `begin` on, and S is kept as if there
-    were no others; of packed ones, if KEEP, over those that delta_windows.py says. MARKS: over all
-    tokens, leaving the states at all borders of those. SKIP as delta_walk_sm90_kernel has it.
+    SKIP and PARTS as delta_walk_sm90_kernel has them.
     """
-    CUT: gl.constexpr = PACKED and SPAN
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
@@ -309,29 +295,8 @@ def delta_walk_wide_sm90_kernel(
     i_v, i_h, slot, row, length, n, chunk, _, _, _ = opening(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
-    kept = chunk
     o_state = state_of(slot, i_h, HV, K, V) + i_v
-    ends = (s_in_ptr, s_out_ptr, o_state)
-    marks = ends
-    if MARKS:
-        o_mark = state_of(slot % rows, i_h, HV, K, V) + i_v
-        marks = (marks_ptr, o_mark, rows * HV, windows_ptr + slot * 4, N, spans)
-    if CUT:
-        first, length, n, kept, o_mark, before, _ = window_of(
-            windows_ptr, slot, i_h, HV, length, n, K, V, C
-        )
-        if n == 0:
-            return
-        row += first * C
-        chunk += first * HV
-        kept = kept * HV + i_h
-        ends = (s_in_ptr, None, o_state, marks_ptr, None, o_mark + i_v, before, None)
-    elif SPAN:
-        row += begin
-        length = gl.minimum(length - begin, span)
-        n = gl.cdiv(length, C)
-        kept = slot * n * HV + i_h
-        chunk += begin // C * HV
+    ends = (s_in_ptr, s_out_ptr, o_state, o_state)
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // H) * K
@@ -344,13 +309,13 @@ def delta_walk_wide_sm90_kernel(
         gl.warp_specialize(
             [
                 (walk_part, (
-                    tiles, rings, ends, marks, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
+                    tiles, rings, ends, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (walk_part, (
-                    tiles, rings, ends, marks, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
+                    tiles, rings, ends, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (keep_part, (
-                    states_desc, o_desc, o_ptr, tiles, rings, row, kept, HV, HV * V, v_col, i_v,
+                    states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
                 (load_part, (
                     k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
@@ -367,17 +332,21 @@ def delta_walk_wide_sm90_kernel(
         q_full = ring(1, 2)
         q_empty = ring(1, 2)
         tiles = (ks, vs, rs, gs, ss, xs)
+        marks = ends
+        if PARTS:
+            marked, number = first_mark(slot, 0, row, T, T, every, C, PACKED, False)
+            marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
                 (walk_part, (
-                    tiles, rings, ends, marks, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
+                    tiles, rings, ends, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (walk_part, (
-                    tiles, rings, ends, marks, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, CUT, MARKS)),
+                    tiles, rings, ends, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
                 (read_part, (
-                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, row, HV * V, v_col,
-                    length, n, scale, BV, C, ST, HAS_GATE)),
+                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, HV * V,
+                    v_col, length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
                 (load_part, (
                     q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
                     q_empty, p_rows, stride, row, n, k_col, v_col, i_h * C,

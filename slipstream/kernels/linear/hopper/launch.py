@@ -18,7 +18,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.hopper import delta_back_launch, dplr_launch
 from slipstream.kernels.linear.hopper import delta_launch as sm90
-from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, in_one_walk, per_channel
+from slipstream.kernels.linear.hopper.delta_cut import Cut, cut_of, marks_like
+from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V, per_channel
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton import delta_launch as portable
 from slipstream.kernels.linear.triton import dplr_launch as dplr_portable
@@ -27,7 +28,7 @@ from slipstream.kernels.linear.triton.launch import Split, split_into
 
 IN_SLICES = MARKS = True  # as the portable ones
 ACTIVE = True  # takes how many of the packed sequences have tokens
-SPENDS_Q = SPENDS_KEPT = True
+SPENDS_Q = True
 PROGRAMS = 132  # multiprocessors: a walk's program takes one
 LEAST = 8  # chunks of a segment
 WORTH = 18  # chunks that a split has to take off a walk: about 30 us
@@ -64,10 +65,9 @@ def forward_kept(
     if per_channel(terms):
         return *forward(terms, scale, out, marks), []
     own, left = _own(active), []
-    if in_one_walk(terms, active) and _split(terms) is None and marks is None:
-        spans = delta_back_launch.spans_of(terms)[1]
-        if spans:
-            own = own._replace(walk=partial(_walk_spans, spans=spans, left=left))
+    if marks is None and (cut := _cut(terms, active)):
+        left = [marks_like(terms, cut)]
+        own = own._replace(walk=partial(_walk, parts=(cut.every, left[0])))
     o, final, solved = portable.forward_solved(as_tma_reads(terms), scale, own, out, marks)
     return o, final, [x for x in (*solved, *left) if x is not None]
 
@@ -81,22 +81,19 @@ def backward(
     out: Mapping[str, Tensor] = MappingProxyType({}),
     active: int | None = None,
     spends_q: bool = False,
-    spends_kept: bool = False,
 ) -> dict[str, Tensor]:
     """As the portable one; active as forward has it.
 
     Args:
         spends_q: the gradient of q may take q's memory, where heads are not grouped.
-        spends_kept: and what comes in between that of what is kept.
     """
     dout = None if dout is None else at_16_bytes(dout)
     if per_channel(terms):
         return dplr_portable.backward(as_tma_reads(terms), dout, dfinal, scale, dplr_launch, out)
     own, terms, count = _own(active), as_tma_reads(terms), 2 if terms.g is None else 3
     solved = portable.Solved(*kept[:count]) if kept else None
-    if in_one_walk(terms, active) and _split(terms) is None:
-        back = partial(_back, active=active, left=kept[count:], spends=spends_kept)
-        own = own._replace(back=back)
+    if cut := _cut(terms, active):
+        own = own._replace(back=partial(_back, cut=cut, left=kept[count:]))
     if spends_q and terms.q.shape[2] == terms.v.shape[2]:
         out = {**out, "q": terms.q}
     return portable.backward(terms, dout, dfinal, scale, own, solved, out)
@@ -124,6 +121,7 @@ def _walk(
     s_out: Tensor | None = None,
     split: Split | None = None,
     active: int | None = None,
+    parts: tuple[int, Tensor] | None = None,
 ) -> None:
     ends: dict[str, Any] = {"states": states, "s_in": s_in, "s_out": s_out}
     skip = active is not None and split is None
@@ -131,10 +129,10 @@ def _walk(
     if states is not None and terms.g is None and crowded(terms, slots):
         portable.launch_walk(terms, solved, scale, o, **ends, split=split)
     elif split is None and _takes_two(terms, active):
-        sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, skip=skip)
+        sm90.walk_wide(terms, solved.r, solved.rows, scale, o, **ends, skip=skip, parts=parts)
     else:
-        segment = _segment(split)
-        sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, segment=segment, skip=skip)
+        more = {"segment": _segment(split), "skip": skip, "parts": parts}
+        sm90.walk(terms, solved.r, solved.rows, scale, o, **ends, **more)
 
 
 def _takes_two(terms: Terms, active: int | None = None) -> bool:
@@ -161,22 +159,6 @@ def _walk_back(
     sm90.walk_back(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends, skip=skip)
 
 
-def _walk_spans(
-    terms: Terms,
-    solved: portable.Solved,
-    scale: float,
-    o: Tensor,
-    *,
-    s_in: Tensor | None,
-    s_out: Tensor,
-    split: Split | None,
-    spans: delta_back_launch.Spans,
-    left: list[Tensor],
-) -> None:
-    """Forward of what backward takes in spans of tokens; the states between them are left."""
-    left.extend(delta_back_launch.walk_spans(terms, solved, scale, o, s_out, spans))
-
-
 def _back(
     terms: Terms,
     do: Tensor,
@@ -185,15 +167,22 @@ def _back(
     scale: float,
     dstate: Tensor | None,
     out: Mapping[str, Tensor],
-    active: int | None,
+    cut: Cut,
     left: Sequence[Tensor],
-    spends: bool,
 ) -> dict[str, Tensor]:
+    def forward(o: Tensor, marks: Tensor) -> None:
+        own = _OWN._replace(walk=partial(_walk, parts=(cut.every, marks)))
+        portable.walk_whole(terms, solved, scale, o, None, own)
+
     return delta_back_launch.backward(
         terms, do, dfinal, solved, scale, dstate, out,
-        walk=partial(_walk, active=active), together=_together(terms), left=left, spends=spends,
-        skip=active is not None,
+        cut=cut, together=_together(terms), forward=forward, left=left,
     )  # fmt: skip
+
+
+def _cut(terms: Terms, active: int | None) -> Cut | None:
+    """What a whole call goes back through at a time, where it goes back in one walk."""
+    return cut_of(terms) if active is None else None
 
 
 def _together(terms: Terms) -> int:

@@ -14,6 +14,9 @@ CHUNK = 64
 TILE_V = 64
 # Value heads of all sequences from which on the delta rule goes back in one walk, a program each.
 FUSED = 96
+# Where they are fewer, segments of all heads that go back at once, one a multiprocessor, and chunks
+# of one, at least.
+PROGRAMS, LEAST = 132, 2
 
 
 def per_channel(terms: Terms) -> bool:
@@ -46,13 +49,23 @@ def refuses(terms: Terms) -> str | None:
     return guard.objection(lambda: kind(terms, "hopper"), q.device)
 
 
-def in_one_walk(terms: Terms, sequences: int | None = None) -> bool:
-    """Whether these kernels take a delta rule's backward in one walk (delta_back.py).
-
-    Args:
-        sequences: of packed ones those that have tokens, about; all if None.
-    """
+def in_one_walk(terms: Terms) -> bool:
+    """Whether these kernels take a delta rule's backward in one walk of whole sequences
+    (delta_back.py)."""
     if terms.transition != "delta" or terms.decay == "channel":
         return False
     HV, V = terms.v.shape[2:]
-    return V <= 128 and HV * (sequences or terms.sequences) >= FUSED
+    return V <= 128 and HV * terms.sequences >= FUSED
+
+
+def segments(terms: Terms) -> int:
+    """How many segments of a sequence, about, these kernels take a delta rule's backward in, each
+    in one walk (delta_cut.py); 1 where they don't."""
+    if terms.transition != "delta" or terms.decay == "channel":
+        return 1
+    T, HV, V = terms.v.shape[1:]
+    heads = HV * terms.sequences
+    if V != 2 * TILE_V or not 0 < heads < FUSED:
+        return 1
+    chunks = T // CHUNK // (1 if terms.cu_seqlens is None else terms.sequences)
+    return max(1, min(PROGRAMS // heads, chunks // LEAST))

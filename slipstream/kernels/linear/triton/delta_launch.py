@@ -106,14 +106,14 @@ def forward_solved(
     with on(o.device):
         solved = _solve(terms, own)
         for tokens, part, there, after in walked(terms, o, final, marks):
-            _walked(part, _part(solved, tokens), scale, there, after, own)
+            walk_whole(part, _part(solved, tokens), scale, there, after, own)
     return o, final, solved
 
 
-def _walked(
-    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor, own: Own | None
+def walk_whole(
+    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor | None, own: Own | None
 ) -> None:
-    """o and the final state are written."""
+    """o and, if it is wanted, the final state are written."""
     if own is not None:
         split, met = own.split(terms), terms.initial_state
         if split is not None:

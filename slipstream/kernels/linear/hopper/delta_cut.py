@@ -1,0 +1,88 @@
+"""What the delta rule's backward goes through at a time on sm_90 (delta_back.py), by shapes alone.
+
+A head of a sequence is one program. Where these leave multiprocessors idle, each takes a segment:
+as many as there are multiprocessors for. The gradient of the state at a segment's end is made
+first, of all at once (delta_ends.py, delta_meet.py).
+
+A program goes back in parts of `every` chunks, the last one first, so that S is in memory before
+the chunks of one part alone; forward leaves S before each part, in 16 bits as it is in all
+products. Bytes beyond R, at E bytes an element:
+
+    K V E                       before each part of each head
+    K V (E (every - 1) + 4)     of each program that runs: S, and dS while S has its registers
+    4 K V                       of each segment: dS at its end; and before the programs run,
+                                4 K (K + V) for M and dE
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from slipstream.kernels.linear.hopper.plan import CHUNK, in_one_walk, segments
+from slipstream.kernels.linear.slices import LITTLE, MOST
+from slipstream.kernels.linear.terms import Terms
+
+# Programs that run at a time, at most: multiprocessors of the largest GPU of sm_90.
+RUNNING = 144
+ENOUGH = 0.1  # of memory, which is not worth shorter parts where none are short enough
+# Parts that a sequence is tried in.
+COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
+
+
+class Cut(NamedTuple):
+    """every: chunks of a part. marks: parts of all sequences, or more. tokens: of a segment, and
+    slots: how many there are, 0 where none is cut."""
+
+    every: int
+    marks: int
+    tokens: int = 0
+    slots: int = 0
+
+    def programs(self, terms: Terms) -> int:
+        return terms.v.shape[2] * (self.slots or terms.sequences)
+
+
+def cut_into(terms: Terms, every: int, parts: int = 0) -> Cut:
+    """parts: of a segment; 0 where none is cut."""
+    (B, T), N = terms.v.shape[:2], terms.sequences
+    packed = terms.cu_seqlens is not None
+    tokens, segment = every * CHUNK, every * CHUNK * parts
+    marks, slots = (T // x + N if packed else B * -(-T // x) for x in (tokens, segment or 1))
+    return Cut(every, marks, segment, slots if parts else 0)
+
+
+def cut_of(terms: Terms) -> Cut | None:
+    """So that what there is beyond arguments and results stays below MOST percent of those, in
+    parts as long as that lets them be; if none are short enough, about as little as can be. None:
+    in two kernels, which leave S, dS' and w of all chunks, where heads and all that are few."""
+    count = segments(terms)
+    B, T, HV, V = terms.v.shape
+    K, E = terms.q.shape[3], terms.q.element_size()
+    if count == 1 and not in_one_walk(terms):
+        return None
+    if count > 1 and B * T * HV * V * E * (2 * K + CHUNK) <= LITTLE * CHUNK:
+        return None
+    chunks = -(-T // CHUNK)
+    if count > 1:
+        of_one = -(-T // (CHUNK * terms.sequences)) if terms.cu_seqlens is not None else chunks
+        chunks = -(-of_one // count)
+    given = sum(x.numel() * x.element_size() for x in terms if x is not None)
+    allowed = (given + B * T * HV * V * E) * 2 * int(10 * MOST) // 1000
+    allowed -= B * T * HV * (CHUNK * E + 8)  # R, beta and G
+    found: dict[Cut, int] = {}
+    for parts in COUNTS:
+        every = -(-chunks // parts)
+        cut = cut_into(terms, every, -(-chunks // every) if count > 1 else 0)
+        run = min(cut.programs(terms), RUNNING) * K * V * (E * (every - 1) + 4)
+        ends = HV * cut.slots * 4 * K
+        found[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
+    enough = max(allowed, LITTLE)
+    if min(found.values()) > enough:
+        enough = (1 + ENOUGH) * min(found.values())
+    return next(cut for cut, size in found.items() if size <= enough)
+
+
+def marks_like(terms: Terms, cut: Cut) -> Tensor:
+    """S before each part."""
+    K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
+    return terms.v.new_empty(cut.marks, HV, V, K)
