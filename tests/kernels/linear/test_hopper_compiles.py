@@ -6,7 +6,6 @@ they compute is checked on a GPU alone (tests/gpu/test_delta_hopper.py).
 
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
-    "ends_alone", "meet_back_alone", "one_walk", "shared_walk", "taken_walk", "split_walk",
+    "ends_alone", "meet_back_alone", "one_walk", "shared_walk", "split_walk",
 ]  # fmt: skip
 
 
@@ -47,7 +46,6 @@ FURTHER = (
     "shared_walk",
     "parts_split",
     "meet_back_alone",
-    "taken_walk",
 )  # flags of others: one case is the sample
 
 
@@ -117,9 +115,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
             if make == "split_walk":
                 both["s_in"] = rows.new_empty(cut.slots, HV, K, V)
-            running = 1 if make == "taken_walk" else 100
-            with mock.patch.object(delta_back_launch, "RUNNING", running):
-                delta_back_launch.launch_back(given, out, solved, 0.1, marks, made, cut, **both)
+            delta_back_launch.launch_back(given, out, solved, 0.1, marks, made, cut, **both)
         elif "ends" in make or "meet" in make:
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
             solved = delta_launch.Solved(r, rows, growth)
@@ -140,9 +136,9 @@ def jobs(case: tuple, make: str) -> list[Job]:
     return trace(call, "sm_90", backward=False)
 
 
-def check(job: Job, both_ends: bool = False, marks: bool = False, takes: bool = False) -> Compiled:
+def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
     """both_ends: backward, of a state that is read and written. marks: a walk that leaves states of
-    parts, for which a chunk takes a word more. takes: a program takes a slot, and leaves it."""
+    parts, for which a chunk takes a word more."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     # what a part wants before or after its loop; never in it, but for the wide walk, which keeps
@@ -156,7 +152,7 @@ def check(job: Job, both_ends: bool = False, marks: bool = False, takes: bool = 
     assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == 0
-    assert got.instructions["atomic"] == 2 * takes
+    assert got.instructions["atomic"] == 2 * one_walk  # a program takes a slot, and leaves it
     return got
 
 
@@ -173,7 +169,7 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
         pytest.skip("V is one tile")
     (job,) = jobs(case, make)
-    got = check(job, make == "back_span", make == "wide_parts", make == "taken_walk")
+    got = check(job, make == "back_span", make == "wide_parts")
     assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
     if make in ("solve", "grads", "shared") or "meet" in make:
         return

@@ -43,15 +43,14 @@ def fused(
     pointers += [None if x is None else Pointer(x) for x in ends]
     flags = {name: run.flags[name] for name in ("K", "V", "C", "HAS_GATE", "PACKED", "ST", "SPLIT")}
     flags |= {"HAS_S_IN": ends[0] is not None, "HAS_S_OUT": ends[1] is not None}
-    turns = Pointer(torch.zeros(run.chunks, heads, dtype=torch.int32))
-    taken = torch.zeros(slots, dtype=torch.int32)
+    counts = torch.zeros(slots + run.chunks * heads, dtype=torch.int32)
     cu, *sizes = run.sizes[:6]
-    args = (*given, *pointers, cu, turns, Pointer(taken), *sizes, G, run.T, every, slots)
+    args = (*given, *pointers, cu, Pointer(counts), *sizes, G, run.T, every, slots)
     threads.launch(
         kernels().fused, programs, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0, FEW=0,
-        SHARED=G > 1, TAKES=slots < programs,
+        SHARED=G > 1,
     )  # fmt: skip
-    assert not taken.any()
+    assert not counts[:slots].any()
     return {n: x.view(run.B, run.T, H, -1, K).sum(3) for n, x in made.items()} | sums | {"v": w}
 
 

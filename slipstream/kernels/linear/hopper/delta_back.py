@@ -310,8 +310,8 @@ def delta_back_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after a sequence; of segments [.., HV, K, V]
     s_out_ptr,  # [N, HV, K, V]: of that before it
     cu_ptr,  # [N + 1]
-    turns_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
-    slots_ptr,  # [slots], zeros: which of them a program has, if TAKES
+    counts_ptr,  # [slots], zeros: which of them a program has; then if SHARED
+    # [chunks, HV / G], zeros: how many of G heads have added theirs
     scale,
     T,
     N,
@@ -333,7 +333,6 @@ def delta_back_sm90_kernel(
     PACKED: gl.constexpr,
     SPLIT: gl.constexpr,
     SHARED: gl.constexpr,
-    TAKES: gl.constexpr,
     REGISTERS: gl.constexpr,
     FEW: gl.constexpr,
 ):
@@ -341,8 +340,8 @@ def delta_back_sm90_kernel(
     warps: one program walks one head of a sequence, or of a segment of it.
 
     In parts of `every` chunks, of which a segment has a whole number. SHARED: G, which add dq and
-    dk up, is more than 1: one that waits does so for the program before it, which has begun. TAKES:
-    there are more programs than slots, and not more that run at a time.
+    dk up, is more than 1: one that waits does so for the program before it, which has begun. Slots
+    are for all programs that run at a time, or nearly so.
     """
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -384,9 +383,7 @@ def delta_back_sm90_kernel(
             return
         mark += i_s * (segment // (every * C))
         gives = i_s == 0
-    own = pid
-    if TAKES:
-        own = take_slot(slots_ptr, pid % slots, slots)
+    own = take_slot(counts_ptr, pid % slots, slots)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
     p_rows, stride = rows_of(rows_ptr, chunk * HV + i_h, HV, C, HAS_GATE)
@@ -395,9 +392,8 @@ def delta_back_sm90_kernel(
     rings = (
         full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full, walked
     )  # fmt: skip
-    # what is not given: something else, for only the first part takes None
-    p_turns = turns_ptr + chunk * (HV // G) + i_h // G if SHARED else rows_ptr
-    p_dg = dg_ptr if HAS_GATE else dbeta_ptr
+    p_turns = counts_ptr + slots + (chunk * (HV // G) + i_h // G)
+    p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
     scratch = own * ((every - 1) * V)
     gl.warp_specialize(
@@ -422,5 +418,4 @@ def delta_back_sm90_kernel(
         [4, 1, 1],
         [REGISTERS, FEW, FEW],
     )  # fmt: skip
-    if TAKES:
-        leave_slot(slots_ptr + own)
+    leave_slot(counts_ptr + own)

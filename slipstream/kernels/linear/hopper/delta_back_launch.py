@@ -14,7 +14,7 @@ from slipstream.kernels.kept import kept
 from slipstream.kernels.linear.hopper import delta_launch as sm90
 from slipstream.kernels.linear.hopper.delta_back import delta_back_sm90_kernel
 from slipstream.kernels.linear.hopper.delta_cut import RUNNING, Cut, marks_like
-from slipstream.kernels.linear.hopper.delta_launch import TILE_K, sizes_of, tiles_of, turns_of
+from slipstream.kernels.linear.hopper.delta_launch import TILE_K, sizes_of, tiles_of
 from slipstream.kernels.linear.hopper.plan import CHUNK
 from slipstream.kernels.linear.slices import fitting
 from slipstream.kernels.linear.terms import Terms
@@ -102,7 +102,7 @@ def launch_back(
     heads, w, rows = made["q"].shape[2], made["v"], solved.rows
     segment = (cut.tokens, cut.slots) if cut.slots else None
     programs = cut.programs(terms)
-    takes, slots = programs > RUNNING, min(programs, RUNNING)
+    slots, turns = min(programs, RUNNING), rows.shape[0] * heads if heads < HV else 0
     states = w.new_empty(slots * max(cut.every - 1, 1), V, K)
     launch: Any = kept(delta_back_sm90_kernel)[(programs,)]
     launch(
@@ -122,8 +122,7 @@ def launch_back(
         s_in,
         s_out,
         terms.cu_seqlens,
-        turns_of(rows, heads, HV),
-        torch.zeros(slots, dtype=torch.int32, device=w.device) if takes else None,
+        torch.zeros(slots + turns, dtype=torch.int32, device=w.device),
         scale,
         *sizes_of(terms, None)[:4],
         HV // heads,
@@ -142,6 +141,5 @@ def launch_back(
         PACKED=terms.cu_seqlens is not None,
         SPLIT=segment is not None,
         SHARED=heads < HV,
-        TAKES=takes,
         **BACK[V],
     )

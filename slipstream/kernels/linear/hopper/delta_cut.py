@@ -22,9 +22,9 @@ from slipstream.kernels.linear.hopper.plan import CHUNK, in_one_walk, segments
 from slipstream.kernels.linear.slices import LITTLE, MOST
 from slipstream.kernels.linear.terms import Terms
 
-# Programs that run at a time, at most: multiprocessors of the largest GPU of sm_90.
-RUNNING = 144
-ENOUGH = 0.1  # of memory, which is not worth shorter parts where none are short enough
+# Programs that run at a time: multiprocessors. More of them wait for others' memory.
+RUNNING = 132
+ENOUGH = 0.05  # of memory, which is not worth shorter parts where none are short enough
 # Parts that a sequence is tried in.
 COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 
@@ -76,9 +76,7 @@ def cut_of(terms: Terms) -> Cut | None:
         run = min(cut.programs(terms), RUNNING) * K * V * (E * (every - 1) + 4)
         ends = HV * cut.slots * 4 * K
         found[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
-    enough = max(allowed, LITTLE)
-    if min(found.values()) > enough:
-        enough = (1 + ENOUGH) * min(found.values())
+    enough = max(allowed, (1 + ENOUGH) * min(found.values()))
     return next(cut for cut, size in found.items() if size <= enough)
 
 
