@@ -32,7 +32,7 @@ def fused(
     heads, w, programs = HV // G, run.empty(*run.terms.v.shape), run.HV * run.slots
     made = {n: run.empty(run.B, run.T, heads, K) for n in "qk"}
     sums = {n: run.empty(run.B, run.T, HV) for n in ("beta", "g")}
-    states = run.empty(slots * max(every - 1, 1), V, K)
+    states = run.empty(slots * max(every - 2, 1), V, K)
     given = [Descriptor(x, H * K, C, K) for x in (t.q.clone(), t.k)]
     given += [Descriptor(x, HV * V, C, V) for x in (t.v, do)]
     given += [Descriptor(run.r, HV * C, C, C), Descriptor(w, HV * V, C, V)]

@@ -11,8 +11,9 @@ formulas of the portable delta_grads.py.
 
 S and w are made once more, `every` chunks at a time: forward leaves S before each such part, in 16
 bits as it is in all products, and from there a program walks to the part's end before it goes back
-(delta_back_there.py). What it meets on its way is in memory of that program alone, a state a chunk,
-the last chunk's in shared memory; dS' is in memory too while S takes its registers.
+(delta_back_there.py). What it meets on its way is in memory of that program alone, a state a chunk
+between the first, which forward left, and the last, which is in shared memory; dS' is in memory too
+while S takes its registers.
 
 Four parts of a program, which has all columns of V:
 
@@ -60,13 +61,14 @@ def load_part(
     descs, tiles, rings, p_rows, stride, row, scratch, mark, m_step, n, every, k_col, v_col, r_col,
     V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    """scratch: where this program has S before the first chunk of a part. mark: where S before the
+    """scratch: where this program has S before the second chunk of a part. mark: where S before the
     first part is left, and m_step how far it is to that before the next."""
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, marks_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
     full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
     parts = gl.maximum(gl.cdiv(n, every), 1)
+    mark += (parts - 1) * m_step
     i = 0
     for part in range(parts):
         first, count = part_of(i, n, every)
@@ -93,9 +95,8 @@ def load_part(
             mbarrier.arrive(full.index(s), count=1)
             if at == 0:
                 mbarrier.wait(late.index(0), (i & 1) ^ 1)
-                mark_row = mark + (parts - 1 - part) * m_step
                 mbarrier.expect(met_full.index(0), marks_desc.block_type.nbytes)
-                copy_in(marks_desc, [mark_row, 0], met_full.index(0), ss.index(0))
+                copy_in(marks_desc, [mark, 0], met_full.index(0), ss.index(0))
             before = ((i + at - count) & 1) ^ 1
             if back:
                 mbarrier.wait(r_empty.index(0), before)
@@ -110,8 +111,13 @@ def load_part(
                 copy_in(w_desc, [t, v_col], w_full.index(0), ws.index(0))
                 mbarrier.wait(late.index(0), before)
                 mbarrier.expect(s_full.index(0), states_desc.block_type.nbytes)
-                copy_in(states_desc, [scratch + (c - first) * V, 0], s_full.index(0), ss.index(0))
+                if c == first:
+                    copy_in(marks_desc, [mark, 0], s_full.index(0), ss.index(0))
+                else:
+                    s_row = scratch + (c - first - 1) * V
+                    copy_in(states_desc, [s_row, 0], s_full.index(0), ss.index(0))
         i += count
+        mark -= m_step
 
 
 @gluon.jit
@@ -248,12 +254,11 @@ def back_part(
 
 @gluon.jit
 def walk_part(
-    descs, park_ptr, tiles, made, rings, ends, gives, row, v_col, scratch, o_park, length, n, every,
-    scale,
+    descs, p_park, tiles, made, rings, ends, gives, row, v_col, scratch, length, n, every, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
 ):  # fmt: skip
-    """gives: whether anybody wants the gradient of the state before all."""
+    """p_park: dS, while S is there. gives: whether anybody wants that before all chunks."""
     _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
@@ -272,7 +277,7 @@ def walk_part(
         if part == 0:
             b_d = met(ends, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
         else:
-            b_d = gl.load(park_ptr + o_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]))
+            b_d = gl.load(p_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]))
         landed()
         gl.thread_barrier()
         mbarrier.arrive(walked.index(0), count=1)
@@ -284,7 +289,7 @@ def walk_part(
             if gives:
                 hand_on(ends, b_d, 0, o_k + none, o_v, V, HAS_S_OUT)
         else:
-            gl.store(park_ptr + o_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]), b_d)
+            gl.store(p_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]), b_d)
         gone += count
 
 
@@ -296,14 +301,14 @@ def delta_back_sm90_kernel(
     do_desc,
     r_desc,  # [tokens, HV * C] by [C, C]
     dv_desc,  # [tokens, HV * V] by [C, V]: w, in whose place dv comes
-    states_desc,  # [slots * (every - 1) * V, K] by [V, K]: S before chunks of a part, by and by
+    states_desc,  # [slots * (every - 2) * V, K] by [V, K]: S before chunks of a part, by and by
     marks_desc,  # [marks * HV * V, K] by [V, K]: S before each part
     dq_desc,  # [tokens, HV / G * K] by [C, K]
     dk_desc,
     dq_ptr,
     dk_ptr,
     dv_ptr,
-    park_ptr,  # [slots, V, K]: dS, while S is there
+    park_ptr,  # [slots, V, K]: dS, while S is there; if SPLIT it goes where s_in was
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,
@@ -395,12 +400,16 @@ def delta_back_sm90_kernel(
     p_turns = counts_ptr + slots + (chunk * (HV // G) + i_h // G)
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
-    scratch = own * ((every - 1) * V)
+    scratch = own * ((every - 2) * V)
+    if SPLIT:
+        p_park = s_in_ptr + state_of(at, i_h, HV, K, V)
+    else:
+        p_park = park_ptr + own * gl.full([], K * V, gl.int64)
     gl.warp_specialize(
         [
             (walk_part, (
-                (dv_desc, states_desc), park_ptr, tiles, made, rings, ends, gives, row, i_h * V,
-                scratch, own * gl.full([], K * V, gl.int64), length, n, every, scale,
+                (dv_desc, states_desc), p_park, tiles, made, rings, ends, gives, row, i_h * V,
+                scratch, length, n, every, scale,
                 K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
             (grads_part, (
                 descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,

@@ -95,7 +95,8 @@ def launch_back(
 
     Args:
         marks: of marks_like.
-        s_in: gradients of the states after sequences, or after segments.
+        s_in: gradients of the states after sequences; after segments, in float32, which are
+            spent.
     """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
@@ -103,7 +104,7 @@ def launch_back(
     segment = (cut.tokens, cut.slots) if cut.slots else None
     programs = cut.programs(terms)
     slots, turns = min(programs, RUNNING), rows.shape[0] * heads if heads < HV else 0
-    states = w.new_empty(slots * max(cut.every - 1, 1), V, K)
+    states = w.new_empty(slots * max(cut.every - 2, 1), V, K)
     launch: Any = kept(delta_back_sm90_kernel)[(programs,)]
     launch(
         *(tiles_of(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
@@ -115,7 +116,7 @@ def launch_back(
         made["q"],
         made["k"],
         w,
-        rows.new_empty(slots, V, K),
+        None if segment else rows.new_empty(slots, V, K),
         rows,
         made["beta"],
         made.get("g"),

@@ -37,8 +37,8 @@ def there_part(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    """From S before a part, which is there, to its end: S before its chunks and w into memory, of
-    the last to where the way back begins. gone: chunks gone back through."""
+    """From S before a part, which is there, to its end: S before its other chunks into memory, and
+    w; of the last to where the way back begins. gone: chunks gone back through."""
     w_desc, states_desc = descs
     qs, ks, os, gs, _, ws, ss, a_s = tiles
     ds, ys, _, _, _ = made
@@ -84,8 +84,8 @@ def there_part(
         if HAS_GATE:
             last = rows.slice(2 * C - 1, 1)
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
-        if not ends:
-            copy_out(states_desc, [scratch + at * V, 0], ds.index(o))
+        if (at > 0) & (at < count - 1):
+            copy_out(states_desc, [scratch + (at - 1) * V, 0], ds.index(o))
         b_u = warpgroup_mma_wait(0, deps=(b_u,))
         if HAS_GATE:
             b_u = -b_u * gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]

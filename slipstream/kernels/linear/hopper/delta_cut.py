@@ -9,9 +9,9 @@ the chunks of one part alone; forward leaves S before each part, in 16 bits as i
 products. Bytes beyond R, at E bytes an element:
 
     K V E                       before each part of each head
-    K V (E (every - 1) + 4)     of each program that runs: S, and dS while S has its registers
-    4 K V                       of each segment: dS at its end; and before the programs run,
-                                4 K (K + V) for M and dE
+    K V (E (every - 2) + 4)     of each program that runs: S, and dS while S has its registers
+    4 K V                       of each segment: dS at its end, then that while S has its registers;
+                                and before the programs run, 4 K (K + V) for M and dE
 """
 
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from slipstream.kernels.linear.terms import Terms
 # Programs that run at a time: multiprocessors. More of them wait for others' memory.
 RUNNING = 132
 ENOUGH = 0.05  # of memory, which is not worth shorter parts where none are short enough
+LONGER = 0.08  # by which segments may grow so that they have a whole number of parts
 # Parts that a sequence is tried in.
 COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 
@@ -72,8 +73,12 @@ def cut_of(terms: Terms) -> Cut | None:
     found: dict[Cut, int] = {}
     for parts in COUNTS:
         every = -(-chunks // parts)
-        cut = cut_into(terms, every, -(-chunks // every) if count > 1 else 0)
-        run = min(cut.programs(terms), RUNNING) * K * V * (E * (every - 1) + 4)
+        split = -(-chunks // every) if count > 1 else 0
+        if split * every > (1 + LONGER) * chunks:
+            continue
+        cut = cut_into(terms, every, split)
+        parked = 0 if split else 4
+        run = min(cut.programs(terms), RUNNING) * K * V * (E * max(every - 2, 0) + parked)
         ends = HV * cut.slots * 4 * K
         found[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
     enough = max(allowed, (1 + ENOUGH) * min(found.values()))
