@@ -3,6 +3,7 @@
     compute-sanitizer --tool memcheck python bench/sanitize.py chunk_gla
     compute-sanitizer --tool racecheck python bench/sanitize.py chunk_gla --sizes whole
     ... --impl triton                           # the portable kernels
+    ... --parts 0                               # the delta rule back in one walk; N: in segments
     python bench/sanitize.py chunk_gla          # the same alone: compiles what the other launches
 
 Odd sizes, packed sequences and states, strong gates; every tensor has memory of its own, so that an
@@ -12,6 +13,9 @@ down a hundredfold: a few operators at a time. What has been launched is printed
 racecheck does not know that an mbarrier orders anything: of kernels whose warps have parts (sm_90)
 it reports what one part writes and another reads after a wait, the arrival coming after a barrier
 of the writers. It tells of the portable kernels, which have none.
+
+Calls this small would not go back in one walk: --parts has them, in parts of 2 chunks, and with N
+above 0 in segments of N parts.
 """
 
 import argparse
@@ -60,7 +64,13 @@ def main() -> None:
     parser.add_argument("operators", nargs="+")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--impl")
+    parser.add_argument("--parts", type=int)
     args = parser.parse_args()
+    if args.parts is not None:
+        from slipstream.kernels.linear.hopper import launch
+        from slipstream.kernels.linear.hopper.delta_cut import cut_into
+
+        launch.cut_of = lambda terms: cut_into(terms, 2, args.parts)
     launched: Counter[str] = Counter()
     watch(launched)
     for sample in chosen(args.operators):
