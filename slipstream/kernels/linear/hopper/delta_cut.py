@@ -24,7 +24,7 @@ from slipstream.kernels.linear.terms import Terms
 
 # Programs that run at a time: multiprocessors. More of them wait for others' memory.
 RUNNING = 132
-ENOUGH = 0.05  # of memory, which is not worth shorter parts where none are short enough
+ENOUGH = 0.12  # of memory, which is not worth shorter parts where none are short enough
 LONGER = 0.08  # by which segments may grow so that they have a whole number of parts
 # Parts that a sequence is tried in.
 COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
@@ -63,10 +63,9 @@ def cut_of(terms: Terms) -> Cut | None:
         return None
     if count > 1 and B * T * HV * V * E * (2 * K + CHUNK) <= LITTLE * CHUNK:
         return None
-    chunks = -(-T // CHUNK)
-    if count > 1:
-        of_one = -(-T // (CHUNK * terms.sequences)) if terms.cu_seqlens is not None else chunks
-        chunks = -(-of_one // count)
+    # of a packed sequence: on average
+    of_one = -(-T // (CHUNK * terms.sequences)) if terms.cu_seqlens is not None else -(-T // CHUNK)
+    chunks = -(-of_one // count)
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
     allowed = (given + B * T * HV * V * E) * 2 * int(10 * MOST) // 1000
     allowed -= B * T * HV * (CHUNK * E + 8)  # R, beta and G
