@@ -1,6 +1,8 @@
 """The delta rule's backward in one walk on sm_90, in parts and segments: the oracle's numbers, the
 same bits each time, with what forward left and without."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,8 +90,14 @@ def test_a_graph_that_stays_keeps_the_states_of_parts(monkeypatch: pytest.Monkey
 
     torch.manual_seed(0)
     terms = inputs((1, 271, 2, 4, 128, 128, LENGTHS[:2] + (201,) + LENGTHS[3:]), True)
-    cut = delta_cut.cut_into(terms, 2)
+    cut, left = delta_cut.cut_into(terms, 2), []
+
+    def marks_like(*given: Any) -> Tensor:
+        left.append(delta_cut.marks_like(*given))
+        return left[-1]
+
     monkeypatch.setattr(launch, "cut_of", lambda terms: cut)
+    monkeypatch.setattr(launch, "marks_like", marks_like)
     names = ("q", "k", "v", "g", "beta")
     args = {n: getattr(terms, n).requires_grad_() for n in names}
     do = torch.randn_like(terms.v)
@@ -102,3 +110,4 @@ def test_a_graph_that_stays_keeps_the_states_of_parts(monkeypatch: pytest.Monkey
         for x, y, z in zip(first, again, last):
             assert torch.equal(x, y)
             assert torch.equal(x, z)
+    assert left and all(len(x) == cut.marks for x in left)

@@ -62,6 +62,8 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     # what is before the first slot is NaN, and a state far enough is there to end at
     m = behind(torch.randn(slots, HV, K, V + K) / 4, torch.nan)
     made = behind(torch.randn(slots, HV, K, V), torch.nan) if back else m
+    alone = back and not decays  # M with nothing beside it
+    beside = behind(m[..., V:].contiguous(), torch.nan) if alone else m
     far = behind((torch.rand(slots, HV) < 0.3 * decays).int(), 1)
     for first, count in sequences(case):
         if count:
@@ -69,8 +71,8 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     s_in, met = torch.randn(N, HV, K, V), torch.full((slots, HV, K, V), torch.nan)
     cu = torch.tensor(case, dtype=torch.int32) if packed else None
     launch[(V // 16 * HV * slots,)](
-        made, m, far, s_in, met, cu, T, N, HV, SEGMENT,
-        K=K, V=V, BV=16, BACK=back, HAS_S_IN=True, PACKED=packed,
+        made, beside, far, s_in, met, cu, T, N, HV, SEGMENT,
+        K=K, V=V, BV=16, BESIDE=0 if alone else V, BACK=back, HAS_S_IN=True, PACKED=packed,
     )  # fmt: skip
     for slot, state in wanted(case, made, m, far, s_in, back).items():
         torch.testing.assert_close(met[slot], state, rtol=1e-4, atol=1e-4)

@@ -94,12 +94,16 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made = new_empty(x, *shape, **options)
         return made.double().fill_(torch.nan) if made.is_floating_point() else made
 
+    def zeros(count: int, like: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
     new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=plan.CHUNK), None)
     monkeypatch.setattr(Tensor, "new_empty", empty)
     monkeypatch.setattr(delta_launch, "meet", meet)
     for module in (delta_launch, delta_back_launch):
         monkeypatch.setattr(module, "kept", kept)
         monkeypatch.setattr(module, "tiles_of", Descriptor)
+        monkeypatch.setattr(module, "counts_at_zero", zeros)
     for module in (portable, delta_plan):
         monkeypatch.setattr(module, "tile_of", lambda terms: tile)
     return ran

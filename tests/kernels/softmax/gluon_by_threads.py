@@ -23,6 +23,7 @@ import slipstream as slipstream  # before its Triton is replaced
 
 _LOCAL = threading.local()
 _WAIT = 20.0
+_SLOTS = threading.Lock()
 # modules that are imported anew, against the names below
 _ANEW = "slipstream.kernels.softmax.triton.scores", "slipstream.kernels.softmax.hopper."
 
@@ -220,9 +221,16 @@ def _turn_of(p: Pointer) -> Any:
 
 
 def _take_slot(p: Pointer, first: Any, count: Any) -> Any:
-    free = [i for i in range(int(count)) if p.data[int(p.at) + i] == 0]
-    p.data[int(p.at) + free[0]] = 1
-    return tensor(free[0])
+    end = time.monotonic() + _WAIT
+    while time.monotonic() < end:
+        with _SLOTS:
+            order = [(int(first) + i) % int(count) for i in range(int(count))]
+            free = [i for i in order if p.data[int(p.at) + i] == 0]
+            if free:
+                p.data[int(p.at) + free[0]] = 1
+                return tensor(free[0])
+        time.sleep(1e-3)
+    raise AssertionError("waits for a slot for ever")
 
 
 def _leave_slot(p: Pointer) -> None:

@@ -18,6 +18,7 @@ from slipstream.kernels.linear.hopper.delta_launch import TILE_K, sizes_of, tile
 from slipstream.kernels.linear.hopper.plan import CHUNK
 from slipstream.kernels.linear.slices import fitting
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.counts import counts_at_zero
 from slipstream.kernels.linear.triton.delta_launch import Solved
 from slipstream.kernels.linear.triton.heads import sum_heads
 
@@ -123,7 +124,7 @@ def launch_back(
         s_in,
         s_out,
         terms.cu_seqlens,
-        torch.zeros(slots + turns, dtype=torch.int32, device=w.device),
+        counts_at_zero(slots + turns, w),
         scale,
         *sizes_of(terms, None)[:4],
         HV // heads,

@@ -22,7 +22,8 @@ from slipstream.kernels.linear.hopper.plan import CHUNK, in_one_walk, segments
 from slipstream.kernels.linear.slices import LITTLE, MOST
 from slipstream.kernels.linear.terms import Terms
 
-# Programs that run at a time: multiprocessors. More of them wait for others' memory.
+# Programs that run at a time: multiprocessors. A few more wait for others' memory; were there many,
+# those that have it might wait for the turns of those that have not (delta_back.py).
 RUNNING = 132
 ENOUGH = 0.12  # of memory, which is not worth shorter parts where none are short enough
 LONGER = 0.08  # by which segments may grow so that they have a whole number of parts

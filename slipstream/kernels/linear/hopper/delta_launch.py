@@ -23,6 +23,7 @@ from slipstream.kernels.linear.hopper.delta_walk_back import delta_walk_back_sm9
 from slipstream.kernels.linear.hopper.delta_walk_wide import delta_walk_wide_sm90_kernel
 from slipstream.kernels.linear.hopper.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.triton.counts import counts_at_zero
 from slipstream.kernels.linear.triton.delta_launch import Solved
 
 BASE = 16  # rows of the blocks that the inverse begins with
@@ -351,7 +352,7 @@ def turns_of(rows: Tensor, heads: int, HV: int) -> Tensor | None:
     """How many value heads have added up a chunk's gradients of q and k: none yet."""
     if heads == HV:
         return None
-    return torch.zeros(rows.shape[0], heads, dtype=torch.int32, device=rows.device)
+    return counts_at_zero(rows.shape[0] * heads, rows)
 
 
 def _grid(terms: Terms, segment: tuple[int, int] | None, tile: int = TILE_V) -> tuple[int]:
