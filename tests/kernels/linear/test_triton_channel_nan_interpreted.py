@@ -5,9 +5,6 @@ or only the first of two, is finite where the float64 reference is not.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.linear.terms import Terms
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.interpreted import run
 from tests.kernels.linear.test_triton_channel_interpreted import FORMS, GATES
 from tests.kernels.linear.test_triton_interpreted import reference
 from tests.operators import relative_error
@@ -70,11 +68,7 @@ def check(form: str, gate: str, token: int, channels: Any, value: float) -> None
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_gates_of_no_number_reach_all_results_when_interpreted():
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(script="tests.kernels.linear.test_triton_channel_nan_interpreted")
 
 
 if __name__ == "__main__":
