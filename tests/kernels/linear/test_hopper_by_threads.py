@@ -68,7 +68,15 @@ class Buffer(threads.Buffer):
     layout = None
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
-        return Buffer(self.data.reshape(-1)[: np.prod(shape)].reshape(shape))
+        """Of what lies in memory from here on."""
+        size = int(np.prod(shape))
+        flat = self.data.reshape(-1)[:size]
+        if flat.size < size:
+            whole = self.data.base.reshape(-1)
+            first = self.data.ctypes.data - whole.ctypes.data
+            flat = whole[first // whole.itemsize :][:size]
+        assert np.shares_memory(flat, self.data)
+        return Buffer(flat.reshape(shape))
 
 
 def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
@@ -120,7 +128,8 @@ def kernels() -> SimpleNamespace:
             name: importlib.import_module(f"slipstream.kernels.linear.hopper.delta_{file}")
             for name, file in {**parts, "ends_back": "ends"}.items()
         }
-        vars(found["solve"])["halves"] = lambda b: (b, 0.0 * b)
+        inverse = importlib.import_module("slipstream.kernels.linear.hopper.inverse")
+        vars(inverse)["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
             **{name: getattr(x, f"delta_{parts[name]}_sm90_kernel") for name, x in found.items()}
         )

@@ -48,9 +48,9 @@ def kernels() -> SimpleNamespace:
         for name in [x for x in sys.modules if x.startswith(PARTS)]:
             del sys.modules[name]
         own = ("prepare", "solve", "strong", "walk", "walk_back")
-        names = ["delta_solve", *(f"dplr_{name}" for name in own)]
+        names = ["inverse", *(f"dplr_{name}" for name in own)]
         made = {name: importlib.import_module(PARTS + name) for name in names}
-        for name in ("delta_solve", "dplr_solve", "dplr_strong"):
+        for name in ("inverse", "dplr_strong"):
             vars(made[name])["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
             weak=made["dplr_prepare"].dplr_prepare_sm90_kernel,

@@ -329,7 +329,7 @@ def _language() -> SimpleNamespace:
         log2=lambda x: tensor(np.log2(x)),
         abs=lambda x: tensor(np.abs(x)),
         cdiv=lambda x, y: tensor(np.asarray(x) + y - 1) // y,
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         load=_load, store=_store, atomic_add=_atomic_add, static_range=range,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         NVMMADistributedLayout=_nothing, DotOperandLayout=_nothing, SliceLayout=_nothing,
@@ -373,6 +373,7 @@ def emulated() -> Iterator[None]:
         "copy_out": _copy_out,
         "store_wait": _store_wait,
         "fence_async_shared": _nothing,
+        "mma_v2": lambda a, b, acc: tensor(np.asarray(a) @ np.asarray(b) + np.asarray(acc)),
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }

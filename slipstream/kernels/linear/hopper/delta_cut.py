@@ -25,8 +25,8 @@ from slipstream.kernels.linear.terms import Terms
 # Programs that run at a time: multiprocessors. A few more wait for others' memory; were there many,
 # those that have it might wait for the turns of those that have not (delta_back.py).
 RUNNING = 132
-ENOUGH = 0.12  # of memory, which is not worth shorter parts where none are short enough
-LONGER = 0.08  # by which segments may grow so that they have a whole number of parts
+
+LONGER = 0.125  # by which segments may grow so that they have a whole number of parts
 # Parts that a sequence is tried in.
 COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 

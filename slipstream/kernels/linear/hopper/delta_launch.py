@@ -30,7 +30,7 @@ BASE = 16  # rows of the blocks that the inverse begins with
 STAGES = 3
 TILE_K = 64  # channels of K that the gradients' kernel takes at a time
 GRADS = {"num_warps": 4, "maxnreg": 255}
-SOLVE = {"num_warps": 4, "maxnreg": 128}  # four programs fit a multiprocessor
+SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 

@@ -33,7 +33,6 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_solve import halves
 from slipstream.kernels.linear.hopper.dplr_grads_parts import (
     LOG2E,
     chunk_tiles,
@@ -46,6 +45,7 @@ from slipstream.kernels.linear.hopper.dplr_grads_parts import (
     store_gates,
     sums_of_halves,
 )
+from slipstream.kernels.linear.hopper.inverse import halves
 from slipstream.kernels.linear.hopper.parts import place, ring
 
 

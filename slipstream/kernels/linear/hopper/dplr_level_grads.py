@@ -24,7 +24,6 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_solve import halves
 from slipstream.kernels.linear.hopper.dplr_grads_parts import (
     LOG2E,
     chunk_tiles,
@@ -39,6 +38,7 @@ from slipstream.kernels.linear.hopper.dplr_levels import (
     gates_seen,
     sum_gates,
 )
+from slipstream.kernels.linear.hopper.inverse import halves
 from slipstream.kernels.linear.hopper.parts import end_ring, place, ring
 
 

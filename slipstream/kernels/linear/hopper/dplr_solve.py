@@ -15,7 +15,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_solve import halves, invert_blocks
+from slipstream.kernels.linear.hopper.inverse import inverse
 
 
 @gluon.jit
@@ -30,51 +30,6 @@ def ready():
     """What was written to shared memory can be read by products of all warps."""
     fence_async_shared()
     gl.thread_barrier()
-
-
-@gluon.jit
-def product(left_high, left_low, right_high, right_low, b, ADD: gl.constexpr):
-    """Left by right in float32, but for 2^-16 of it or less; on top of b if ADD."""
-    b = warpgroup_mma(left_high, right_low, b, use_acc=ADD, is_async=True)
-    b = warpgroup_mma(left_low, right_high, b, is_async=True)
-    b = warpgroup_mma(left_high, right_high, b, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b,))
-
-
-@gluon.jit
-def invert(b_a, al: gl.constexpr):
-    """(I + b_a)^-1 for b_a strictly lower triangular [64, 64], as in delta_solve.py."""
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
-    o_i = gl.arange(0, 64, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, 64, gl.SliceLayout(0, al))
-    zero = gl.zeros([64, 64], gl.float32, al)
-    a_high, a_low = halves(b_a)
-    block = gl.allocate_shared_memory(gl.float32, [16, 4, 16], plain)
-    b_x = invert_blocks(b_a, block, 4, 16)
-    ams = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
-    xms = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
-    ams.index(0).store(a_high)
-    ams.index(1).store(a_low)
-    for level in gl.static_range(2):
-        r_block = (o_i // (16 << level))[:, None]
-        below = (r_block == (o_j // (16 << level))[None, :] + 1) & (r_block % 2 == 1)
-        x_high, x_low = halves(b_x)
-        gl.thread_barrier()
-        xms.index(0).store(x_high)
-        xms.index(1).store(x_low)
-        ready()
-        b_p = product(
-            gl.convert_layout(x_high, aa), gl.convert_layout(x_low, aa),
-            ams.index(0), ams.index(1), zero, False,
-        )  # fmt: skip
-        p_high, p_low = halves(gl.where(below, -b_p, 0.0))
-        b_x = product(
-            gl.convert_layout(p_high, aa), gl.convert_layout(p_low, aa),
-            xms.index(0), xms.index(1), b_x, True,
-        )  # fmt: skip
-    return b_x
 
 
 @gluon.jit
@@ -122,7 +77,7 @@ def solve(
     b_v0 = gl.load(p_v, mask=o_r < left, other=0.0)
     if NV > 1:
         b_v1 = gl.load(p_v + 64, mask=o_r < left, other=0.0)
-    b_r = invert(b_a, al)
+    b_r, _ = inverse(b_a)
     if keep != 0:
         put(r_ptr, b_r.to(act), C, rows)
     if DELTA:

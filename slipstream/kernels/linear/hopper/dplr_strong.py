@@ -17,7 +17,6 @@ memory for delta, whose programs have room for it; else in the tiles of x and y,
 # pyright: reportUnboundVariable=false
 
 from slipstream.kernels.gluon import gl, gluon
-from slipstream.kernels.linear.hopper.delta_solve import halves
 from slipstream.kernels.linear.hopper.dplr_levels import (
     END,
     LEVELS,
@@ -28,6 +27,7 @@ from slipstream.kernels.linear.hopper.dplr_levels import (
 )
 from slipstream.kernels.linear.hopper.dplr_prepare import LOG2E
 from slipstream.kernels.linear.hopper.dplr_solve import put, ready, scores, solve
+from slipstream.kernels.linear.hopper.inverse import halves
 from slipstream.kernels.linear.hopper.parts import place
 
 TURN = gl.constexpr(16)  # marks that are looked at together
