@@ -19,13 +19,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.kernels.linear.hopper.plan import CHUNK, in_one_walk, segments
-from slipstream.kernels.linear.slices import LITTLE, MOST
+from slipstream.kernels.linear.slices import LITTLE
 from slipstream.kernels.linear.terms import Terms
 
 # Programs that run at a time: multiprocessors. A few more wait for others' memory; were there many,
 # those that have it might wait for the turns of those that have not (delta_back.py).
 RUNNING = 132
-
+# Percent of the bytes of arguments, results and gradients. 25 are promised; a few
+# small tensors are not counted.
+MOST = 24.9
 LONGER = 0.125  # by which segments may grow so that they have a whole number of parts
 # Parts that a sequence is tried in.
 COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
@@ -55,7 +57,7 @@ def cut_into(terms: Terms, every: int, parts: int = 0) -> Cut:
 
 def cut_of(terms: Terms) -> Cut | None:
     """So that what there is beyond arguments and results stays below MOST percent of those, in
-    parts as long as that lets them be; if none are short enough, about as little as can be. None:
+    parts as long as that lets them be; if none are short enough, as little as can be. None:
     in two kernels, which leave S, dS' and w of all chunks, where heads and all that are few."""
     count = segments(terms)
     B, T, HV, V = terms.v.shape
@@ -81,7 +83,7 @@ def cut_of(terms: Terms) -> Cut | None:
         run = min(cut.programs(terms), RUNNING) * K * V * (E * max(every - 2, 0) + parked)
         ends = HV * cut.slots * 4 * K
         found[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
-    enough = max(allowed, (1 + ENOUGH) * min(found.values()))
+    enough = max(allowed, min(found.values()))
     return next(cut for cut, size in found.items() if size <= enough)
 
 
