@@ -99,7 +99,7 @@ def delta_solve_sm90_kernel(
     if HAS_GATE:
         G_i = sums.load(gl.SliceLayout(1, al))
         G_j = sums.load(gl.SliceLayout(0, al))
-        b_beta *= fast_exp2(gl.minimum(G_i[:, None] - G_j[None, :], 0.0))
+        b_beta *= fast_exp2(G_i[:, None] - G_j[None, :])
     b_a = warpgroup_mma_wait(0, deps=(b_a,))
     b_r, b_own = inverse(b_a * b_beta)
     if HAS_GATE:
