@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -33,7 +32,6 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
-    "mma_v2",
     "store_wait",
     "tma",
     "warpgroup_mma",

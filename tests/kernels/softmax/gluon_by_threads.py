@@ -174,6 +174,10 @@ def _mma_wait(left: int, deps: tuple) -> Any:
     return found[0] if len(found) == 1 else found
 
 
+def _mma_now(a: Any, b: Any, acc: Any) -> Tensor:
+    return tensor(np.asarray(a) @ np.asarray(b) + np.asarray(acc))
+
+
 def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> None:
     assert buffer.shape == desc.block
     buffer.data[...] = 0.0
@@ -342,6 +346,7 @@ def _language() -> SimpleNamespace:
         split=lambda x: (x[..., 0], x[..., 1]),
         join=lambda x, y: tensor(np.stack((x, y), -1)),
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        nvidia=SimpleNamespace(hopper=SimpleNamespace(mma_v2=_mma_now)),
         expand_dims=lambda x, axis: tensor(np.expand_dims(x, axis)),
     )  # fmt: skip
 
@@ -373,7 +378,6 @@ def emulated() -> Iterator[None]:
         "copy_out": _copy_out,
         "store_wait": _store_wait,
         "fence_async_shared": _nothing,
-        "mma_v2": lambda a, b, acc: tensor(np.asarray(a) @ np.asarray(b) + np.asarray(acc)),
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }
@@ -435,5 +439,6 @@ def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -
 
 def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
     _LOCAL.program, _LOCAL.stores = (i, programs), []
-    kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
+    with np.errstate(all="ignore"):  # as of parts
+        kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
     assert not _LOCAL.stores, "a program ends before its stores have read"

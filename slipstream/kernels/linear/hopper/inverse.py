@@ -16,8 +16,9 @@ substitution exchanges one number a thread.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.gluon import gl, gluon, mma_v2
+from slipstream.kernels.gluon import gl, gluon
 
+mma_v2 = gl.nvidia.hopper.mma_v2
 NB = gl.constexpr(4)
 BASE = gl.constexpr(16)
 
