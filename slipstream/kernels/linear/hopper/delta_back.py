@@ -43,7 +43,6 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.linear.hopper.delta_back_grads import grads_part, write_part
 from slipstream.kernels.linear.hopper.delta_back_there import square, there_part
-from slipstream.kernels.linear.hopper.delta_grads import products_of
 from slipstream.kernels.linear.hopper.delta_parts import hand_on, marks_of, met, rows_of, state_of
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
 from slipstream.kernels.turns import landed, leave_slot, settled, take_slot
@@ -66,7 +65,7 @@ def load_part(
     first part is left, and m_step how far it is to that before the next."""
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, marks_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
-    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked, _ = rings
+    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
     parts = gl.maximum(gl.cdiv(n, every), 1)
     mark += (parts - 1) * m_step
@@ -172,9 +171,9 @@ def back_part(
     HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """Through a part from b_s, dS after it; dS before it."""
-    qs, ks, os, gs, rs, ws, ss, a_s = tiles
-    ds, ys, bs, ms, owns, zs = made
-    full, _, r_full, r_empty, w_full, s_full, done, early, late, _, _, _, summed = rings
+    qs, ks, os, gs, rs, ws, _, a_s = tiles
+    ds, ys, bs, ms, owns = made
+    full, _, r_full, r_empty, w_full, _, done, early, late, _, _, _ = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -193,7 +192,6 @@ def back_part(
         o = i >> 30
         o_x = i >> 29
         o_s = i >> 28
-        o_z = i >> 27
         mbarrier.wait(full.index(s), (j // ST) & 1)
         mbarrier.wait(r_full.index(0), i & 1)
         if left < C:
@@ -251,11 +249,6 @@ def back_part(
         )
         fence_async_shared()
         mbarrier.arrive(done.index(0), count=1)
-        if HAS_GATE:
-            mbarrier.wait(s_full.index(0), i & 1)
-            z = products_of(ss.index(o_z), ds.index(o_z), V, K, WARPS)
-            zs.store(gl.zeros([C], gl.float32, gl.SliceLayout(1, al)) + z)
-            mbarrier.arrive(summed.index(0), count=1)
     return b_s
 
 
@@ -266,7 +259,7 @@ def walk_part(
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
 ):  # fmt: skip
     """p_park: dS, while S is there. gives: whether anybody wants that before all chunks."""
-    _, _, _, _, _, _, _, _, _, _, met_full, walked, _ = rings
+    _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
@@ -370,7 +363,6 @@ def delta_back_sm90_kernel(
     bs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     owns = gl.allocate_shared_memory(gl.float32, [C], plain)
-    zs = gl.allocate_shared_memory(gl.float32, [C], plain)
     full = ring(2, ST)
     empty = ring(2, ST)
     r_full = ring(1, 1)
@@ -383,7 +375,6 @@ def delta_back_sm90_kernel(
     written = ring(1, ST)
     met_full = ring(1, 1)
     walked = ring(1, 1)
-    summed = ring(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
     at = pid // HV
@@ -402,10 +393,9 @@ def delta_back_sm90_kernel(
     k_col = i_h // (HV // H) * K
     p_rows, stride = rows_of(rows_ptr, chunk * HV + i_h, HV, C, HAS_GATE)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
-    made = (ds, ys, bs, ms, owns, zs)
+    made = (ds, ys, bs, ms, owns)
     rings = (
-        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full,
-        walked, summed,
+        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full, walked
     )  # fmt: skip
     p_turns = counts_ptr + slots + (chunk * (HV // G) + i_h // G)
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None

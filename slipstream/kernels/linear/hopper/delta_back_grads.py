@@ -25,7 +25,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_grads import leave, pass_on
+from slipstream.kernels.linear.hopper.delta_grads import leave, pass_on, products_of
 from slipstream.kernels.linear.hopper.parts import write
 from slipstream.kernels.turns import reduce_out, turn_of
 
@@ -100,11 +100,10 @@ def grads_part(
     dq_desc, dk_desc, dv_desc = descs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
     qs, ks, os, gs, _, ws, ss, _ = tiles
-    ds, ys, bs, ms, owns, zs = made
-    full, empty, _, _, w_full, s_full, done, early, late, written, _, _, summed = rings
+    ds, ys, bs, ms, owns = made
+    full, empty, _, _, w_full, s_full, done, early, late, written, _, _ = rings
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     zero = gl.zeros([C, BK], gl.float32, al)
     heads = HV // G  # of dq and dk
     rank = i_h % G
@@ -120,7 +119,7 @@ def grads_part(
         e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
-        z = gl.zeros([C], gl.float32, line)
+        z = 0.0
         made_dk = ()
         for h in gl.static_range(NK):
             o = i >> (25 + h)  # 0, another for each so that no address is kept, as in walk_part
@@ -129,12 +128,14 @@ def grads_part(
             made_dk += (b_dk,)
         o = i >> 24
         write(dv_desc, dv_ptr, ys.index(o), row + c * C, i_h * V, HV * V, left, C, V)
+        mbarrier.wait(s_full.index(0), i & 1)
+        if HAS_GATE:
+            z = products_of(ss.index(o), ds.index(o), V, K)
         if NK == 1:
             made_dk = (warpgroup_mma_wait(0, deps=made_dk),)
         else:
             made_dk = warpgroup_mma_wait(0, deps=made_dk)
         mbarrier.arrive(early.index(0), count=1)
-        mbarrier.wait(s_full.index(0), i & 1)
         dks = ()
         for h in gl.static_range(NK):
             o = i >> (27 + h)
@@ -184,9 +185,6 @@ def grads_part(
             b_dq += own[:, None] * b_ks.load(al)
             if h == NK - 1:
                 store_wait(0)
-                if HAS_GATE:
-                    mbarrier.wait(summed.index(0), i & 1)
-                    z = zs.load(line)
                 mbarrier.arrive(late.index(0), count=1)
             gl.thread_barrier()
             b_qs.store(b_dq.to(qs.dtype))
@@ -216,7 +214,7 @@ def write_part(
     added is there, while the other parts go on."""
     dq_desc, dk_desc, _ = descs
     qs, ks, _, _, _, _, _, _ = tiles
-    _, empty, _, _, _, _, _, _, _, written, _, _, _ = rings
+    _, empty, _, _, _, _, _, _, _, written, _, _ = rings
     heads = HV // G
     rank = i_h % G
     col = i_h // G * K

@@ -41,8 +41,8 @@ def there_part(
     w; of the last to where the way back begins. gone: chunks gone back through."""
     w_desc, states_desc = descs
     qs, ks, os, gs, _, ws, ss, a_s = tiles
-    ds, ys, _, _, _, _ = made
-    full, empty, _, _, w_full, s_full, _, early, late, _, _, _, _ = rings
+    ds, ys, _, _, _ = made
+    full, empty, _, _, w_full, s_full, _, early, late, _, _, _ = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)

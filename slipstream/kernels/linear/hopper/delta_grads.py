@@ -38,10 +38,10 @@ def load_states(states_desc, dstates_desc, ss, ds, bar, i_s, i_k):
 
 
 @gluon.jit
-def products_of(ss, ds, V: gl.constexpr, BK: gl.constexpr, WARPS: gl.constexpr = 4):
+def products_of(ss, ds, V: gl.constexpr, BK: gl.constexpr):
     """sum(S * dS')."""
-    STEP: gl.constexpr = 4 * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    STEP: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     b_z = gl.zeros([STEP, BK], gl.float32, layout)
     for i in gl.static_range(V // STEP):
         b_s = ss.slice(i * STEP, STEP).load(layout).to(gl.float32)
