@@ -25,10 +25,14 @@ from slipstream.kernels.linear.terms import Terms
 # Programs that run at a time: multiprocessors. A few more wait for others' memory; were there many,
 # those that have it might wait for the turns of those that have not (delta_back.py).
 RUNNING = 132
-# Percent of the bytes of arguments, results and gradients. 25 are promised; a few
-# small tensors are not counted.
+# Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
+# not counted.
 MOST = 24.9
+# Where no parts are that short: of the least, what shorter ones are not worth if that is LITTLE.
+ENOUGH = 0.15
 LONGER = 0.125  # by which segments may grow so that they have a whole number of parts
+# Microseconds for a chunk there and back, and for a part's beginning and end (docs/log.md).
+OF_CHUNK, OF_PART = 11.4, 9.0
 # Parts that a sequence is tried in.
 COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 
@@ -57,7 +61,7 @@ def cut_into(terms: Terms, every: int, parts: int = 0) -> Cut:
 
 def cut_of(terms: Terms) -> Cut | None:
     """So that what there is beyond arguments and results stays below MOST percent of those, in
-    parts as long as that lets them be; if none are short enough, as little as can be. None:
+    as little time as that lets it take; if none are short enough, about as little as can be. None:
     in two kernels, which leave S, dS' and w of all chunks, where heads and all that are few."""
     count = segments(terms)
     B, T, HV, V = terms.v.shape
@@ -71,8 +75,9 @@ def cut_of(terms: Terms) -> Cut | None:
     chunks = -(-of_one // count)
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
     allowed = (given + B * T * HV * V * E) * 2 * int(10 * MOST) // 1000
-    allowed -= B * T * HV * (CHUNK * E + 8)  # R, beta and G
-    found: dict[Cut, int] = {}
+    kept = B * T * HV * (CHUNK * E + 8)  # R, beta and G
+    sizes: dict[Cut, int] = {}
+    times: dict[Cut, float] = {}
     for parts in COUNTS:
         every = -(-chunks // parts)
         split = -(-chunks // every) if count > 1 else 0
@@ -82,9 +87,13 @@ def cut_of(terms: Terms) -> Cut | None:
         parked = 0 if split else 4
         run = min(cut.programs(terms), RUNNING) * K * V * (E * max(every - 2, 0) + parked)
         ends = HV * cut.slots * 4 * K
-        found[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
-    enough = max(allowed, min(found.values()))
-    return next(cut for cut, size in found.items() if size <= enough)
+        sizes[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
+        times[cut] = OF_CHUNK * max(split * every, chunks) + OF_PART * -(-chunks // every)
+    least = min(sizes.values())
+    if least + kept <= LITTLE:
+        least = int((1 + ENOUGH) * least)
+    enough = max(allowed - kept, least)
+    return min((cut for cut, size in sizes.items() if size <= enough), key=lambda x: times[x])
 
 
 def marks_like(terms: Terms, cut: Cut) -> Tensor:
