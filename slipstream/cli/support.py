@@ -177,12 +177,12 @@ def record(rows: Sequence[matrix.Row], run: Run) -> None:
 
 def _trust(rows: Sequence[matrix.Row]) -> None:
     """Writes down the families of kernels that came out sound, with digests of their sources."""
-    now = machine.families()
     trusted = {
         (x["arch"], x["triton"], x["ptxas"]): x["families"]
         for x in json.loads(VERIFIED.read_text())
     }
     for compiler, families in matrix.verified(rows).items():
+        now = machine.families(machine.takes_gluon(*compiler[:2]))
         trusted[compiler] = {x: now[x] for x in sorted(families)}
     found = [
         {**dict(zip(("arch", "triton", "ptxas"), key)), "families": trusted[key]}

@@ -27,7 +27,7 @@ import torch
 from slipstream.core import arch as arches
 from slipstream.core import toolchain
 from slipstream.core.aot import cached, job_of
-from slipstream.core.faults import INTERPRETER, Fault, applying, blocking, suspected
+from slipstream.core.faults import INTERPRETER, Fault, applying, blocking, suspected, version
 from slipstream.core.hooks import before_compiling
 from slipstream.core.kinds import CORE, TRAITS, family, in_words, triggers
 from slipstream.core.kinds import Kind as Kind
@@ -38,6 +38,8 @@ TIMEOUT = 300.0
 LOCKED = 10.0
 # Modules of kernels/ that only launch again what is compiled.
 _AGAIN = ("again", "kept")
+# kernels/launching.py's GLUON
+_GLUON = ((3, 6), (3, 7))
 _NARROW = frozenset((torch.float16, torch.bfloat16))
 
 
@@ -65,18 +67,27 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
     """What `slipstream matrix --record` found sound: (arch, Triton, ptxas) -> families of kernels
     that are still the same."""
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
-    now = families()
-    return {
-        (x["arch"], x["triton"], x["ptxas"]): frozenset(
-            name for name, digest in x["families"].items() if now.get(name) == digest
+
+    def same(row: dict[str, Any]) -> frozenset[str]:
+        now = families(takes_gluon(row["arch"], row["triton"]))
+        return frozenset(
+            name for name, digest in row["families"].items() if now.get(name) == digest
         )
-        for x in rows
-    }
+
+    return {(x["arch"], x["triton"], x["ptxas"]): same(x) for x in rows}
+
+
+def takes_gluon(arch: str, triton: str) -> bool:
+    """Whether kernels in Gluon, those of the folders hopper, are taken there."""
+    return arch == "sm_90" and _GLUON[0] <= version(triton)[:2] <= _GLUON[1]
 
 
 @cache
-def families() -> dict[str, str]:
-    """Of each family a digest of what its kernels are, and of how they are launched."""
+def families(gluon: bool = True) -> dict[str, str]:
+    """Of each family a digest of what its kernels are, and of how they are launched.
+
+    gluon: those in Gluon, too.
+    """
     root = Path(__file__).parents[1] / "kernels"
     paths = sorted(x for x in root.glob("*.py") if x.stem not in _AGAIN)
     shared = b"".join(x.read_bytes() for x in paths)
@@ -84,6 +95,7 @@ def families() -> dict[str, str]:
     for folder in root.iterdir():
         if (folder / "__init__.py").exists():
             paths = sorted(x for x in folder.rglob("*.py") if not _plain(x, folder))
+            paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "hopper"]
             found[folder.name] = _digest(paths, shared)
     return found
 

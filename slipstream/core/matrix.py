@@ -147,21 +147,24 @@ def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
         expect_fits(job.name, got.shared, arch)
     except ValueError as error:
         return "refused", str(error)
-    reasons = [_missing(arch, got)] if got.dots else []
+    reasons = [_missing(arch, got, job)] if got.dots else []
     if got.stack > SPILLS:
         reasons.append(f"spills {got.stack} bytes a thread")
     said = "; ".join(x for x in reasons if x)
     return ("slow" if said else "ok"), said
 
 
-def _missing(arch: Arch, got: Compiled) -> str:
-    """What the products use instead of the architecture's tensor cores, if they do."""
+def _missing(arch: Arch, got: Compiled, job: Job) -> str:
+    """What the products use instead of the architecture's tensor cores, if they do.
+
+    Kernels in Gluon name each product's instruction: mma.sync beside wgmma is meant.
+    """
     if arch.instruction is None:
         return "no tensor cores: Triton uses this architecture's no longer"
     if got.instructions[arch.instruction] == 0:
         found = [x for x in ("wgmma", "mma.sync", "tcgen05", "mfma") if got.instructions[x]]
         return f"{' and '.join(found) or 'no tensor cores'} instead of {arch.instruction}"
-    if arch.wgmma and got.instructions["mma.sync"]:
+    if arch.wgmma and got.instructions["mma.sync"] and ".hopper." not in job.kernel:
         return "some products by mma.sync instead of wgmma"
     return ""
 

@@ -15,6 +15,7 @@ from slipstream.cli.cover import cover, fewest, resolved
 from slipstream.core import machine, matrix
 from slipstream.core.aot import Compiled, Job
 from slipstream.core.worker import Outcome
+from slipstream.kernels import launching
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 
 compiles = pytest.mark.skipif(
@@ -47,6 +48,13 @@ def outcome(**of: Any) -> Outcome:
 def test_judge(arch: str, of: dict, status: str, words: str) -> None:
     got, reason = matrix.judge(replace(JOB, arch=arch), outcome(**of))
     assert got == status and words in reason and bool(words) == bool(reason)
+
+
+def test_a_kernel_in_gluon_chooses_its_instructions() -> None:
+    job = replace(JOB, kernel="slipstream.kernels.linear.hopper.delta_solve:some_kernel")
+    both, none = {"wgmma": 4, "mma.sync": 1}, {"mma.sync": 1}
+    assert matrix.judge(job, outcome(instructions=both)) == ("ok", "")
+    assert matrix.judge(job, outcome(instructions=none))[0] == "slow"
 
 
 class _Worker:
@@ -285,7 +293,7 @@ def test_a_changed_family_is_no_longer_verified(
     found = [matrix.attempt(worker, (x, ("op",)), 1.0) for x in jobs]
     support._trust([found[0], replace(found[1], status="hang")])
     (entry,) = json.loads(support.VERIFIED.read_text())
-    assert entry["families"] == {"norm": machine.families()["norm"]}
+    assert entry["families"] == {"norm": machine.families(False)["norm"]}  # 3.3.1
     here = ("sm_90", "3.3.1", "12.4.99")
     monkeypatch.setattr(machine, "verified", lambda: {here: frozenset({"norm"})})
     trusted = machine.Machine(*here, remembers=False)
@@ -301,6 +309,13 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
     found = machine.families()
     assert {"linear", "softmax", "norm", "core"} <= set(found) and len(set(found.values())) > 5
     assert machine.family_of("slipstream.kernels.softmax.hopper.forward") == "softmax"
+    # kernels in Gluon change nothing where they are not taken
+    portable = machine.families(False)
+    alike = {name for name, digest in found.items() if portable[name] == digest}
+    assert set(portable) == set(found) and alike == set(found) - {"linear", "softmax", "matmul"}
+    takes = [machine.takes_gluon("sm_90", x) for x in ("3.5.1", "3.6.0", "3.7.1", "3.8.0")]
+    assert takes == [False, True, True, False] and not machine.takes_gluon("sm_100", "3.6.0")
+    assert machine._GLUON == launching.GLUON
     assert machine.family_of("slipstream.core.ids_triton") == "core"
 
 
