@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.models.cache import CACHE
 from slipstream.training.config import load
 from slipstream.training.corpus import split
 from slipstream.training.interrupt import Interrupt
@@ -80,8 +81,8 @@ def reading_speeds(model: Any, ids: torch.Tensor) -> tuple[float, float, float]:
     middle = time.perf_counter()
     cache, steps = None, []
     for t in range(ids.shape[1]):
-        out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(ids[:, t : t + 1], cache=cache, use_cache=True)
+        cache = out[CACHE]
         steps.append(out.logits)
     end = time.perf_counter()
     apart = (torch.cat(steps, 1) - whole).abs().max().item()

@@ -1,9 +1,16 @@
 """What the layers keep between calls, as transformers' generate expects a cache to look."""
 
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# What outputs of models call it: past_key_values before transformers 5.24.
+CACHE = next(
+    x.name for x in fields(CausalLMOutputWithPast) if x.name in ("cache", "past_key_values")
+)
 
 
 class LayerState(CacheLayerMixin):
@@ -62,7 +69,7 @@ class LayerState(CacheLayerMixin):
 
 
 class StateCache(Cache):
-    """The states of all layers; `past_key_values` of the model, made by its first call."""
+    """The states of all layers; `cache` of the model, made by its first call."""
 
     layers: list[LayerState]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -75,13 +82,25 @@ class StateCache(Cache):
         return sum(x.numel() * x.element_size() for state in states for x in state.values())
 
 
+def the_cache(cache: StateCache | None, past_key_values: StateCache | None) -> StateCache | None:
+    """Of an argument with two names."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache: want it or past_key_values, its older name, got both")
+    return past_key_values if cache is None else cache
+
+
+def named(cache: StateCache | None) -> dict[str, Any]:
+    """It as an argument of outputs."""
+    return {CACHE: cache}
+
+
 def expect_cache(cache: object, num_layers: int) -> None:
     if not isinstance(cache, StateCache):
         raise TypeError(
-            f"past_key_values: want a slipstream.models.StateCache, got {type(cache).__name__}; "
-            "pass None and the model makes its own"
+            "cache (past_key_values): want a slipstream.models.StateCache, got "
+            f"{type(cache).__name__}; pass None and the model makes its own"
         )
     if len(cache.layers) != num_layers:
         raise ValueError(
-            f"past_key_values: want a cache of {num_layers} layers, got {len(cache.layers)}"
+            f"cache (past_key_values): want a cache of {num_layers} layers, got {len(cache.layers)}"
         )

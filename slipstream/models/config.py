@@ -37,7 +37,7 @@ class SlipstreamConfig(PreTrainedConfig):
     """
 
     model_type = "slipstream"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
 
     vocab_size: int = 32000

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.models.block import Block, Dense, RMSNorm
-from slipstream.models.cache import StateCache, expect_cache
+from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.packing import Unpadded, packed_by_positions, unpadded
 from slipstream.ops.embedding import embedding
@@ -48,7 +48,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             either side. Not looked at in a decoding step (T = 1 after the first call).
         position_ids [1, T]: only says where packed sequences begin, by falling back to 0.
         cu_seqlens int32 or int64 [N+1]: the same as offsets; wins over position_ids.
-        past_key_values: the StateCache of an earlier call, changed in place.
+        cache, or past_key_values, its name before transformers 5.24: the StateCache of an earlier
+            call, changed in place.
         use_cache: return a StateCache; None means config.use_cache when not training.
 
     Raises:
@@ -74,29 +75,31 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        cache: StateCache | None = None,
     ) -> BaseModelOutputWithPast:
+        cache = the_cache(cache, past_key_values)
         h = self._embed(input_ids, inputs_embeds)
         batch, tokens = h.shape[:2]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if past_key_values is not None:
-            expect_cache(past_key_values, len(self.layers))
+        if cache is not None:
+            expect_cache(cache, len(self.layers))
         elif use_cache:
-            past_key_values = StateCache(len(self.layers))
+            cache = StateCache(len(self.layers))
         places = None
         if cu_seqlens is None:
-            cu_seqlens, places = _ragged(h, attention_mask, position_ids, past_key_values)
+            cu_seqlens, places = _ragged(h, attention_mask, position_ids, cache)
         if places is not None:
             h = places.pack(h)
-        h, every = self._run(h, cu_seqlens, past_key_values, bool(output_hidden_states))
-        if past_key_values is not None:
-            for layer in past_key_values.layers:
+        h, every = self._run(h, cu_seqlens, cache, bool(output_hidden_states))
+        if cache is not None:
+            for layer in cache.layers:
                 layer.seen += tokens
         if places is not None:
             h, *every = (places.unpack(x, batch, tokens) for x in (h, *every))
         return BaseModelOutputWithPast(
             last_hidden_state=h,
-            past_key_values=past_key_values if use_cache else None,
+            **named(cache if use_cache else None),
             hidden_states=tuple(every) if output_hidden_states else None,
         )
 
@@ -187,6 +190,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
+        cache: StateCache | None = None,
     ) -> CausalLMOutputWithPast:
         if use_cache is None and labels is not None:
             use_cache = False
@@ -196,7 +200,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=the_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -214,7 +218,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
-            past_key_values=out.past_key_values,
+            **named(getattr(out, CACHE)),
             hidden_states=out.hidden_states,
         )
 

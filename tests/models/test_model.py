@@ -13,6 +13,7 @@ from slipstream.models import (
     SlipstreamModel,
     StateCache,
 )
+from slipstream.models.cache import CACHE
 
 VOCAB = 97
 MODELS: dict[str, list] = {name: [name, name] for name in MIXERS}
@@ -198,10 +199,19 @@ def test_model_generation_continues_from_a_cache() -> None:
     more = torch.cat([out.sequences, tokens(1, 3, seed=9)], 1)
     mask = torch.ones_like(more)
     fresh = m.generate(input_ids=more, attention_mask=mask, **options)
-    continued = m.generate(
-        input_ids=more, attention_mask=mask, past_key_values=out.past_key_values, **options
-    )
+    continued = m.generate(input_ids=more, attention_mask=mask, **{CACHE: out[CACHE]}, **options)
     assert fresh.tolist() == continued.tolist()
+
+
+def test_model_takes_its_cache_by_either_name() -> None:
+    m, ids = model("hybrid"), tokens(2, 9)
+    whole = m(ids).logits[:, -1:]
+    for name in ("cache", "past_key_values"):
+        out = m(ids[:, :8], use_cache=True)
+        last = m(ids[:, 8:], **{name: out[CACHE]}, use_cache=True).logits
+        torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="got both"):
+        m(ids, cache=out[CACHE], past_key_values=out[CACHE])
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, VOCAB]], [[1, -1, 3]]])
