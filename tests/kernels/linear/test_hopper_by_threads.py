@@ -130,9 +130,8 @@ def kernels() -> SimpleNamespace:
         }
         inverse = importlib.import_module("slipstream.kernels.linear.hopper.inverse")
         vars(inverse)["halves"] = lambda b: (b, 0.0 * b)
-        return SimpleNamespace(
-            **{name: getattr(x, f"delta_{parts[name]}_sm90_kernel") for name, x in found.items()}
-        )
+        named = {name: getattr(x, f"delta_{parts[name]}_sm90_kernel") for name, x in found.items()}
+        return SimpleNamespace(**named, inverse=inverse.inverse)
 
 
 def inputs(case: tuple) -> Terms:
@@ -286,6 +285,18 @@ class Run:
 
 def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want.detach(), rtol=1e-8, atol=1e-8)
+
+
+def test_inverse_is_of_what_is_below_the_diagonal() -> None:
+    """And gives the diagonal back; what is above it is nobody's."""
+    a = torch.randn(C, C, dtype=torch.float64) / 4
+    junk = torch.where(torch.rand(C, C) < 0.5, torch.inf, torch.nan)
+    given = torch.where(torch.ones(C, C).triu(1) > 0, junk, a)
+    with np.errstate(all="ignore"):
+        got, own = kernels().inverse(threads.tensor(given.numpy()))
+    want = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + a.tril(-1))
+    near(torch.tensor(np.asarray(got)), want)
+    near(torch.tensor(np.asarray(own)).flatten(), a.diagonal())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

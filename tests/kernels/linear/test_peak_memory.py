@@ -148,7 +148,7 @@ def packed(B: int, T: int, H: int, HV: int, device: torch.device) -> Terms:
         ((4, 8192, 8, 24), PROMISED),
         ((8, 1024, 16, 64), PROMISED),
         ((8, 1024, 16, 32), PROMISED),
-        ((8, 1024, 8, 24), 30.0),  # of few short ones a state is as much as their tokens
+        ((8, 1024, 8, 24), 28.0),  # of few short ones a state is as much as their tokens
     ],
     ids=str,
 )
@@ -169,10 +169,10 @@ def test_packed_sequences_with_shared_heads_take_a_quarter_more_at_most(
         ((1, 8192, 16, 64), PROMISED),  # in segments, whose ends are states in float32
         ((1, 8192, 16, 32), PROMISED),
         ((1, 32768, 8, 24), PROMISED),
-        ((1, 32768, 2, 8), 25.5),
-        ((1, 8192, 8, 24), 27.5),
-        ((1, 4096, 16, 64), 25.5),
-        ((1, 4096, 16, 32), 30.0),
+        ((1, 32768, 2, 8), PROMISED),
+        ((1, 8192, 8, 24), 25.6),
+        ((1, 4096, 16, 64), PROMISED),
+        ((1, 4096, 16, 32), 29.5),
     ],
     ids=str,
 )
@@ -180,3 +180,23 @@ def test_a_batch_with_shared_heads_takes_little_more(
     shape: tuple[int, int, int, int], most: float
 ) -> None:
     assert percent(trained, batch, *shape) <= most
+
+
+@pytest.mark.parametrize("heads", [(16, 64), (16, 32), (8, 24), (2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(1, 1024), (1, 2048), (1, 4096), (1, 8192), (4, 8192), (8, 1024)], ids=str
+)
+def test_shared_heads_take_a_quarter_more_or_else_little(
+    size: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    """Where heads or tokens are few, states are as much as their tokens."""
+    beyond: list[float] = []
+
+    def seen(terms: Terms) -> tuple[float, float]:
+        found = trained(terms)
+        beyond.append(found[0])
+        return found
+
+    B, T = size
+    share = percent(seen, packed if B > 1 else batch, B, T, *heads)
+    assert share <= PROMISED or beyond[0] <= 84 * 2**20

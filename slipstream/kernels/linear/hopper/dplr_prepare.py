@@ -7,7 +7,7 @@ comes from running sums: a thread has 16 tokens of two channels, and adds their 
     W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
 
 A chunk is a program of 4 warps that takes 64 channels at a time. Operands of products are tiles
-[C, 64] in shared memory, which later hold those of the inverse (delta_solve.py) and v: three
+[C, 64] in shared memory, which later hold those of the inverse (inverse.py) and v: three
 programs fit a multiprocessor, and one loads while another computes.
 """
 
