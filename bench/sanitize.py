@@ -13,6 +13,7 @@ down a hundredfold: a few operators at a time. What has been launched is printed
 racecheck does not know that an mbarrier orders anything: of kernels whose warps have parts (sm_90)
 it reports what one part writes and another reads after a wait, the arrival coming after a barrier
 of the writers. It tells of the portable kernels, which have none.
+`--kernel-regex kns=delta_solve` watches one kernel: that has one part, and no hazards.
 
 Calls this small would not go back in one walk: --parts has them, in parts of 2 chunks, and with N
 above 0 in segments of N parts.
