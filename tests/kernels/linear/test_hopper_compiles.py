@@ -29,7 +29,8 @@ CASES = {
     "narrow": (torch.float16, 64, 64, True, False, False),
 }
 SPLIT = CASES["gated"]
-# Products of 16 rows of inverse.py: nine of blocks, in two halves of columns, of three halves each.
+# mma.sync of a warp in inverse.py: nine products of blocks, each 8 columns at a time, and three
+# times for the halves of its operands.
 INVERSE = 9 * 2 * 3
 
 

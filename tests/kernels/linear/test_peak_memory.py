@@ -189,7 +189,7 @@ def test_a_batch_with_shared_heads_takes_little_more(
 def test_shared_heads_take_a_quarter_more_or_else_little(
     size: tuple[int, int], heads: tuple[int, int]
 ) -> None:
-    """Where heads or tokens are few, states are as much as their tokens."""
+    """Of these sizes. Where heads or tokens are few, states are as much as their tokens."""
     beyond: list[float] = []
 
     def seen(terms: Terms) -> tuple[float, float]:
