@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.terms import Terms
+from tests.kernels import ordered
 from tests.kernels.softmax import gluon_by_threads as threads
 
 C, BV = 64, 16
@@ -54,7 +55,7 @@ def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:
         part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
         part[...] = buffer.data[: part.shape[0], : part.shape[1]]
 
-    threads.later(finish)
+    threads.later(finish, buffer)
 
 
 class Buffer(threads.Buffer):
@@ -292,6 +293,7 @@ def test_inverse_is_of_what_is_below_the_diagonal() -> None:
     a = torch.randn(C, C, dtype=torch.float64) / 4
     junk = torch.where(torch.rand(C, C) < 0.5, torch.inf, torch.nan)
     given = torch.where(torch.ones(C, C).triu(1) > 0, junk, a)
+    threads._LOCAL.part = ordered.Part(ordered.Program(), "the program")
     with np.errstate(all="ignore"):
         got, own = kernels().inverse(threads.tensor(given.numpy()))
     want = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + a.tril(-1))

@@ -2,7 +2,8 @@
 
 Products are made as late as their waits allow, and TMA copies as early as they are issued, so a
 buffer that is freed too early, a barrier of the wrong phase or a missing wait shows as a wrong
-number, an error or a wait that does not end. Layouts, registers and rounding are not there.
+number, an error or a wait that does not end. What is not ordered is an error however the threads
+ran (tests/kernels/ordered.py). Layouts, registers and rounding are not there.
 
     with emulated():
         from slipstream.kernels.softmax.hopper import forward
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import slipstream as slipstream  # before its Triton is replaced
+from tests.kernels import ordered
 
 _LOCAL = threading.local()
 _WAIT = 20.0
@@ -105,10 +107,12 @@ class Buffer:
         return Buffer(self.data[part] if dim == 0 else self.data[:, part])
 
     def load(self, layout: Any) -> Tensor:
+        _LOCAL.part.loads(self.data)
         return tensor(self.data.copy())
 
     def store(self, values: Any) -> None:
         assert self.shape == values.shape
+        _LOCAL.part.stores(self.data)
         self.data[...] = values
 
 
@@ -116,7 +120,7 @@ class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.arrived = self.phase = self.missing = 0
-        self.ended = False
+        self.ended, self.order = False, ordered.Bar()
 
     def begin(self, count: int) -> None:
         self.count = count
@@ -128,11 +132,14 @@ class Barrier:
     def arrive(self, arrivals: int = 1, missing: int = 0) -> None:
         with self.changed:
             assert not self.ended, "a barrier is used that was invalidated"
+            if arrivals:
+                _LOCAL.part.arrives(self.order)
             self.arrived += arrivals
             self.missing += missing
             assert self.arrived <= self.count and self.missing >= 0
             if self.arrived == self.count and not self.missing:
                 self.arrived, self.phase = 0, self.phase + 1
+                self.order.ends_phase()
                 self.changed.notify_all()
 
     def wait(self, parity: Any) -> None:
@@ -140,6 +147,7 @@ class Barrier:
             assert not self.ended, "a barrier is used that was invalidated"
             for _ in range(int(_WAIT / 0.2)):
                 if self.changed.wait_for(lambda: self.phase & 1 != int(parity), 0.2):
+                    _LOCAL.part.met(self.order)
                     return
                 if _LOCAL.errors:  # of another partition
                     break
@@ -153,6 +161,8 @@ class Product:
 
     def __init__(self, a: Any, b: Buffer, acc: Any) -> None:
         self.a, self.b, self.acc, self.done = a, b, acc, None
+        part = _LOCAL.part
+        part.begins(part.products, *(x.data for x in (a, b) if isinstance(x, Buffer)))
         _LOCAL.queue.append(self)
 
     def finish(self) -> None:
@@ -169,6 +179,7 @@ def _mma(a: Any, b: Buffer, acc: Any, use_acc: bool = True, is_async: bool = Fal
 def _mma_wait(left: int, deps: tuple) -> Any:
     while len(_LOCAL.queue) > left:
         _LOCAL.queue.pop(0).finish()
+    _LOCAL.part.waits(_LOCAL.part.products, left)
     found = tuple(x.done if isinstance(x, Product) else x for x in deps)
     assert all(x is not None for x in found), "a product is used before it is waited for"
     return found[0] if len(found) == 1 else found
@@ -180,14 +191,16 @@ def _mma_now(a: Any, b: Any, acc: Any) -> Tensor:
 
 def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> None:
     assert buffer.shape == desc.block
+    _LOCAL.part.copies_in(barrier.order, buffer.data)
     buffer.data[...] = 0.0
     part = desc.part(at)
     buffer.data[tuple(slice(0, n) for n in part.shape)] = part
     barrier.arrive(0, -desc.block_type.nbytes)
 
 
-def later(finish: Callable[[], None]) -> None:
+def later(finish: Callable[[], None], buffer: Buffer) -> None:
     """A store under way: it reads its buffer when it is waited for."""
+    _LOCAL.part.begins(_LOCAL.part.copies, buffer.data)
     _LOCAL.stores.append(finish)
 
 
@@ -195,7 +208,7 @@ def _copy_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
     def finish() -> None:
         desc.part(at)[...] = buffer.data
 
-    later(finish)
+    later(finish, buffer)
 
 
 def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
@@ -204,12 +217,17 @@ def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
         assert not np.isnan(part).any()
         part += buffer.data
 
-    later(finish)
+    later(finish, buffer)
 
 
 def _store_wait(left: int = 0) -> None:
     while len(_LOCAL.stores) > left:
         _LOCAL.stores.pop(0)()
+    _LOCAL.part.waits(_LOCAL.part.copies, left)
+
+
+def _fence() -> None:
+    _LOCAL.part.fences()
 
 
 def _turn_done(p: Pointer, value: Any) -> None:
@@ -271,10 +289,12 @@ def _atomic_add(p: Pointer, value: Any, sem: str = "acq_rel") -> Tensor:
 
 def _specialize(parts: list, warps: list, registers: list) -> None:
     errors: list[BaseException] = []
-    where = _LOCAL.program
+    where, whole = _LOCAL.program, _LOCAL.part
+    orders = [whole.child(f"{fn.__name__} {n}") for n, (fn, _) in enumerate(parts)]
 
-    def run(fn: Any, args: tuple) -> None:
+    def run(order: ordered.Part, fn: Any, args: tuple) -> None:
         _LOCAL.program, _LOCAL.queue, _LOCAL.stores, _LOCAL.errors = where, [], [], errors
+        _LOCAL.part = order
         try:
             with np.errstate(all="ignore"):
                 fn(*args)
@@ -282,13 +302,18 @@ def _specialize(parts: list, warps: list, registers: list) -> None:
         except BaseException as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+    threads = [
+        threading.Thread(target=run, args=(order, *part), daemon=True)
+        for order, part in zip(orders, parts, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise next((e for e in errors if isinstance(e, ordered.Race)), errors[0])
+    for order in orders:
+        whole.joins(order)
 
 
 def _jit(fn: Any = None, **options: Any) -> Any:
@@ -377,7 +402,7 @@ def emulated() -> Iterator[None]:
         "copy_in": _copy_in,
         "copy_out": _copy_out,
         "store_wait": _store_wait,
-        "fence_async_shared": _nothing,
+        "fence_async_shared": _fence,
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }
@@ -439,6 +464,7 @@ def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -
 
 def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
     _LOCAL.program, _LOCAL.stores = (i, programs), []
+    _LOCAL.part = ordered.Part(ordered.Program(), "the program")
     with np.errstate(all="ignore"):  # as of parts
         kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
     assert not _LOCAL.stores, "a program ends before its stores have read"

@@ -190,7 +190,7 @@ def read_part(
         marks_desc, marked, every, m_row, m_step = marks
     ks, _, _, gs, _ = tiles
     ss, xs = copies
-    full, empty, _, x_full, x_empty = rings
+    full, empty, w_full, x_full, x_empty = rings
     qs, q_full, q_empty = queries
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -205,6 +205,8 @@ def read_part(
         s = i % ST
         b = i % 2
         mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - i * C < C:  # whose rest prepare clears
+            mbarrier.wait(w_full.index(b), (i // 2) & 1)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
         b_a, b_q, b_start = scores_of(

@@ -91,7 +91,7 @@ def walk_part(
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     ks, vs, rs, gs, ss, xs = tiles
-    full, empty, s_full, s_empty, x_full, x_empty = rings
+    full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
     own: gl.constexpr = tile if KEEP else 0  # its barriers: read takes both tiles at once
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -106,12 +106,15 @@ def walk_part(
         s = i % ST
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
-            # both walkers do, so that neither waits for the other
-            clear(ks.index(s), length - i * C, C, K)
-            clear(rs.index(s), length - i * C, C, C)
+            # the other walker the rest
+            if tile == 0:
+                clear(ks.index(s), length - i * C, C, K)
+            else:
+                clear(rs.index(s), length - i * C, C, C)
             clear(vs.index(2 * s + tile), length - i * C, C, BV)
             fence_async_shared()
-            gl.thread_barrier()
+            mbarrier.arrive(cleared.index(0), count=1)
+            mbarrier.wait(cleared.index(0), 0)
         b_sb = b_s.to(ks.dtype)
         b_u = warpgroup_mma(
             gl.convert_layout(b_sb, sa), ks.index(s).permute((1, 0)), zero,
@@ -162,7 +165,7 @@ def read_part(
     if PARTS:
         marks_desc, marked, every, m_row, m_step = marks
     ks, _, _, gs, ss, xs = tiles
-    full, empty, s_full, s_empty, x_full, x_empty = rings
+    full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
@@ -176,6 +179,8 @@ def read_part(
         none = length + i >> 31 << 10
         seen = (o_i + none)[:, None] >= o_j[None, :]
         mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - i * C < C:
+            mbarrier.wait(cleared.index(0), 0)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
         b_a, b_q, b_start = scores_of(
             qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, True
@@ -227,7 +232,7 @@ def keep_part(
 ):  # fmt: skip
     """S before each chunk, and w, which is waited for once the next S is on its way."""
     _, _, _, _, ss, xs = tiles
-    _, _, s_full, s_empty, x_full, x_empty = rings
+    _, _, s_full, s_empty, x_full, x_empty, _ = rings
     for i in range(n):
         for tile in gl.static_range(2):
             mbarrier.wait(s_full.index(tile), i & 1)
@@ -292,6 +297,7 @@ def delta_walk_wide_sm90_kernel(
     s_empty = ring(1, 2 if KEEP else 1)
     x_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
     x_empty = ring(1, 2 if KEEP else 1)
+    cleared = ring(2, 1)
     i_v, i_h, slot, row, length, n, chunk, _, _, _ = opening(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
@@ -302,7 +308,7 @@ def delta_walk_wide_sm90_kernel(
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
-    rings = (full, empty, s_full, s_empty, x_full, x_empty)
+    rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         tiles = (ks, vs, rs, gs, ss, xs)
