@@ -1,9 +1,9 @@
 """Whether what the parts of a kernel do with shared memory is ordered, whoever comes first.
 
-Vector clocks, as race detectors have them, for kernels run by threads (softmax/gluon_by_threads.py).
-Of what is asynchronous, a part's products, its copies out and a barrier's copies in are agents of
-their own, with a clock that counts them: what they read or write is over once the part has waited
-for so many of them, or the barrier's phase is.
+Vector clocks, as race detectors have them, of kernels run by threads. Of what is asynchronous, a
+part's products, its copies out and a barrier's copies in are agents of their own, with a clock that
+counts them: what they read or write is over once the part has waited for so many of them, or the
+barrier's phase is.
 
     arrive        what the part has seen goes to the barrier, and by its phase's end to who waits
     fence         of what the part has seen, plain stores become what products and copies see

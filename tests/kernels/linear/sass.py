@@ -1,4 +1,5 @@
-"""What ptxas did to registers that wgmma reads, and what it keeps on the stack.
+"""What ptxas did to registers that wgmma reads, what it keeps on the stack, and who has met when one
+thread arrives at a barrier for all.
 
 ptxas (12.8.93, 13.0.88) may give an element of a left operand in registers that is a constant its
 value only after the first product that reads it. Which elements are wrong then depends on what the
@@ -17,6 +18,8 @@ _WRITTEN = re.compile(r"(?:P\w+, )?R(\d+)\b")
 _READS = ("ST", "BAR", "SYNCS", "R2UR", "UTMA", "BRA", "RED", "ATOM", "R2P", "WARP")
 _LABEL, _JUMP = re.compile(r"(\.L_x_\d+):"), re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 _CODE = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
+_TOUCHES = re.compile(r"\b(ld|st)\.(volatile\.)?shared|\b(ld|st)matrix|\bwgmma\.wait_group")
+_MEETS = re.compile(r"\bbar(rier)?(\.warp)?\.sync")
 _WIDTHS = {"M88.4": 4, ".128": 4, "M88.2": 2, ".64": 2, ".WIDE": 2}
 
 
@@ -28,6 +31,21 @@ def disassemble(cubin: bytes) -> str:
         path.write_bytes(cubin)
         run = [knobs.nvidia.nvdisasm.path, str(path)]
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+def arrives_early(ptx: str) -> list[tuple[str, str]]:
+    """Arrivals, which are one thread's, and what all may yet do with shared memory before: a barrier
+    of the part's threads has to be in between."""
+    found: list[tuple[str, str]] = []
+    touched = ""
+    for line in map(str.strip, ptx.splitlines()):
+        if _MEETS.search(line):
+            touched = ""
+        elif _TOUCHES.search(line):
+            touched = line
+        elif "mbarrier.arrive" in line and touched:
+            found.append((touched, line))
+    return found
 
 
 def overwritten(sass: str) -> list[tuple[str, str]]:

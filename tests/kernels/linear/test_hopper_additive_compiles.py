@@ -9,6 +9,7 @@ from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.hopper import additive_plan
 from slipstream.kernels.linear.terms import Terms
+from tests.kernels.linear.sass import arrives_early
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -62,6 +63,7 @@ def test_additive_walks_compile(case: tuple) -> None:
         assert got.stack <= 320, f"{job.name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] >= 40 and got.instructions["tma"] >= 5
         assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+        assert not arrives_early(got.ptx)
         # no part of a program waits at the barrier of all of them while it works
         assert {threads for _, threads in re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)} == {
             "128"

@@ -16,7 +16,7 @@ from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.hopper import plan
 from slipstream.kernels.linear.terms import Terms
-from tests.kernels.linear.sass import disassemble, most_spilled
+from tests.kernels.linear.sass import arrives_early, disassemble, most_spilled
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -156,6 +156,7 @@ def check(job: Job, both_ends: bool = False, marks: bool = False) -> Compiled:
     assert words <= limit, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == ("solve" in job.name) * INVERSE
+    assert not arrives_early(got.ptx)
     assert got.instructions["atomic"] == 2 * one_walk  # a program takes a slot, and leaves it
     return got
 

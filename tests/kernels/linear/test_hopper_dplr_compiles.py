@@ -9,7 +9,7 @@ from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.terms import Terms
-from tests.kernels.linear.sass import disassemble, overwritten
+from tests.kernels.linear.sass import arrives_early, disassemble, overwritten
 from tests.kernels.linear.test_hopper_compiles import INVERSE
 
 pytestmark = pytest.mark.skipif(
@@ -91,4 +91,5 @@ def check(found: dict[str, Job]) -> None:
         inverts = job.name.startswith(("dplr_prepare", "dplr_strong"))
         assert got.instructions["mma.sync"] == inverts * INVERSE
         assert got.instructions["atomic"] == 0
+        assert not arrives_early(got.ptx)
         assert not overwritten(disassemble(got.asm["cubin"]))

@@ -7,7 +7,7 @@ from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.terms import Terms
-from tests.kernels.linear.sass import disassemble, most_spilled, overwritten
+from tests.kernels.linear.sass import arrives_early, disassemble, most_spilled, overwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -68,9 +68,17 @@ def test_gradient_kernels_compile(case: tuple) -> None:
         assert got.stack <= most, f"{name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0 and got.instructions["tma"] >= 5
         assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+        assert not arrives_early(got.ptx)
         text = disassemble(got.asm["cubin"])
         assert most_spilled(text) <= IN_LOOPS, f"{name}: {most_spilled(text)} words in a loop"
         assert not overwritten(text)
+
+
+def test_early_arrivals_are_found() -> None:
+    store, meet = "st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5};", "bar.sync 2, 128;"
+    arrival = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r6];"
+    assert arrives_early("\n".join([meet, store, arrival])) == [(store, arrival)]
+    assert not arrives_early("\n".join([store, meet, arrival]))
 
 
 def test_overwritten_operands_are_found() -> None:
