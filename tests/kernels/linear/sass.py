@@ -1,5 +1,5 @@
-"""What ptxas did to registers that wgmma reads, what it keeps on the stack, and who has met when one
-thread arrives at a barrier for all.
+"""What ptxas did to registers that wgmma reads, what it keeps on the stack, and whether all threads
+have met when one arrives at a barrier for them.
 
 ptxas (12.8.93, 13.0.88) may give an element of a left operand in registers that is a constant its
 value only after the first product that reads it. Which elements are wrong then depends on what the
@@ -34,7 +34,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def arrives_early(ptx: str) -> list[tuple[str, str]]:
-    """Arrivals, which are one thread's, and what all may yet do with shared memory before: a barrier
+    """Arrivals, which are one thread's, and what others may yet do with shared memory: a barrier
     of the part's threads has to be in between."""
     found: list[tuple[str, str]] = []
     touched = ""

@@ -143,10 +143,11 @@ def walk_part(
         b_left = (b_w * b_share[None, :]).to(ks.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
         mbarrier.wait(x_empty.index(own), (i & 1) ^ 1)
+        place = tile + (i >> 30)
         if KEEP:
-            xs.index(tile).permute((1, 0)).store(b_w.to(ks.dtype))
+            xs.index(place).permute((1, 0)).store(b_w.to(ks.dtype))
         else:
-            xs.index(tile).store(b_w.to(ks.dtype))
+            xs.index(place).store(b_w.to(ks.dtype))
         fence_async_shared()
         mbarrier.arrive(x_full.index(own), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
@@ -305,7 +306,7 @@ def delta_walk_wide_sm90_kernel(
     ends = (s_in_ptr, s_out_ptr, o_state, o_state)
     if SKIP and n == 0:
         return
-    k_col = i_h // (HV // H) * K
+    k_col = i_h // (HV // (H + (n >> 31))) * K
     v_col = i_h * V + i_v
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)

@@ -92,13 +92,18 @@ def end_ring(bars):
         mbarrier.invalidate(bars.index(i))
 
 
+STEP = gl.constexpr(32)
+
+
 @gluon.jit
 def clear(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
-    b = tile.load(layout)
-    tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))
+    o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    for i in gl.static_range(0, C, STEP):
+        rows = tile.slice(i, STEP)
+        b = rows.load(layout)
+        rows.store(gl.where((o_c < left - i)[:, None], b, gl.zeros_like(b)))
 
 
 @gluon.jit
