@@ -7,7 +7,7 @@ from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
 from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.terms import Terms
-from tests.kernels.linear.sass import arrives_early, disassemble, most_spilled, overwritten
+from tests.kernels.linear.sass import arrives_early, disassemble, overwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -15,17 +15,15 @@ pytestmark = pytest.mark.skipif(
 
 KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel", "dplr_scores_sm90_kernel")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# transition, dtype, of gates, K, V, packed -> bytes of a thread's stack, of each kernel
+# transition, dtype, of gates, K, V, packed
 CASES = {
-    "kda": (("kda", BF16, FP32, 128, 128, False), (16, 0, 0)),
-    "dplr packed": (("dplr", BF16, FP32, 128, 128, True), (16, 96, 0)),
-    "kda narrow": (("kda", FP16, FP32, 64, 128, True), (0, 0, 0)),
-    "kda bf16 gates": (("kda", BF16, BF16, 128, 128, False), (16, 0, 0)),
-    "dplr bf16 gates": (("dplr", BF16, BF16, 128, 128, False), (16, 96, 0)),
-    "dplr fp16 gates": (("dplr", FP16, FP16, 64, 128, True), (0, 96, 0)),
+    "kda": ("kda", BF16, FP32, 128, 128, False),
+    "dplr packed": ("dplr", BF16, FP32, 128, 128, True),
+    "kda narrow": ("kda", FP16, FP32, 64, 128, True),
+    "kda bf16 gates": ("kda", BF16, BF16, 128, 128, False),
+    "dplr bf16 gates": ("dplr", BF16, BF16, 128, 128, False),
+    "dplr fp16 gates": ("dplr", FP16, FP16, 64, 128, True),
 }
-# words of it that a loop may store and load
-IN_LOOPS = 0
 
 
 def terms(case: tuple, device: torch.device) -> Terms:
@@ -61,16 +59,15 @@ def jobs(case: tuple) -> dict[str, Job]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradient_kernels_compile(case: tuple) -> None:
-    found = jobs(case[0])
-    for name, most in zip(KERNELS, case[1], strict=True):
+    found = jobs(case)
+    for name in KERNELS:
         got = found[name].compile()
         assert got.shared <= ARCHS["sm_90"].shared
-        assert got.stack <= most, f"{name}: {got.stack} bytes spilled"
+        assert got.stack == 0, f"{name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0 and got.instructions["tma"] >= 5
         assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
         assert not arrives_early(got.ptx)
         text = disassemble(got.asm["cubin"])
-        assert most_spilled(text) <= IN_LOOPS, f"{name}: {most_spilled(text)} words in a loop"
         assert not overwritten(text)
 
 

@@ -272,7 +272,8 @@ def grads_part(
                 full, empty, turn, last, none, b_early, b_late, scale, zero,
                 V, BK, wide, DELTA,
             )  # fmt: skip
-            o_o = (o_c + none)[:, None] * (HV * K) + o_k[None, :]
+            o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
+            o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
             b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
             b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
             if not DELTA:

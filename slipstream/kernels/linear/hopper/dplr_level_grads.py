@@ -108,7 +108,7 @@ def rows_of(ins, j, layout: gl.constexpr):
 
 @gluon.jit
 def through_states(
-    ss, ds, os, ys, xs, vs, ins, sums, gates, full, b_total, m, none,
+    ss, ds, os, ys, xs, vs, ins, sums, gates, full, b_total, m, T, none,
     scale, V: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """What comes to q, a, b and k by way of the states, and to the gates."""
@@ -138,6 +138,7 @@ def through_states(
     if not DELTA:
         seen = gates_seen(C, ca, START, none, True, False)
         b_dg = to_gates(seen, rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg)
+        none = T + 1 >> 31 << 10  # another 0, or END's would keep what START's made of it
     b_f = gl.exp2(
         sum_gates(gates_seen(C, ca, END, none, False, True), gates.index(0), gates.index(1), zero)
     )
@@ -321,7 +322,7 @@ def one_chunk(
     b_total = gl.exp2(gl.sum(b_g, 0))
     b_dq, b_da, b_dw, b_du, b_dg = through_states(
         ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
-        vs.index(none), ins, sums, gates, full, b_total, m, none, scale, V, DELTA,
+        vs.index(none), ins, sums, gates, full, b_total, m, T, none, scale, V, DELTA,
     )  # fmt: skip
     for s in gl.static_range(NS):
         make_symmetric(scores.index(s), left, none, C)

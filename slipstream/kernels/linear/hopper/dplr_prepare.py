@@ -16,7 +16,7 @@ programs fit a multiprocessor, and one loads while another computes.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.gluon import copy_in, gl, gluon, mbarrier
+from slipstream.kernels.gluon import copy_in, fence_async_shared, gl, gluon, mbarrier
 from slipstream.kernels.linear.hopper.dplr_solve import put, ready, scores, solve
 from slipstream.kernels.linear.hopper.parts import clear, end_ring, place, ring
 
@@ -217,6 +217,7 @@ def dplr_prepare_sm90_kernel(
         b_ak = gl.where(past, scores(reads, keys, NK, zero), 0.0).to(act)
         aks = gl.allocate_shared_memory(act, [64, 64], tile)
         aks.store(b_ak)
+        fence_async_shared()
         if keep != 0:
             put(ak_ptr + i_a, b_ak, C, rows)
     b_a = gl.where(past, scores(reads, bs, NK, zero), 0.0)
@@ -224,6 +225,8 @@ def dplr_prepare_sm90_kernel(
         b_a = b_a * b_beta[:, None]
     else:
         b_a = -b_a
+        # again: it would be on the stack since the gates
+        token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     solve(
         b_a, None if DELTA else aks, reads, early if HAS_GATE else None,
