@@ -43,7 +43,7 @@ from slipstream.kernels.gluon import (
 )
 from slipstream.kernels.linear.hopper.delta_back_grads import grads_part, write_part
 from slipstream.kernels.linear.hopper.delta_back_there import square, there_part
-from slipstream.kernels.linear.hopper.delta_parts import hand_on, marks_of, met, rows_of, state_of
+from slipstream.kernels.linear.hopper.delta_parts import hand_on, marks_of, met, rows_of
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
 from slipstream.kernels.turns import landed, leave_slot, settled, take_slot
 
@@ -159,7 +159,11 @@ def scores_part(
     b_decay = decay_of(rows, o_i + none, o_j, al, C, HAS_GATE, False)
     b_b, b_m = warpgroup_mma_wait(0, deps=(b_b, b_m))
     b_b *= scale
-    owns.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_b, 0.0), 1))
+    # a sum for each half of the columns: over both it would take more memory, and barriers
+    HALVES: gl.constexpr = WARPS // 4
+    own = gl.where((o_i + none)[:, None] == o_j[None, :], b_b, 0.0)
+    own = gl.sum(gl.reshape(own, [C, HALVES, C // HALVES]), 2)
+    owns.store(gl.reshape(gl.permute(own, (1, 0)), [HALVES * C]))
     bs.store((b_b * b_decay).to(bs.dtype))
     ms.store((-b_m * b_decay).to(bs.dtype))
 
@@ -192,6 +196,7 @@ def back_part(
         o = i >> 30
         o_x = i >> 29
         o_s = i >> 28
+        o_y = i >> 27
         mbarrier.wait(full.index(s), (j // ST) & 1)
         mbarrier.wait(r_full.index(0), i & 1)
         if left < C:
@@ -237,16 +242,17 @@ def back_part(
             b_left *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
         b_left = gl.convert_layout(b_left.to(ks.dtype), xa)
         b_s = warpgroup_mma(b_left, ks.index(s + o_s), b_s, is_async=True)
-        mbarrier.wait(late.index(0), (i & 1) ^ 1)
-        ys.index(o).permute((1, 0)).store(b_y.to(ks.dtype))
+        mbarrier.wait(late.index(0), ((i + o_y) & 1) ^ 1)
+        ys.index(o_y).permute((1, 0)).store(b_y.to(ks.dtype))
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.wait(w_full.index(0), i & 1)
+        mbarrier.wait(w_full.index(0), (i + o_y) & 1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        left_over = (bs.index(o), ms.index(o), owns)
+        left_over = (bs.index(o_y), ms.index(o_y), owns)
         scores_part(
-            os.index(s), ws.index(o), ys.index(o), rows, left_over, o, scale, C, WARPS, HAS_GATE
-        )
+            os.index(s), ws.index(o_y), ys.index(o_y), rows, left_over, o_y, scale,
+            C, WARPS, HAS_GATE,
+        )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(done.index(0), count=1)
     return b_s
@@ -254,15 +260,18 @@ def back_part(
 
 @gluon.jit
 def walk_part(
-    descs, p_park, tiles, made, rings, ends, gives, row, v_col, scratch, length, n, every, scale,
+    descs, p_park, tiles, made, rings, ends, gives, row, v_col, own, length, n, every, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """p_park: dS, while S is there. gives: whether anybody wants that before all chunks."""
+    """p_park: dS of slots, while S is there. ends: where states are, and which of them this program
+    reads and writes. own: its slot. gives: whether anybody wants that before all chunks."""
     _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    s_in_ptr, s_out_ptr, from_, to = ends
+    parked = from_ if SPLIT else own
     parts = gl.maximum(gl.cdiv(n, every), 1)
     gone = 0
     for part in range(parts):
@@ -270,14 +279,17 @@ def walk_part(
         none = (first >> 30).to(gl.int64)  # 0, which no compiler knows: it would keep addresses
         if count > 0:
             mbarrier.wait(met_full.index(0), part & 1)
+        scratch = (own + (first >> 28)) * ((every - 2) * V)
         there_part(
             descs, tiles, made, rings, row, v_col, scratch, gone, first, count, length,
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
         if part == 0:
-            b_d = met(ends, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
+            at_in = (s_in_ptr, None, (none + from_) * (K * V), None)
+            b_d = met(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
         else:
-            b_d = gl.load(p_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]))
+            o_d = (none + parked) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            b_d = gl.load(p_park + o_d)
         landed()
         gl.thread_barrier()
         mbarrier.arrive(walked.index(0), count=1)
@@ -285,11 +297,14 @@ def walk_part(
             tiles, made, rings, b_d, gone, count, length, n, scale,
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
+        none = (first >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
         if part == parts - 1:
             if gives:
-                hand_on(ends, b_d, 0, o_k + none, o_v, V, HAS_S_OUT)
+                at_out = (None, s_out_ptr, None, (none + to) * (K * V))
+                hand_on(at_out, b_d, 0, o_k + none, o_v, V, HAS_S_OUT)
         else:
-            gl.store(p_park + ((o_v + none)[:, None] * K + (o_k + none)[None, :]), b_d)
+            o_d = (none + parked) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            gl.store(p_park + o_d, b_d)
         gone += count
 
 
@@ -362,7 +377,7 @@ def delta_back_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [1, C, V], dv_desc.layout)
     bs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
-    owns = gl.allocate_shared_memory(gl.float32, [C], plain)
+    owns = gl.allocate_shared_memory(gl.float32, [WARPS // 4 * C], plain)
     full = ring(2, ST)
     empty = ring(2, ST)
     r_full = ring(1, 1)
@@ -381,7 +396,7 @@ def delta_back_sm90_kernel(
     row, length, first, i_n, i_s, _ = place_in(cu_ptr, at, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     mark = marks_of(i_n, row - i_s * segment, T, every, C, PACKED)
-    ends = (s_in_ptr, s_out_ptr, state_of(at, i_h, HV, K, V), state_of(i_n, i_h, HV, K, V))
+    ends = (s_in_ptr, s_out_ptr, pid, i_n * HV + i_h if SPLIT else pid)
     gives = True
     if SPLIT:
         if (n == 0) & (i_s != 0):
@@ -401,16 +416,13 @@ def delta_back_sm90_kernel(
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
     scratch = own * ((every - 2) * V)
-    if SPLIT:
-        p_park = s_in_ptr + state_of(at, i_h, HV, K, V)
-    else:
-        p_park = park_ptr + own * gl.full([], K * V, gl.int64)
+    p_park = s_in_ptr if SPLIT else park_ptr
     gl.warp_specialize(
         [
             (walk_part, (
                 (dv_desc, states_desc), p_park, tiles, made, rings, ends, gives, row, i_h * V,
-                scratch, length, n, every, scale,
-                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT)),
+                own, length, n, every, scale,
+                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
             (grads_part, (
                 descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,
                 tiles, made, rings, row, i_h, HV, G, length, n, every, scale,
@@ -427,4 +439,4 @@ def delta_back_sm90_kernel(
         [4, 1, 1],
         [REGISTERS, FEW, FEW],
     )  # fmt: skip
-    leave_slot(counts_ptr + own)
+    leave_slot(counts_ptr + (own + (pid >> 30)))

@@ -56,6 +56,15 @@ def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def own_of(owns, al: gl.constexpr, C: gl.constexpr):
+    """Of the sums of a token, one for some columns each, all but one are 0."""
+    b_own = owns.slice(0, C).load(gl.SliceLayout(1, al))
+    for i in gl.static_range(1, owns.shape[0] // C):
+        b_own += owns.slice(i * C, C).load(gl.SliceLayout(1, al))
+    return b_own
+
+
+@gluon.jit
 def along(b, tile, al: gl.constexpr):
     """Of each row sum(b * tile)."""
     return gl.sum(b * tile.load(al), 1)
@@ -68,11 +77,11 @@ def add(x, y):
 
 @gluon.jit
 def write_sums(
-    dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al: gl.constexpr, C: gl.constexpr,
-    HAS_GATE: gl.constexpr,
+    dg_ptr, dbeta_ptr, rows, gates, sums, e, z, none, o_t, left, HV,
+    al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
-    o_c = gl.arange(0, C, line)
+    o_c = gl.arange(0, C, line) + none
     o_t += o_c.to(gl.int64) * HV
     if HAS_GATE:
         z *= gl.exp2(rows.slice(2 * C - 1, 1).load(line))
@@ -136,6 +145,8 @@ def grads_part(
         else:
             made_dk = warpgroup_mma_wait(0, deps=made_dk)
         mbarrier.arrive(early.index(0), count=1)
+        b_own = own_of(owns, al, C)
+        b_beta = beta_of(rows, al, C)
         dks = ()
         for h in gl.static_range(NK):
             o = i >> (27 + h)
@@ -149,10 +160,10 @@ def grads_part(
             b_dk = warpgroup_mma(ms.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if HAS_GATE:
-                gates -= along(b_dk, b_ks, al) * beta_of(rows, al, C)
-            b_dk += owns.load(gl.SliceLayout(1, al))[:, None] * b_qs.load(al)
+                gates -= along(b_dk, b_ks, al) * b_beta
+            b_dk += b_own[:, None] * b_qs.load(al)
             sums += along(b_dk, b_ks, al)
-            b_dk *= beta_of(rows, al, C)[:, None]
+            b_dk *= b_beta[:, None]
             b_ss = ss.index(o).slice(h * BK, BK, 1)
             b_dp = warpgroup_mma(ys.index(o), b_ss, zero, use_acc=False, is_async=True)
             b_m = scaled(ms.index(o), rows, al, C)
@@ -181,7 +192,7 @@ def grads_part(
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             if HAS_GATE:
                 gates += along(b_dq, b_qs, al)
-            own = owns.load(gl.SliceLayout(1, al)) * beta_of(rows, al, C)
+            own = b_own * b_beta
             b_dq += own[:, None] * b_ks.load(al)
             if h == NK - 1:
                 store_wait(0)
@@ -200,7 +211,9 @@ def grads_part(
             leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
         mbarrier.arrive(written.index(i % ST), count=1)
         o_t = (row + c * C).to(gl.int64) * HV + i_h
-        write_sums(dg_ptr, dbeta_ptr, rows, gates, sums, e, z, o_t, left, HV, al, C, HAS_GATE)
+        write_sums(
+            dg_ptr, dbeta_ptr, rows, gates, sums, e, z, i >> 23, o_t, left, HV, al, C, HAS_GATE
+        )
         mbarrier.arrive(empty.index(s), count=1)
     store_wait(0)
 

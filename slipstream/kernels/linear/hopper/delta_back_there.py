@@ -48,7 +48,7 @@ def there_part(
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     zero = gl.zeros([V, C], gl.float32, xl)
-    b_s = ss.index(0).load(sl).to(gl.float32)
+    b_s = ss.index(gone >> 30).load(sl).to(gl.float32)
     # `grads` is done with what the chunk before has there
     mbarrier.wait(early.index(0), (gone & 1) ^ 1)
     mbarrier.wait(late.index(0), (gone & 1) ^ 1)

@@ -201,11 +201,12 @@ def read_part(
     o_v = gl.arange(0, BV, gl.SliceLayout(0, ol))
     zero_o = gl.zeros([C, BV], gl.float32, ol)
     seen = o_i[:, None] >= o_j[None, :]
+    whole = length // C
     for i in range(n):
         s = i % ST
         b = i % 2
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if length - i * C < C:  # whose rest prepare clears
+        if i == whole:  # a short one, whose rest prepare clears
             mbarrier.wait(w_full.index(b), (i // 2) & 1)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
@@ -321,7 +322,7 @@ def delta_walk_sm90_kernel(
     )
     if SKIP and n == 0:
         return
-    k_col = i_h // (HV // H) * K
+    k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     r_col = i_h * C
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)

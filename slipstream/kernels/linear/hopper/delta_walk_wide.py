@@ -173,6 +173,7 @@ def read_part(
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
     zero_o = gl.zeros([C, BV], gl.float32, ol)
+    whole = length // C
     for i in range(n):
         s = i % ST
         b = i % 2
@@ -180,7 +181,7 @@ def read_part(
         none = length + i >> 31 << 10
         seen = (o_i + none)[:, None] >= o_j[None, :]
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if length - i * C < C:
+        if i == whole:  # a short one
             mbarrier.wait(cleared.index(0), 0)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
         b_a, b_q, b_start = scores_of(
@@ -306,7 +307,7 @@ def delta_walk_wide_sm90_kernel(
     ends = (s_in_ptr, s_out_ptr, o_state, o_state)
     if SKIP and n == 0:
         return
-    k_col = i_h // (HV // (H + (n >> 31))) * K
+    k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)
