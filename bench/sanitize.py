@@ -1,7 +1,7 @@
 """Small calls of operators, forward and backward, for compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck python bench/sanitize.py chunk_gla
-    compute-sanitizer --tool racecheck python bench/sanitize.py chunk_gla --sizes whole
+    compute-sanitizer --tool racecheck --num-cuda-barriers 64 python bench/sanitize.py chunk_gla
     ... --impl triton                           # the portable kernels
     ... --parts 0                               # the delta rule back in one walk; N: in segments
     python bench/sanitize.py chunk_gla          # the same alone: compiles what the other launches
@@ -10,10 +10,12 @@ Odd sizes, packed sequences and states, strong gates; every tensor has memory of
 access beyond its end is seen. Heads of 128 take the kernels for sm_90. The sanitizer slows kernels
 down a hundredfold: a few operators at a time. What has been launched is printed at the end.
 
-racecheck does not know that an mbarrier orders anything: of kernels whose warps have parts (sm_90)
-it reports what one part writes and another reads after a wait, the arrival coming after a barrier
-of the writers. It tells of the portable kernels, which have none.
-`--kernel-regex kns=delta_solve` watches one kernel: that has one part, and no hazards.
+racecheck has to be told of barriers in shared memory (`--num-cuda-barriers 64`), and then follows
+them, but has an arrival speak for the thread that arrives alone. Triton has one thread arrive for a
+part of a program whose threads have met before, so of kernels whose warps have parts (sm_90) it
+still reports what one part stores and another loads; and what Triton itself hands to the parts. It
+tells of kernels of one part, which have no hazards (`--kernel-name kns=delta_solve` watches one),
+and of the portable ones. What parts do is checked without a GPU: tests/kernels/ordered.py.
 
 Calls this small would not go back in one walk: --parts has them, in parts of 2 chunks, and with N
 above 0 in segments of N parts.

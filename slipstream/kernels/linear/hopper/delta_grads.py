@@ -28,6 +28,8 @@ from slipstream.kernels.linear.hopper.parts import add_some, clear, end_ring, pl
 from slipstream.kernels.turns import landed, reduce_out, turn_done, turn_of
 
 TOGETHER = gl.constexpr(264)  # programs that run at a time
+ROWS = gl.constexpr(16)  # of S at a time
+ROWS_BY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -40,13 +42,17 @@ def load_states(states_desc, dstates_desc, ss, ds, bar, i_s, i_k):
 @gluon.jit
 def products_of(ss, ds, V: gl.constexpr, BK: gl.constexpr):
     """sum(S * dS')."""
-    STEP: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    b_z = gl.zeros([STEP, BK], gl.float32, layout)
-    for i in gl.static_range(V // STEP):
-        b_s = ss.slice(i * STEP, STEP).load(layout).to(gl.float32)
-        b_z += b_s * ds.slice(i * STEP, STEP).load(layout).to(gl.float32)
-    return gl.sum(gl.sum(b_z, 1), 0)
+    return gl.sum(row_products(ss, ds, V, BK), 0)
+
+
+@gluon.jit
+def row_products(ss, ds, V: gl.constexpr, BK: gl.constexpr):
+    """That as numbers of ROWS rows, which are yet to be added up across warps."""
+    b_z = gl.zeros([ROWS, BK], gl.float32, ROWS_BY)
+    for i in gl.static_range(V // ROWS):
+        b_s = ss.slice(i * ROWS, ROWS).load(ROWS_BY).to(gl.float32)
+        b_z += b_s * ds.slice(i * ROWS, ROWS).load(ROWS_BY).to(gl.float32)
+    return gl.sum(b_z, 1)
 
 
 @gluon.jit
@@ -92,7 +98,7 @@ def pass_on(p_turn, rank, G):
 def triangles(
     os, ws, vs, p_rows, o_i, o_j, scale, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr
 ):
-    """As operands [i, j], then [j, i]; what a token owes itself, beta, start and end of decay."""
+    """As operands [i, j], then [j, i]; what a token owes itself."""
     dtype: gl.constexpr = ws.dtype
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     zero = gl.zeros([C, C], gl.float32, al)
@@ -103,18 +109,11 @@ def triangles(
     beta_j = gl.load(p_rows + o_j)
     before = o_i[:, None] > o_j[None, :]
     between = gl.full([C, C], 1.0, gl.float32, al)
-    start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, al))
-    end = start
-    whole = 1.0
     if HAS_GATE:
         G_i = gl.load(p_rows + C + o_i)
         G_j = gl.load(p_rows + C + o_j)
-        G_C = gl.load(p_rows + (2 * C - 1))
         between = G_i[:, None] - G_j[None, :]
         between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
-        start = gl.exp2(G_i)
-        end = gl.exp2(G_C - G_i)
-        whole = gl.exp2(G_C)
     b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
     own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
     b_old = gl.where(before, beta_j[None, :] * between, 0.0)
@@ -123,7 +122,7 @@ def triangles(
     b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
     c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
-    return c_a, c_m, c_at, c_mt, own, start, end, whole
+    return c_a, c_m, c_at, c_mt, own
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G"])
@@ -193,7 +192,6 @@ def delta_grads_sm90_kernel(
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
     p_rows = rows_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
-    beta = gl.load(p_rows + o_i)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
         clear(os.index(0), left, C, V)
@@ -205,7 +203,7 @@ def delta_grads_sm90_kernel(
             clear(ks.index(i), left, C, BK)
         fence_async_shared()
         gl.thread_barrier()
-    b_a, b_m, b_at, b_mt, own, start, end, whole = triangles(
+    b_a, b_m, b_at, b_mt, own = triangles(
         os.index(0), ws.index(0), vs.index(0), p_rows, o_i, o_j, scale, al, C, HAS_GATE
     )
     mbarrier.wait(bars.index(2), 0)
@@ -213,8 +211,9 @@ def delta_grads_sm90_kernel(
     sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
     gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
     e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
-    z = 0.0
-    for i in range(NK):
+    z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, ROWS_BY))
+    # T >> 30 is 0, but no compiler knows: without a loop what is above would be left for later
+    for i in range(NK + (T >> 30)):
         # 0, but no compiler knows: addresses would take registers all the time
         none = T + i >> 31 << 10
         mbarrier.wait(bars.index(1), i & 1)
@@ -222,7 +221,12 @@ def delta_grads_sm90_kernel(
         b_dp = warpgroup_mma(vs.index(none), ss.index(none), zero, use_acc=False, is_async=True)
         b_dk = warpgroup_mma(ws.index(none), ds.index(none), zero, use_acc=False, is_async=True)
         if HAS_GATE:
-            z += products_of(ss.index(none), ds.index(none), V, BK)
+            # again, as beta below: they would take registers all the time
+            G_i = gl.load(p_rows + C + (o_i + none))
+            G_C = gl.load(p_rows + (2 * C - 1 + none))
+            z += row_products(ss.index(none), ds.index(none), V, BK)
+            start = gl.exp2(G_i)
+            end = gl.exp2(G_C - G_i)
         b_dq, b_dp, b_dk = warpgroup_mma_wait(0, deps=(b_dq, b_dp, b_dk))
         if i + 1 < NK:
             gl.thread_barrier()
@@ -241,6 +245,7 @@ def delta_grads_sm90_kernel(
         b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
         b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
         b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
+        beta = gl.load(p_rows + (o_i + none))
         b_k = ks.index(i).load(al)
         b_dq *= scale
         if HAS_GATE:
@@ -267,7 +272,9 @@ def delta_grads_sm90_kernel(
 
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
-        z = gl.sum(e * beta, 0) + z * whole
+        G_C = gl.load(p_rows + (2 * C - 1 + (left >> 31)))
+        beta = gl.load(p_rows + (o_i + (left >> 31)))
+        z = gl.sum(e * beta, 0) + gl.sum(z, 0) * gl.exp2(G_C)
         gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
         gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)

@@ -200,11 +200,12 @@ def read_part(
     o_t = gl.arange(0, C, gl.SliceLayout(1, ol))
     o_v = gl.arange(0, BV, gl.SliceLayout(0, ol))
     zero_o = gl.zeros([C, BV], gl.float32, ol)
-    seen = o_i[:, None] >= o_j[None, :]
     whole = length // C
     for i in range(n):
         s = i % ST
         b = i % 2
+        # without PARTS there are registers for what it is made of, but not for that and itself
+        seen = (o_i + (0 if PARTS else i >> 30))[:, None] >= o_j[None, :]
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if i == whole:  # a short one, whose rest prepare clears
             mbarrier.wait(w_full.index(b), (i // 2) & 1)

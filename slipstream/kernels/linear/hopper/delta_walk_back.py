@@ -188,8 +188,10 @@ def walk_part(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if HAS_S_OUT:
+        # 0, but no compiler knows: the loop would keep what the addresses have in common
+        o_out = o_out + (n >> 31) + o_k[None, :] * V + o_v[:, None]
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
-        gl.store(s_out_ptr + (o_out + o_s), b_s, mask=(o_k >= 0)[None, :] & writes)
+        gl.store(s_out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit

@@ -153,6 +153,13 @@ def walk_part(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if not KEEP:
+        if tile == 0:
+            # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
+            # knows
+            TILES: gl.constexpr = V // (2 * BV)
+            pid = gl.program_id(0) + (length >> 31)
+            o_state = pid // TILES * gl.full([], K * V, gl.int64) + pid % TILES * (2 * BV)
+            ends = (ends[0], ends[1], ends[2], o_state)
         hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
 
 
