@@ -94,7 +94,10 @@ def without(module: ModuleType) -> Iterator[tuple[str, str]]:
             yield f"{module.__name__.removeprefix(PACKAGE)}: {found[1]}", "\n".join(rest)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x in ("walk", "fused") else ()) for x in WAYS],
+)
 def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file, files, runs, could_go = WAYS[name]
     monkeypatch.setattr(threads, "_WAIT", 0.5)
