@@ -34,18 +34,15 @@ TURN = gl.constexpr(16)  # marks that are looked at together
 
 
 @gluon.jit
-def put_gates(
-    g_ptr, token, n, left, none, highs, lows, HV,
-    GK: gl.constexpr, layout: gl.constexpr, CHANNEL: gl.constexpr,
-):  # fmt: skip
-    """The n-th 64 channels' gates, as bf16 numbers and what those leave."""
+def put_gates(p, stride, left, none, high, low, layout: gl.constexpr, CHANNEL: gl.constexpr):
+    """64 channels' gates, as bf16 numbers and what those leave."""
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    p = g_ptr + (token + none) * GK + n * (64 * CHANNEL) + o_i * (HV * GK) + o_j * CHANNEL
+    p += o_i * stride + o_j * CHANNEL
     b_g = gl.load(p, mask=o_i < left + 0 * o_j, other=0.0).to(gl.float32) * LOG2E
     g_high, g_low = halves(gl.maximum(b_g, LOWEST))
-    highs.index(none + n).store(g_high)
-    lows.index(none + n).store(g_low)
+    high.store(g_high)
+    low.store(g_low)
     ready()
 
 
@@ -206,7 +203,8 @@ def one_chunk(
     ready()
     if DELTA:
         for n in range(NK):
-            put_gates(g_ptr, token, n, left, none, highs, lows, HV, GK, al, CHANNEL)
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+                      highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
     b_qb = gl.where(o_i == o_j, scores(qs, reads if DELTA else bs, NK, zero, none), 0.0).to(act)
     b_ab = zero
     if not DELTA:
@@ -219,7 +217,8 @@ def one_chunk(
         seen = gates_seen(C, aa, level, now, False, True)
         for n in range(NK):
             if not DELTA:
-                put_gates(g_ptr, token, n, left, now, highs, lows, HV, GK, al, CHANNEL)
+                put_gates(g_ptr + (token + now) * GK + n * (64 * CHANNEL), HV * GK, left, now,
+                          highs.index(now + n), lows.index(now + n), al, CHANNEL)  # fmt: skip
             b_e = sum_gates(seen, highs.index(now + n), lows.index(now + n), zero)
             at_level(
                 b_e, qs.index(now + n), reads.index(now + n), bs.index(now + n),
@@ -251,13 +250,13 @@ def one_chunk(
     gl.thread_barrier()
     for n in range(NK):
         if not DELTA:
-            put_gates(g_ptr, token, n, left, none, highs, lows, HV, GK, al, CHANNEL)
-        o_total = slot * K + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, al))
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+                      highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
+        p_d = total_ptr + (slot * K + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, al)))
         to_edges(
             highs.index(none + n), lows.index(none + n), qs.index(none + n), reads.index(none + n),
             bs.index(none + n), keys.index(none + n), q_out_ptr, b_out_ptr, k_out_ptr,
-            slot * (C * K) + n * 64, total_ptr + o_total, scale, none, zero, rows, K, DELTA,
-        )  # fmt: skip
+            slot * (C * K) + n * 64, p_d, scale, none, zero, rows, K, DELTA)  # fmt: skip
     aks = qs.index(none)
     if not DELTA:
         gl.thread_barrier()
