@@ -129,7 +129,8 @@ class Part:
         self._moves_on()
 
     def arrives(self, bar: Bar) -> None:
-        np.maximum(bar.gathered, self.seen, bar.gathered)
+        with self.program.lock:  # others' copies in come to it meanwhile
+            np.maximum(bar.gathered, self.seen, bar.gathered)
         self._moves_on()
 
     def met(self, bar: Bar) -> None:
