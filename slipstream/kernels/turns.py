@@ -87,4 +87,12 @@ def take_slot(ptr, first, count):
 @gluon.jit
 def leave_slot(ptr):
     """All parts are done with it."""
-    gl.atomic_xchg(ptr, 0, sem="release")
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+        "@p st.release.gpu.global.b32 [$1], 0; mov.b32 $0, t; }",
+        "=r,l,~{memory}",
+        [ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,9 +23,17 @@ SIZES = ((1, 6), (7, 12), (37, 30), (0, 6))
 # twice the error of rounding.
 LIMITS = {torch.float32: (1e-5, 3e-5), torch.float16: (4e-3, 8e-3)}
 
+# Checks of more than a minute are in two parts: every form once or more, and further crossings.
+PARTS = ("sample", pytest.param("further", marks=pytest.mark.slow))
+
+
+def parts() -> list[str]:
+    """The parts of its checks that a script shall run: those it is given, or both."""
+    return sys.argv[1:] or ["sample", "further"]
+
 
 def run(*names: str, script: str = "tests.kernels.interpreted") -> None:
-    """The checks of rows by function, or of a script of their own, in another process."""
+    """The checks of rows by function, or parts of a script of their own, in another process."""
     result = subprocess.run(
         [sys.executable, "-m", script, *names],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -23,6 +23,7 @@ from tests.kernels import ordered
 from tests.kernels.softmax import gluon_by_threads as threads
 
 C, BV = 64, 16
+ANEW = "slipstream.kernels.notes", "slipstream.kernels.linear.hopper."
 CASES: dict[
     str, Any
 ] = {  # T, H, HV, K, V, batch or lengths of packed sequences, gated, initial state
@@ -107,7 +108,7 @@ def emulated() -> Any:
     with (
         mock.patch.object(threads, "_language", return_value=language),
         mock.patch.object(threads, "_mbarrier", return_value=barriers),
-        mock.patch.object(threads, "_ANEW", ("slipstream.kernels.linear.hopper.",)),
+        mock.patch.object(threads, "_ANEW", ANEW),
         threads.emulated(),
     ):
         import sys

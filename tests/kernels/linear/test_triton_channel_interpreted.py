@@ -4,9 +4,6 @@ As test_triton_interpreted.py: the checks run in a process of their own, this fi
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.interpreted import PARTS, parts, run
 from tests.kernels.linear.test_triton_interpreted import reference
 from tests.operators import offsets, relative_error
 
@@ -41,15 +39,35 @@ GATES = {
 }
 FORMS = ("g", "u", "gv")
 # form, size, gate, dtype, states
-CASES = [
-    *(("g", size, "mixed", "float32", True) for size in SIZES if "split" not in size),
-    *((form, size, "mixed", "float32", True) for form in ("u", "gv") for size in ("odd", "packed")),
-    *(("g", "long", gate, "float32", False) for gate in GATES if gate != "mixed"),
-    *((form, "long", gate, "float32", False) for form in ("u", "gv") for gate in ("weak", "reset")),
-    *((form, "grouped", "weak", "float16", True) for form in FORMS),
-    ("u, no g", "short", "zero", "float32", True),
-    ("u, g a token", "grouped", "weak", "float32", True),
-]
+CASES = {
+    "sample": [
+        *(("g", size, "mixed", "float32", True) for size in ("one token", "short", "odd", "wide")),
+        *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
+        ("u", "packed", "mixed", "float32", True),
+        *(("g", "long", gate, "float32", False) for gate in GATES if gate != "mixed"),
+        *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
+        ("gv", "long", "reset", "float32", False),
+        *((form, "grouped", "weak", "float16", True) for form in ("g", "gv")),
+        ("u, no g", "short", "zero", "float32", True),
+        ("u, g a token", "grouped", "weak", "float32", True),
+    ],
+    "further": [
+        *(("g", size, "mixed", "float32", True) for size in ("long", "grouped", "packed")),
+        ("gv", "packed", "mixed", "float32", True),
+        ("u", "long", "reset", "float32", False),
+        ("u", "grouped", "weak", "float16", True),
+    ],
+}
+# size, gate
+WIDE = {
+    "sample": [("long", "weak"), ("grouped", "zero")],
+    "further": [("packed", "mixed")],
+}
+# form, size, gate
+SPLIT = {
+    "sample": [("g", "split", "mixed"), ("gv", "split, packed", "weak")],
+    "further": [(form, "split, packed", "mixed") for form in ("u", "gv")],
+}
 
 
 def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
@@ -117,18 +135,20 @@ def check_wide(size: str, gate: str) -> None:
         assert error <= 1e-6, f"{size}, {gate}: {name} is off by {error:.1e}"
 
 
-def check_split() -> None:
+def check_split(part: str) -> None:
     """Sequences in segments; with short spans, so that short ones are cut."""
     from slipstream.kernels.linear.triton import channel_launch, channel_walks, tiles
 
     kept = tiles.SPAN
     tiles.SPAN = channel_walks.SPAN = 2
-    for form, size in (("g", "split"), ("u", "split, packed"), ("gv", "split, packed")):
-        terms = make(form, size, "mixed", torch.float32, True)
+    for form, size, gate in SPLIT[part]:
+        terms = make(form, size, gate, torch.float32, True)
         prepared = channel_launch.laid_out(terms)
         assert channel_launch.work_of(prepared, None).split is not None
-        check(form, size, "mixed", torch.float32, True)
-    check_wide("split, packed", "mixed")
+        check(form, size, gate, torch.float32, True)
+        print(form, size, gate, "ok", flush=True)
+    if part == "sample":
+        check_wide("split, packed", "mixed")
     tiles.SPAN = channel_walks.SPAN = kept
 
 
@@ -154,23 +174,22 @@ def check_operators() -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_channel_kernels_match_reference_when_interpreted():
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.mark.parametrize("part", PARTS)
+def test_channel_kernels_match_reference_when_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.linear.test_triton_channel_interpreted")
 
 
 if __name__ == "__main__":
     torch.manual_seed(int(os.environ.get("SEED", "0")))
     # NaN in whatever is never written
     torch.use_deterministic_algorithms(True)
-    for form, size, gate, dtype, state in CASES:
-        check(form, size, gate, getattr(torch, dtype), state)
-        print(form, size, gate, dtype, "ok", flush=True)
-    for size, gate in (("long", "weak"), ("grouped", "zero"), ("packed", "mixed")):
-        check_wide(size, gate)
-    check_nothing_but_final()
-    check_split()
-    check_operators()
+    for part in parts():
+        for form, size, gate, dtype, state in CASES[part]:
+            check(form, size, gate, getattr(torch, dtype), state)
+            print(form, size, gate, dtype, "ok", flush=True)
+        for size, gate in WIDE[part]:
+            check_wide(size, gate)
+        check_split(part)
+        if part == "sample":
+            check_nothing_but_final()
+            check_operators()

@@ -5,9 +5,6 @@ As test_triton_interpreted.py: the checks run in a process of their own, this fi
 
 import dataclasses
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ import torch.nn.functional as F
 
 from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.interpreted import PARTS, parts, run
 from tests.kernels.linear.test_triton_interpreted import GATES, reference
 from tests.operators import offsets, relative_error
 
@@ -27,14 +25,33 @@ SIZES = {
     "long": (2, 167, 1, 2, 20, 24, None),
     "long packed": (1, 260, 1, 1, 17, 12, (5, 0, 130, 64, 61)),
 }
-SHORT = [size for size in SIZES if "long" not in size]
 # size, gate, p, dtype, states
-CASES = [
-    *((size, gate, False, "float32", True) for size in SHORT for gate in ("none", "mixed")),
-    *(("odd", gate, True, "float32", False) for gate in GATES if gate != "mixed"),
-    ("packed", "weak", True, "float32", True),
-    ("grouped", "weak", True, "float16", True),
-]
+CASES = {
+    "sample": [
+        *((size, "none", False, "float32", True) for size in ("one token", "odd")),
+        *(
+            (size, "mixed", False, "float32", True)
+            for size in ("one token", "odd", "grouped", "packed")
+        ),
+        *(("odd", gate, True, "float32", False) for gate in GATES if gate != "mixed"),
+        ("odd", "weak", True, "float16", True),
+    ],
+    "further": [
+        *((size, "none", False, "float32", True) for size in ("grouped", "packed")),
+        ("packed", "weak", True, "float32", True),
+        ("grouped", "weak", True, "float16", True),
+    ],
+}
+# of two chunks each: size, gate, p, states
+SEGMENTS = {
+    "sample": [("long", "none", False, True), ("long packed", "weak", False, True)],
+    "further": [("long", "mixed", True, False)],
+}
+# size, gate, p
+FINE = {
+    "sample": [("odd", "none", False), ("odd", "weak", True)],
+    "further": [("grouped", "weak", True)],
+}
 
 
 def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> Terms:
@@ -103,26 +120,27 @@ def check_descriptors() -> None:
     delta_plan._tile = choose
 
 
-def check_segments() -> None:
+def check_segments(part: str) -> None:
     """Cut into segments of two chunks."""
     from slipstream.kernels.linear.triton import delta_plan
 
     kept = delta_plan.segment_tokens
     delta_plan.segment_tokens = lambda programs, T, C: 2 * C
-    check("long", "none", False, torch.float32, True)
-    check("long", "mixed", True, torch.float32, False)
-    check("long packed", "weak", False, torch.float32, True)
+    for size, gate, has_p, state in SEGMENTS[part]:
+        check(size, gate, has_p, torch.float32, state)
+        print(size, gate, has_p, "segments ok", flush=True)
     delta_plan.segment_tokens = kept
 
 
-def check_fine() -> None:
+def check_fine(part: str) -> None:
     """Products of pairs, of float16 here, for the interpreter gets bfloat16 wrong."""
     from slipstream.kernels.linear.triton import delta_launch
 
     kept = delta_launch.fine
     delta_launch.fine = lambda terms: terms.q.dtype == torch.float16
-    check("odd", "none", False, torch.float16, True)
-    check("grouped", "weak", True, torch.float16, True)
+    for size, gate, has_p in FINE[part]:
+        check(size, gate, has_p, torch.float16, True)
+        print(size, gate, has_p, "fine ok", flush=True)
     delta_launch.fine = kept
 
 
@@ -142,23 +160,22 @@ def check_inverse() -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_delta_matches_reference_when_interpreted():
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.mark.parametrize("part", PARTS)
+def test_delta_matches_reference_when_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.linear.test_triton_delta_interpreted")
 
 
 if __name__ == "__main__":
     torch.manual_seed(int(os.environ.get("SEED", "0")))
     # NaN in whatever is never written
     torch.use_deterministic_algorithms(True)
-    check_inverse()
-    for size, gate, has_p, dtype, state in CASES:
-        check(size, gate, has_p, getattr(torch, dtype), state)
-        print(size, gate, has_p, dtype, "ok", flush=True)
-    check_nothing_but_final()
-    check_descriptors()
-    check_segments()
-    check_fine()
+    for part in parts():
+        for size, gate, has_p, dtype, state in CASES[part]:
+            check(size, gate, has_p, getattr(torch, dtype), state)
+            print(size, gate, has_p, dtype, "ok", flush=True)
+        check_segments(part)
+        check_fine(part)
+        if part == "sample":
+            check_inverse()
+            check_nothing_but_final()
+            check_descriptors()

@@ -27,7 +27,11 @@ _LOCAL = threading.local()
 _WAIT = 20.0
 _SLOTS = threading.Lock()
 # modules that are imported anew, against the names below
-_ANEW = "slipstream.kernels.softmax.triton.scores", "slipstream.kernels.softmax.hopper."
+_ANEW = (
+    "slipstream.kernels.notes",
+    "slipstream.kernels.softmax.triton.scores",
+    "slipstream.kernels.softmax.hopper.",
+)
 
 
 class Tensor(np.ndarray):

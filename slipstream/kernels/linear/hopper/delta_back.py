@@ -22,6 +22,8 @@ Four parts of a program, which has all columns of V:
     load     q, k, do or v, R, w and S by TMA, beta and G
     write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
 
+What a program is, and how far its walk is, they read where they want it (kernels/notes.py).
+
 Two stages of q, k, do (or v), beta and G, one of all else. Of each chunk `grads` says when dS' and
 w are free, and when the rest is; a stage is free once `write` and `grads` are done with it, or on
 the way to a part's end `walk`. Step j of a program is the i-th back, where it has gone forward
@@ -41,10 +43,29 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_back_grads import grads_part, write_part
+from slipstream.kernels.linear.hopper.delta_back_grads import (
+    CHUNK,
+    CHUNKS,
+    COUNT,
+    D_COL,
+    GONE,
+    HEAD,
+    K_COL,
+    LENGTH,
+    MARK,
+    NOTES,
+    ROW,
+    ROWS,
+    SLOT,
+    STATE_IN,
+    STATE_OUT,
+    grads_part,
+    write_part,
+)
 from slipstream.kernels.linear.hopper.delta_back_there import square, there_part
 from slipstream.kernels.linear.hopper.delta_parts import hand_on, marks_of, met, rows_of
 from slipstream.kernels.linear.hopper.parts import clear, load_rows, place_in, ring
+from slipstream.kernels.notes import note, noted, notes
 from slipstream.kernels.turns import landed, leave_slot, settled, take_slot
 
 
@@ -58,17 +79,25 @@ def part_of(i, n, every):
 
 @gluon.jit
 def load_part(
-    descs, tiles, rings, p_rows, stride, row, scratch, mark, m_step, n, every, k_col, v_col, r_col,
+    descs, rows_ptr, tiles, rings, pad, HV, every,
     V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    """scratch: where this program has S before the second chunk of a part. mark: where S before the
-    first part is left, and m_step how far it is to that before the next."""
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, marks_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
     full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
+    row = noted(pad, ROW, 1)
+    n = noted(pad, CHUNKS, 1)
+    head = noted(pad, HEAD, 1)
+    k_col = noted(pad, K_COL, 1)
+    v_col = head * V
+    r_col = head * C
+    p_rows, stride = rows_of(rows_ptr, noted(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE)
+    # where this program has S before the second chunk of a part
+    scratch = noted(pad, SLOT, 1) * ((every - 2) * V)
+    m_step = HV * V  # from S before a part to that before the next
     parts = gl.maximum(gl.cdiv(n, every), 1)
-    mark += (parts - 1) * m_step
+    mark = noted(pad, MARK, 1) + (parts - 1) * m_step
     i = 0
     for part in range(parts):
         first, count = part_of(i, n, every)
@@ -176,7 +205,7 @@ def back_part(
 ):  # fmt: skip
     """Through a part from b_s, dS after it; dS before it."""
     qs, ks, os, gs, rs, ws, _, a_s = tiles
-    ds, ys, bs, ms, owns = made
+    ds, ys, bs, ms, owns, _, _ = made
     full, _, r_full, r_empty, w_full, _, done, early, late, _, _, _ = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
@@ -260,52 +289,65 @@ def back_part(
 
 @gluon.jit
 def walk_part(
-    descs, p_park, tiles, made, rings, ends, gives, row, v_col, own, length, n, every, scale,
+    descs, states, tiles, made, rings, pad, every, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """p_park: dS of slots, while S is there. ends: where states are, and which of them this program
-    reads and writes. own: its slot. gives: whether anybody wants that before all chunks."""
+    """states: where dS comes from, goes to, and is while S is there."""
     _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    s_in_ptr, s_out_ptr, from_, to = ends
-    parked = from_ if SPLIT else own
-    parts = gl.maximum(gl.cdiv(n, every), 1)
-    gone = 0
-    for part in range(parts):
+    s_in_ptr, s_out_ptr, p_park = states
+    part = 0
+    going = True
+    while going:
+        gone = noted(pad, GONE, WARPS)
+        n = noted(pad, CHUNKS, WARPS)
         first, count = part_of(gone, n, every)
-        none = (first >> 30).to(gl.int64)  # 0, which no compiler knows: it would keep addresses
+        note(pad, (count,), COUNT, WARPS)
         if count > 0:
             mbarrier.wait(met_full.index(0), part & 1)
-        scratch = (own + (first >> 28)) * ((every - 2) * V)
         there_part(
-            descs, tiles, made, rings, row, v_col, scratch, gone, first, count, length,
+            descs, tiles, made, rings, noted(pad, ROW, WARPS), noted(pad, HEAD, WARPS) * V,
+            noted(pad, SLOT, WARPS) * ((every - 2) * V), gone, first, count,
+            noted(pad, LENGTH, WARPS),
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
+        gone = noted(pad, GONE, WARPS)
+        # 0, which no compiler knows: it would keep addresses
+        none = (gone >> 30).to(gl.int64)
         if part == 0:
-            at_in = (s_in_ptr, None, (none + from_) * (K * V), None)
+            at_in = (s_in_ptr, None, (none + noted(pad, STATE_IN, WARPS)) * (K * V), None)
             b_d = met(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
         else:
-            o_d = (none + parked) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            own = noted(pad, STATE_IN if SPLIT else SLOT, WARPS)
+            o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
             b_d = gl.load(p_park + o_d)
         landed()
         gl.thread_barrier()
         mbarrier.arrive(walked.index(0), count=1)
         b_d = back_part(
-            tiles, made, rings, b_d, gone, count, length, n, scale,
+            tiles, made, rings, b_d, gone, noted(pad, COUNT, WARPS), noted(pad, LENGTH, WARPS),
+            noted(pad, CHUNKS, WARPS), scale,
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
-        none = (first >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
-        if part == parts - 1:
-            if gives:
-                at_out = (None, s_out_ptr, None, (none + to) * (K * V))
-                hand_on(at_out, b_d, 0, o_k + none, o_v, V, HAS_S_OUT)
-        else:
-            o_d = (none + parked) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+        gone = noted(pad, GONE, WARPS) + noted(pad, COUNT, WARPS)
+        none = (gone >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
+        going = gone < noted(pad, CHUNKS, WARPS)
+        if going:
+            own = noted(pad, STATE_IN if SPLIT else SLOT, WARPS)
+            o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
             gl.store(p_park + o_d, b_d)
-        gone += count
+        else:
+            to = noted(pad, STATE_OUT, WARPS)
+            if to >= 0:
+                at_out = (None, s_out_ptr, None, (none + to) * (K * V))
+                hand_on(at_out, b_d, 0, o_k + none, o_v + none, V, HAS_S_OUT)
+        gl.thread_barrier()  # all have read what it was
+        note(pad, (gone,), GONE, WARPS)
+        gl.thread_barrier()
+        part += 1
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "segment", "every", "slots"])
@@ -378,6 +420,9 @@ def delta_back_sm90_kernel(
     bs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     owns = gl.allocate_shared_memory(gl.float32, [WARPS // 4 * C], plain)
+    owed = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
+    zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
+    pad = notes(NOTES)
     full = ring(2, ST)
     empty = ring(2, ST)
     r_full = ring(1, 1)
@@ -392,51 +437,47 @@ def delta_back_sm90_kernel(
     walked = ring(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
-    at = pid // HV
-    row, length, first, i_n, i_s, _ = place_in(cu_ptr, at, T, N, segment, C, PACKED, SPLIT)
+    row, length, first, i_n, i_s, _ = place_in(cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     mark = marks_of(i_n, row - i_s * segment, T, every, C, PACKED)
-    ends = (s_in_ptr, s_out_ptr, pid, i_n * HV + i_h if SPLIT else pid)
-    gives = True
+    to = pid
     if SPLIT:
         if (n == 0) & (i_s != 0):
             return
         mark += i_s * (segment // (every * C))
-        gives = i_s == 0
+        to = gl.where(i_s == 0, i_n * HV + i_h, -1)
     own = take_slot(counts_ptr, pid % slots, slots)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
-    p_rows, stride = rows_of(rows_ptr, chunk * HV + i_h, HV, C, HAS_GATE)
+    turn = slots + chunk * (HV // G) + i_h // G
+    note(pad, (own, row, length, n, i_h, chunk, (mark * HV + i_h) * V, k_col), SLOT, WARPS)
+    note(pad, (i_h // G * K, HV // G, i_h % G, turn, pid, to, 0), D_COL, WARPS)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
-    made = (ds, ys, bs, ms, owns)
+    made = (ds, ys, bs, ms, owns, owed, zs)
     rings = (
         full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full, walked
     )  # fmt: skip
-    p_turns = counts_ptr + slots + (chunk * (HV // G) + i_h // G)
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
-    scratch = own * ((every - 2) * V)
-    p_park = s_in_ptr if SPLIT else park_ptr
+    states = (s_in_ptr, s_out_ptr, s_in_ptr if SPLIT else park_ptr)
     gl.warp_specialize(
         [
             (walk_part, (
-                (dv_desc, states_desc), p_park, tiles, made, rings, ends, gives, row, i_h * V,
-                own, length, n, every, scale,
+                (dv_desc, states_desc), states, tiles, made, rings, pad, every, scale,
                 K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
             (grads_part, (
-                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), p_turns,
-                tiles, made, rings, row, i_h, HV, G, length, n, every, scale,
+                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, made, rings,
+                pad, HV, G, every, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
             (load_part, (
                 (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, marks_desc),
-                tiles, rings, p_rows, stride, row, scratch, (mark * HV + i_h) * V, HV * V, n,
-                every, k_col, i_h * V, i_h * C,
+                rows_ptr, tiles, rings, pad, HV, every,
                 V, C, ST, HAS_GATE)),
             (write_part, (
-                descs, p_turns, tiles, rings, row, i_h, HV, G, length, n, every,
+                descs, counts_ptr, tiles, rings, pad, HV, G, every,
                 K, C, ST, SHARED)),
         ],
         [4, 1, 1],
         [REGISTERS, FEW, FEW],
     )  # fmt: skip
-    leave_slot(counts_ptr + (own + (pid >> 30)))
+    leave_slot(counts_ptr + noted(pad, SLOT, WARPS))

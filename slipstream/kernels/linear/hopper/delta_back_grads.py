@@ -25,9 +25,30 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.linear.hopper.delta_grads import leave, pass_on, products_of
+from slipstream.kernels.linear.hopper.delta_grads import ROWS, leave, pass_on, row_products
 from slipstream.kernels.linear.hopper.parts import write
+from slipstream.kernels.notes import noted
 from slipstream.kernels.turns import reduce_out, turn_of
+
+# Places of a program's numbers (kernels/notes.py): what it is from its beginning on, then how far
+# the walk is.
+SLOT = gl.constexpr(0)  # its memory
+ROW = gl.constexpr(1)  # the first token
+LENGTH = gl.constexpr(2)  # tokens
+CHUNKS = gl.constexpr(3)
+HEAD = gl.constexpr(4)  # of v
+CHUNK = gl.constexpr(5)  # the first, among those of all heads
+MARK = gl.constexpr(6)  # where S before the first part is left
+K_COL = gl.constexpr(7)  # the first column of q and k
+D_COL = gl.constexpr(8)  # and of their gradients
+HEADS = gl.constexpr(9)  # of those
+RANK = gl.constexpr(10)  # which of the heads that add those up this one is
+TURN = gl.constexpr(11)  # where the first chunk's turn is
+STATE_IN = gl.constexpr(12)  # where dS comes from
+STATE_OUT = gl.constexpr(13)  # and goes to; -1 if nobody wants it
+GONE = gl.constexpr(14)  # chunks gone back through
+COUNT = gl.constexpr(15)  # those of the part
+NOTES = gl.constexpr(16)
 
 
 @gluon.jit
@@ -77,18 +98,25 @@ def add(x, y):
 
 @gluon.jit
 def write_sums(
-    dg_ptr, dbeta_ptr, rows, gates, sums, e, z, none, o_t, left, HV,
-    al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr,
+    dg_ptr, dbeta_ptr, rows, owed, zs, none, o_t, left, HV,
+    C: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
+    """From shared memory, where each warp finds all tokens, so that no sum goes across warps."""
+    by: gl.constexpr = gl.BlockedLayout([1, C // 32], [1, 32], [4, 1], [1, 0])
+    line: gl.constexpr = gl.SliceLayout(0, by)
+    o_w = gl.arange(0, 4, gl.SliceLayout(1, by))
     o_c = gl.arange(0, C, line) + none
-    o_t += o_c.to(gl.int64) * HV
+    o_x = (o_t + o_c.to(gl.int64) * HV)[None, :] + o_w[:, None]  # o_w is 0 where it is stored
+    m = (o_c < left)[None, :] & (o_w == 0)[:, None]
+    zero = gl.zeros([4, C], gl.float32, by)
     if HAS_GATE:
-        z *= gl.exp2(rows.slice(2 * C - 1, 1).load(line))
-        z += gl.sum(e * beta_of(rows, al, C), 0)
-        dg = gl.associative_scan(gl.convert_layout(gates, line), 0, add, reverse=True)
-        gl.store(dg_ptr + o_t, dg + z, mask=o_c < left)
-    gl.store(dbeta_ptr + o_t, gl.convert_layout(sums, line), mask=o_c < left)
+        z = gl.sum(gl.zeros([4, ROWS], gl.float32, by) + zs.load(line)[None, :], 1)
+        z *= gl.exp2(rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, by)))
+        z += gl.sum(zero + owed.index(1).load(line)[None, :], 1)
+        b_g = zero + rows.slice(0, C).load(line)[None, :]
+        dg = gl.associative_scan(b_g, 1, add, reverse=True)
+        gl.store(dg_ptr + o_x, dg + z[:, None], mask=m)
+    gl.store(dbeta_ptr + o_x, zero + owed.index(0).load(line)[None, :], mask=m)
 
 
 @gluon.jit
@@ -100,27 +128,41 @@ def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def leave_some(
+    q, k, counts_ptr, pad, c, left, K: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr
+):
+    """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
+    heads = noted(pad, HEADS, 4)
+    rank = noted(pad, RANK, 4)
+    if SHARED:
+        while turn_of(counts_ptr + noted(pad, TURN, 4) + c * heads) < rank:
+            pass
+    at = noted(pad, ROW, 4) + c * C, left
+    cols = noted(pad, D_COL, 4), heads * K
+    leave(rank, q[0], q[1], q[2], at, cols, C, K, SHARED)
+    leave(rank, k[0], k[1], k[2], at, cols, C, K, SHARED)
+
+
+@gluon.jit
 def grads_part(
-    descs, pointers, p_turns, tiles, made, rings, row, i_h, HV, G, length, n, every, scale,
+    descs, pointers, counts_ptr, tiles, made, rings, pad, HV, G, every, scale,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """p_turns: of the first chunk."""
     dq_desc, dk_desc, dv_desc = descs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
     qs, ks, os, gs, _, ws, ss, _ = tiles
-    ds, ys, bs, ms, owns = made
+    ds, ys, bs, ms, owns, owed, zs = made
     full, empty, _, _, w_full, s_full, done, early, late, written, _, _ = rings
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([C, BK], gl.float32, al)
-    heads = HV // G  # of dq and dk
-    rank = i_h % G
+    n = noted(pad, CHUNKS, 4)
     for i in range(n):
         c = n - 1 - i
         j = step_of(i, c, n, every)
         s = j % ST
-        left = length - c * C
+        left = noted(pad, LENGTH, 4) - c * C
         rows = gs.index(s)
         mbarrier.wait(done.index(0), i & 1)
         mbarrier.wait(full.index(s), (j // ST) & 1)
@@ -128,23 +170,8 @@ def grads_part(
         e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
-        z = 0.0
-        made_dk = ()
-        for h in gl.static_range(NK):
-            o = i >> (25 + h)  # 0, another for each so that no address is kept, as in walk_part
-            b_ds = ds.index(o).slice(h * BK, BK, 1)
-            b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
-            made_dk += (b_dk,)
-        o = i >> 24
-        write(dv_desc, dv_ptr, ys.index(o), row + c * C, i_h * V, HV * V, left, C, V)
-        mbarrier.wait(s_full.index(0), i & 1)
-        if HAS_GATE:
-            z = products_of(ss.index(o), ds.index(o), V, K)
-        if NK == 1:
-            made_dk = (warpgroup_mma_wait(0, deps=made_dk),)
-        else:
-            made_dk = warpgroup_mma_wait(0, deps=made_dk)
-        mbarrier.arrive(early.index(0), count=1)
+        row, v_col = noted(pad, ROW, 4), noted(pad, HEAD, 4) * V
+        write(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, left, C, V)
         b_own = own_of(owns, al, C)
         b_beta = beta_of(rows, al, C)
         dks = ()
@@ -152,7 +179,16 @@ def grads_part(
             o = i >> (27 + h)
             b_qs = qs.index(s + o).slice(h * BK, BK, 1)
             b_ks = ks.index(s + o).slice(h * BK, BK, 1)
-            b_dk = made_dk[h]
+            b_ds = ds.index(o).slice(h * BK, BK, 1)
+            b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
+            if h == 0:
+                mbarrier.wait(s_full.index(0), i & 1)
+                if HAS_GATE:
+                    b_z = row_products(ss.index(o), ds.index(o), V, K)
+                    zs.store(b_z)
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if h == NK - 1:
+                mbarrier.arrive(early.index(0), count=1)
             if HAS_GATE:
                 b_dk *= end_of(rows, al, C)[:, None]
                 e += along(b_dk, b_ks, al)
@@ -177,6 +213,9 @@ def grads_part(
             if HAS_GATE:
                 gates += along(b_dp, b_ks, al)
             dks += ((b_dk + b_dp).to(qs.dtype),)
+        owed.index(0).store(sums)
+        if HAS_GATE:
+            owed.index(1).store(e * b_beta)
         for h in gl.static_range(NK):
             o = i >> (29 + h)
             b_qs = qs.index(s + o).slice(h * BK, BK, 1)
@@ -201,26 +240,26 @@ def grads_part(
             b_qs.store(b_dq.to(qs.dtype))
             b_ks.store(dks[h])
         fence_async_shared()
+        left = noted(pad, LENGTH, 4) - c * C
         if left < C:  # write_part takes whole chunks
             gl.thread_barrier()
-            if SHARED:
-                while turn_of(p_turns + c * heads) < rank:
-                    pass
-            at, cols = (row + c * C, left), (i_h // G * K, heads * K)
-            leave(rank, dq_desc, dq_ptr, qs.index(s), at, cols, C, K, SHARED)
-            leave(rank, dk_desc, dk_ptr, ks.index(s), at, cols, C, K, SHARED)
+            leave_some(
+                (dq_desc, dq_ptr, qs.index(s)), (dk_desc, dk_ptr, ks.index(s)),
+                counts_ptr, pad, c, left, K, C, SHARED,
+            )  # fmt: skip
         mbarrier.arrive(written.index(i % ST), count=1)
-        o_t = (row + c * C).to(gl.int64) * HV + i_h
-        write_sums(
-            dg_ptr, dbeta_ptr, rows, gates, sums, e, z, i >> 23, o_t, left, HV, al, C, HAS_GATE
-        )
+        o_t = (noted(pad, ROW, 4) + c * C).to(gl.int64) * HV + noted(pad, HEAD, 4)
+        if HAS_GATE:
+            rows.slice(0, C).store(gates)  # nobody reads beta any more
+        gl.thread_barrier()
+        write_sums(dg_ptr, dbeta_ptr, rows, owed, zs, i >> 23, o_t, left, HV, C, HAS_GATE)
         mbarrier.arrive(empty.index(s), count=1)
     store_wait(0)
 
 
 @gluon.jit
 def write_part(
-    descs, p_turns, tiles, rings, row, i_h, HV, G, length, n, every,
+    descs, counts_ptr, tiles, rings, pad, HV, G, every,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
@@ -228,9 +267,13 @@ def write_part(
     dq_desc, dk_desc, _ = descs
     qs, ks, _, _, _, _, _, _ = tiles
     _, empty, _, _, _, _, _, _, _, written, _, _ = rings
-    heads = HV // G
-    rank = i_h % G
-    col = i_h // G * K
+    heads = noted(pad, HEADS, 1)
+    rank = noted(pad, RANK, 1)
+    col = noted(pad, D_COL, 1)
+    row = noted(pad, ROW, 1)
+    length = noted(pad, LENGTH, 1)
+    n = noted(pad, CHUNKS, 1)
+    p_turns = counts_ptr + noted(pad, TURN, 1)
     for i in range(n):
         c = n - 1 - i
         s = step_of(i, c, n, every) % ST

@@ -26,7 +26,7 @@ STAGES = 2
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BACK: dict[int, dict[str, Any]] = {
     64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "FEW": 32},
-    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 192, "FEW": 32},
+    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 184, "FEW": 24},
 }
 
 

@@ -41,7 +41,7 @@ def there_part(
     w; of the last to where the way back begins. gone: chunks gone back through."""
     w_desc, states_desc = descs
     qs, ks, os, gs, _, ws, ss, a_s = tiles
-    ds, ys, _, _, _ = made
+    ds, ys, _, _, _, _, _ = made
     full, empty, _, _, w_full, s_full, _, early, late, _, _, _ = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -74,7 +74,7 @@ def there_part(
         gl.thread_barrier()
         ds.index(o).store(b_sb)
         if ends:
-            ss.index(o).store(b_sb)
+            ss.index(at >> 28).store(b_sb)
         fence_async_shared()
         store_wait(0)  # and w
         gl.thread_barrier()
@@ -92,10 +92,8 @@ def there_part(
         else:
             b_u = -b_u
         b_u = gl.convert_layout(b_u.to(ks.dtype), sa)
-        b_w = warpgroup_mma(
-            os.index(s).permute((1, 0)), b_r.permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        b_w = warpgroup_mma(b_u, b_r.permute((1, 0)), b_w, is_async=True)
+        b_w = warpgroup_mma(b_u, b_r.permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_w = warpgroup_mma(os.index(s).permute((1, 0)), b_r.permute((1, 0)), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         if ends:
             ws.index(o_w).permute((1, 0)).store(b_w.to(ks.dtype))

@@ -93,6 +93,7 @@ def end_ring(bars):
 
 
 STEP = gl.constexpr(32)
+ADDED = gl.constexpr(16)  # rows at a time, for want of registers
 
 
 @gluon.jit
@@ -120,12 +121,14 @@ def write_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.conste
 def add_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
     """That, added to what the same threads wrote there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_t = gl.arange(0, ADDED, gl.SliceLayout(1, layout))
     o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
-    p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
-    m = (o_t < left)[:, None]
-    b_x = tile.load(layout).to(gl.float32) + gl.load(p_x, mask=m, other=0.0).to(gl.float32)
-    gl.store(p_x, b_x.to(tile.dtype), mask=m)
+    for i in gl.static_range(0, C, ADDED):
+        p_x = p + (i_t + o_t + i).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
+        m = (o_t < left - i)[:, None]
+        b_x = gl.load(p_x, mask=m, other=0.0).to(gl.float32)
+        b_x += tile.slice(i, ADDED).load(layout).to(gl.float32)
+        gl.store(p_x, b_x.to(tile.dtype), mask=m)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from slipstream.kernels.notes import notes
 from slipstream.kernels.softmax.hopper.backward_add import (
     add_even,
     add_odd,
@@ -45,7 +46,6 @@ from slipstream.kernels.softmax.hopper.common import (
     late,
     note,
     noted,
-    notes,
     place,
     places_anew,
     put,

@@ -20,6 +20,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from slipstream.kernels.notes import notes
 from slipstream.kernels.softmax.hopper.common import (
     COLUMNS_OWN,
     LEFT,
@@ -36,7 +37,6 @@ from slipstream.kernels.softmax.hopper.common import (
     inverse,
     note,
     noted,
-    notes,
     place,
     places_anew,
     put,

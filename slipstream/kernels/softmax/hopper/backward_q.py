@@ -16,6 +16,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from slipstream.kernels.notes import notes
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     RIGHT,
@@ -31,7 +32,6 @@ from slipstream.kernels.softmax.hopper.common import (
     keys_seen,
     note,
     noted,
-    notes,
     place,
     places_anew,
     put,

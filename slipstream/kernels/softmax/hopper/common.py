@@ -15,6 +15,8 @@ b rb + h rh + t and column h ch.
 """
 
 from slipstream.kernels.gluon import copy_in, fence_async_shared, gl, gluon, mbarrier
+from slipstream.kernels.notes import note as write_down
+from slipstream.kernels.notes import noted as look_up
 from slipstream.kernels.softmax.triton.scores import (
     rows_of_sequence,
     seen_tiles,
@@ -184,29 +186,19 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def notes(COUNT: gl.constexpr):
-    """Shared memory for COUNT numbers that all threads of a warpgroup know."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
-
-
-@gluon.jit
 def note(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Writes down what would be kept in registers that the loops over tiles lack."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if WIDTH > ROOMY:
-        for i in gl.static_range(len(numbers)):
-            pad.index(FIRST + i).store(gl.full([1], numbers[i], gl.int32, layout))
+        write_down(pad, numbers, FIRST, 4)
 
 
 @gluon.jit
 def noted(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """The same numbers as note() wrote them, or as they are if it did not."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     made = ()
     for i in gl.static_range(len(numbers)):
         if WIDTH > ROOMY:
-            made = made + (gl.max(pad.index(FIRST + i).load(layout), 0),)
+            made = made + (look_up(pad, FIRST + i, 4),)
         else:
             made = made + (numbers[i],)
     return made

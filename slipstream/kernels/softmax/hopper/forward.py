@@ -18,6 +18,7 @@ from slipstream.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from slipstream.kernels.notes import notes
 from slipstream.kernels.softmax.hopper.common import (
     LEFT,
     ROOMY,
@@ -30,7 +31,6 @@ from slipstream.kernels.softmax.hopper.common import (
     late,
     note,
     noted,
-    notes,
     place,
     places_anew,
     put,
