@@ -47,6 +47,7 @@ FURTHER = (
     "wide_span",
     "back_span",
     "shared_walk",
+    "split_walk",
     "parts_split",
     "meet_back_alone",
 )  # flags of others: one case is the sample

@@ -69,8 +69,16 @@ def jobs(case: tuple, split: bool) -> dict[str, Job]:
     return {f"{job.name} {n}": job for n, job in enumerate(found)}
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "segments"])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        pytest.param(name, split, id=f"{kind}-{name}", marks=marks)
+        for kind, split in (("whole", False), ("segments", True))
+        for name in CASES
+        # segments of others than these: widths of walks that are compiled whole
+        for marks in [pytest.mark.slow if split and name not in ("kda", "dplr") else ()]
+    ],
+)
 def test_dplr_kernels_compile(name: str, split: bool) -> None:
     case = CASES[name]
     found = jobs(case, split)

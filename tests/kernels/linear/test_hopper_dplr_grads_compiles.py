@@ -57,7 +57,13 @@ def jobs(case: tuple) -> dict[str, Job]:
     return {job.name: job for job in trace(call, "sm_90", backward=False)}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.slow if "bf16" in name else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_gradient_kernels_compile(case: tuple) -> None:
     found = jobs(case)
     for name in KERNELS:
