@@ -420,6 +420,7 @@ def delta_back_sm90_kernel(
     bs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     owns = gl.allocate_shared_memory(gl.float32, [WARPS // 4 * C], plain)
+    # of a chunk's tokens k . dk', and what all gates before the end get of them; sum(S * dS')
     owed = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
     zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     pad = notes(NOTES)

@@ -176,7 +176,7 @@ def grads_part(
         b_beta = beta_of(rows, al, C)
         dks = ()
         for h in gl.static_range(NK):
-            o = i >> (27 + h)
+            o = i >> (27 + h)  # 0, another for each so that no address is kept, as in walk_part
             b_qs = qs.index(s + o).slice(h * BK, BK, 1)
             b_ks = ks.index(s + o).slice(h * BK, BK, 1)
             b_ds = ds.index(o).slice(h * BK, BK, 1)
@@ -184,8 +184,7 @@ def grads_part(
             if h == 0:
                 mbarrier.wait(s_full.index(0), i & 1)
                 if HAS_GATE:
-                    b_z = row_products(ss.index(o), ds.index(o), V, K)
-                    zs.store(b_z)
+                    zs.store(row_products(ss.index(o), ds.index(o), V, K))
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if h == NK - 1:
                 mbarrier.arrive(early.index(0), count=1)
