@@ -40,14 +40,8 @@ def load_states(states_desc, dstates_desc, ss, ds, bar, i_s, i_k):
 
 
 @gluon.jit
-def products_of(ss, ds, V: gl.constexpr, BK: gl.constexpr):
-    """sum(S * dS')."""
-    return gl.sum(row_products(ss, ds, V, BK), 0)
-
-
-@gluon.jit
 def row_products(ss, ds, V: gl.constexpr, BK: gl.constexpr):
-    """That as numbers of ROWS rows, which are yet to be added up across warps."""
+    """sum(S * dS') as numbers of ROWS rows, which are yet to be added up across warps."""
     b_z = gl.zeros([ROWS, BK], gl.float32, ROWS_BY)
     for i in gl.static_range(V // ROWS):
         b_s = ss.slice(i * ROWS, ROWS).load(ROWS_BY).to(gl.float32)
