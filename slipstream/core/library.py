@@ -3,8 +3,9 @@
 An operator is `define`d with one implementation for CPU and CUDA and a fake one that only makes
 outputs of the right shape; gradients are an autograd.Function outside of it. So torch.compile
 (fullgraph=True), torch.export, fake tensors and dispatch modes all see one opaque node and never
-look inside. Plain calls on plain tensors go to the implementation at once: the dispatcher would
-take as long as a launch.
+look inside. A graph made by torch.export has the operator without the autograd.Function, so the
+operator has its gradient as well (core/gradient.py). Plain calls on plain tensors go to the
+implementation at once: the dispatcher would take as long as a launch.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slipstream.core import ahead, replay
+from slipstream.core import ahead, gradient, replay
 from slipstream.core.device import on
 from slipstream.core.ids import raise_pending
 
@@ -69,6 +70,7 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
         _LIBRARY.impl(name, call, device.upper())
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _LIBRARY.impl(name, gradient.autograd_kernel(overload), "Autograd", with_keyset=True)
     _INSIDE[overload] = inside
     return overload
 

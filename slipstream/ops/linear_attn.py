@@ -210,7 +210,9 @@ def _walk(terms: Terms, options: Options) -> Tensor:
 
 def _two_are_faster(q: Tensor) -> bool:
     """float16 could not hold the sums before they are divided."""
-    return q.is_cuda and result_dtype(q) == torch.bfloat16
+    # torch.export would keep the forward of _WithQuery alone, without the gradient of q
+    exported = torch.compiler.is_exporting()
+    return q.is_cuda and result_dtype(q) == torch.bfloat16 and not exported
 
 
 def _parts(state: State, shape: tuple[int, int, int, int], v_first: bool) -> tuple[Tensor, Tensor]:

@@ -46,16 +46,19 @@ def test_operator_compiles_fullgraph_without_recompiling(op: Operator, is_packed
 
 
 @every_operator
-def test_operator_exports(op: Operator) -> None:
-    args = op.inputs(Size(T=20))
+def test_operator_exports_with_gradients(op: Operator) -> None:
+    args, inputs = leaves(op.inputs(Size(T=20)))
 
     class Module(torch.nn.Module):
         def forward(self, args: dict[str, Any]) -> list[Tensor]:
             return flat(op(args))
 
     program = torch.export.export(Module(), (args,))
-    for x, y in zip(program.module()(args), flat(op(args)), strict=True):
+    got, want = program.module()(args), flat(op(args))
+    for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
+    for x, y in zip(_grads(got, inputs), _grads(want, inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 def _terms(**extra: Tensor) -> Terms:

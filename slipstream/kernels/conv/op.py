@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.kernels.conv import plain
@@ -238,6 +239,7 @@ _OP_UPDATE = define(
     _update,
     _fake_update,
 )
+set_gradient(_OP, _Convolution.apply)
 _call = shortcut(_OP, replays=True)
 _call_backward = shortcut(_OP_BACKWARD, replays=True)
 _call_update = shortcut(_OP_UPDATE, replays=True)

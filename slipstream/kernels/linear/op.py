@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import probe, slices
 from slipstream.kernels.linear.eager.chunk import chunk_forward
@@ -357,6 +358,16 @@ class _Linear(torch.autograd.Function):
         named = dict(zip(_with_gradient(terms, gate_gradient), grads))
         by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, None, *by_term, None)
+
+
+def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
+    """As slipstream::linear_forward is called."""
+    width = len(Terms._fields)
+    return _Linear.apply(*args[width : width + 4], *args[:width])
+
+
+set_gradient(_forward_op, _of_operator)
+set_gradient(_spans_op, _of_operator)
 
 
 def linear(

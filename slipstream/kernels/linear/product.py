@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.householder import spread, take
@@ -187,6 +188,15 @@ class _Steps(torch.autograd.Function):
             return (None,) * len(saved)
         grads = _call_backward(*saved, dout, dfinal, *ctx.options)
         return (None, *(x if y is not None else None for x, y in zip(grads, saved)))
+
+
+def _of_operator(*args: Any) -> Any:
+    """As slipstream::steps_forward is called."""
+    width = len(Steps._fields)
+    return _Steps.apply(args[width:-1], *args[:width])
+
+
+set_gradient(_forward_op, _of_operator)
 
 
 def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
 from slipstream.kernels.linear.terms import Terms
@@ -255,6 +256,14 @@ class _Slots(torch.autograd.Function):
         found = _call_backward(*saved, *grads, *ctx.options)
         given = [x if y is not None else None for x, y in zip(found, saved)]
         return (None, *given, None)
+
+
+def _of_operator(*args: Any) -> Any:
+    """As slipstream::slots_forward is called."""
+    return _Slots.apply(args[len(_NAMES) : -2], *args[: len(_NAMES)])
+
+
+set_gradient(_forward_op, _of_operator)
 
 
 def attend(given: Slots, *options: Any) -> tuple[Tensor, Tensor, Tensor]:

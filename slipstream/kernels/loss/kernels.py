@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.core.gradient import set_gradient
 from slipstream.core.ids import expect_ids, launched
 from slipstream.core.library import define, replayed, shortcut
 from slipstream.kernels.loss import guarded
@@ -151,5 +152,6 @@ _OP_BACKWARD = define(
     _backward,
     _backward_fake,
 )
+set_gradient(_OP, lambda *args: _Rows.apply(*args[:2], Terms(*args[2:-1]), args[-1]))
 _call = shortcut(_OP)
 _call_backward = shortcut(_OP_BACKWARD)

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.core import arch as arches
 from slipstream.core import guard
 from slipstream.core.arch import Arch
+from slipstream.core.gradient import set_gradient
 from slipstream.core.kinds import Kind
 from slipstream.core.library import define, shortcut
 from slipstream.core.plan import Candidate, Plan, choose
@@ -255,3 +256,12 @@ _OP = define(
     _fake,
 )
 _CALL = shortcut(_OP, replays=True)
+
+
+def _of_operator(*args: Any) -> Tensor:
+    """As slipstream::matmul is called."""
+    *terms, packed, impl = args
+    return matmul(Terms(*terms), unpack(packed) if packed else None, impl or None)
+
+
+set_gradient(_OP, _of_operator)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct
 from slipstream.core.machine import Kind
 from slipstream.kernels.norm import plain
@@ -223,3 +224,13 @@ _backward_op: Any = define(
     _backward_impl,
     _backward_fake,
 )
+
+
+def _of_operator(*args: Any) -> tuple[Tensor, ...]:
+    """As slipstream::norm_forward is called."""
+    n = Norm(*args[5:-2])
+    y, h = _Norm.apply(*args[:5], n, args[-1])
+    return (y,) if h is None else (y, h)
+
+
+set_gradient(_forward_op, _of_operator)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.core.plan import OR_PLAIN
@@ -157,3 +158,4 @@ _BACKWARD = define(
 )
 forward = shortcut(_FORWARD, replays=True)
 backward = shortcut(_BACKWARD, replays=True)
+set_gradient(_FORWARD, _Glu.apply)

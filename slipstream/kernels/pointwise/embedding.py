@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.ids import clamped, expect_ids, launched, raise_pending
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.launching import HAVE_TRITON
@@ -86,3 +87,4 @@ _EMBEDDING = define(
     "embedding", "(Tensor input_ids, Tensor weight) -> Tensor", _embedding, _embedding_fake
 )
 _call = shortcut(_EMBEDDING)
+set_gradient(_EMBEDDING, Embedding.apply)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.core.plan import OR_PLAIN
@@ -188,3 +189,12 @@ _ROTARY = define(
     _fake,
 )
 _call = shortcut(_ROTARY, replays=True)
+
+
+def _of_operator(*args: Any) -> Tensor:
+    """As slipstream::rotary is called."""
+    x, cos, sin, positions, interleaved, back, impl = args
+    return _Turned.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
+
+
+set_gradient(_ROTARY, _of_operator)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.core.plan import OR_PLAIN
@@ -174,3 +175,12 @@ _OP = define(
     _fake,
 )
 _call = shortcut(_OP, replays=True)
+
+
+def _of_operator(*args: Any) -> tuple[Tensor, ...]:
+    """As slipstream::token_shift is called."""
+    *given, back, impl = args
+    return () if back else _Shift.apply(*given, impl)
+
+
+set_gradient(_OP, _of_operator)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.kernels.scan.eager import scan_backward, scan_forward
@@ -160,6 +161,9 @@ class _Scan(torch.autograd.Function):
             return (None,) * 5
         grads = _call_backward(*ctx.saved_tensors, dh, dfinal, ctx.impl)
         return (*grads, *(None,) * (5 - len(grads)))
+
+
+set_gradient(_forward_op, _Scan.apply)
 
 
 def scan(

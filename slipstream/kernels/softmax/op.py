@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard
+from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.softmax import cache, cache_probe, eager, probe
 from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Options, Terms
@@ -182,6 +183,16 @@ class _Softmax(torch.autograd.Function):
             for name, x in terms._asdict().items()
         ]
         return None, None, *by_term
+
+
+def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
+    """As slipstream::softmax_forward is called."""
+    terms, options, impl = _split(args)
+    with_gradients = [one for one in impl.split("|") if has_gradients(one, terms)]
+    return _Softmax.apply((*options, impl), "|".join(with_gradients) or "eager", *terms)
+
+
+set_gradient(_forward_op, _of_operator)
 
 
 def softmax(

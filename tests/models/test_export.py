@@ -1,0 +1,41 @@
+"""torch.export of the language model with gradients enabled, which is torch's default."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+
+MODELS = {name: [name] for name in MIXERS}
+MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
+
+
+def _gradients(module: nn.Module, logits: Tensor) -> dict[str, Tensor | None]:
+    module.zero_grad()
+    logits.square().sum().backward()
+    found = {n: p.grad for n, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.slow) for n in MODELS],
+)
+def test_exported_model_runs_with_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    config = SlipstreamConfig(
+        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=MODELS[name]
+    )
+    model = SlipstreamForCausalLM(config).train()
+    ids = torch.randint(17, (2, 7))
+    assert torch.is_grad_enabled()
+    program = torch.export.export(model, (ids,))
+    exported = program.module()
+    logits, want = exported(ids).logits, model(ids).logits
+    torch.testing.assert_close(logits, want)
+    grads = _gradients(exported, logits)
+    for n, want_grad in _gradients(model, want).items():
+        torch.testing.assert_close(grads[n], want_grad, rtol=1e-4, atol=1e-4, msg=n)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(ids).logits, want)
