@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from slipstream.core import ahead, gradient, replay
+from slipstream.core.autograd import refuse_derivatives, transformed
 from slipstream.core.device import on
 from slipstream.core.ids import raise_pending
 
@@ -32,6 +34,7 @@ def direct(x: Any) -> bool:
         and type(x) in _PLAIN
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 
@@ -75,6 +78,13 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     return overload
 
 
+def dispatched(overload: Any, *args: Any) -> Any:
+    """The operator, where somebody looks at the call. It has no derivative to give them."""
+    if not torch.compiler.is_compiling() and transformed():
+        refuse_derivatives(overload.name(), args)
+    return overload(*args)
+
+
 def shortcut(
     overload: Any,
     *,
@@ -93,7 +103,7 @@ def shortcut(
 
     def call(*args: Any) -> Any:
         if not direct(args[0]):
-            return overload(*args)
+            return dispatched(overload, *args)
         return inside[args[0].device.type](*args)
 
     return _replayed(call, inside["cuda"], follows) if replays else call

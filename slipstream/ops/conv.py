@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.core.autograd import needs_autograd
 from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.conv import op, plain
 from slipstream.kernels.conv.eager import last_inputs
@@ -133,7 +134,7 @@ def short_convolution_update(
     impl = choose_impl(impl, x, op.refuses_update, weight, bias, residual, state)
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
-    traced = torch.compiler.is_compiling() and not op.wants_gradient(*given)
+    traced = torch.compiler.is_compiling() and not needs_autograd(*given[:-1])
     # which states there are is not known to a trace
     y = op.update(*given, impl) if traced or is_triton(impl) else plain.update(*given)
     return y.view(x.shape)

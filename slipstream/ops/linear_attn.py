@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import checks
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.kernels.linear.call import Options, check, run
 from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._wide import result_dtype, run_wide, widen
@@ -133,7 +133,7 @@ def _normalized(
         q, first = terms.q, (kv, z)
         o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
         o = (o / (weights + LEAST)).to(dtype)
-        if torch.is_grad_enabled() and q.requires_grad:
+        if needs_autograd(q):
             scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
             given = (o, weights, q, terms.k, terms.v, terms.cu_seqlens, *first)
             o = _WithQuery.apply(scale, options.reverse, *given)
@@ -171,7 +171,7 @@ def _in_two(
     return o, widen(weights[..., :1]), kv, z
 
 
-class _WithQuery(torch.autograd.Function):
+class _WithQuery(Function):
     """o, with the gradient of q, which o was computed without.
 
     With keys of one sign it is what is left of two sums that nearly cancel: in float32, where
@@ -179,6 +179,8 @@ class _WithQuery(torch.autograd.Function):
 
         dq_i = x_i - z_i (x_i . q_i) / w_i        x_i = scale sum_j (d_i . v_j) k_j
     """
+
+    operator = "slipstream::linear_attn"
 
     @staticmethod
     def forward(ctx: Any, scale: float, reverse: bool, o: Tensor, *given: Any) -> Tensor:
@@ -188,8 +190,8 @@ class _WithQuery(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> Any:
-        weights, q, k, v, cu_seqlens, kv, z = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, do: Tensor) -> Any:
+        weights, q, k, v, cu_seqlens, kv, z = saved
         d = widen(do) / (weights + LEAST)
         k = widen(k).repeat_interleave(v.shape[2] // k.shape[2], dim=2)
         ones = d.new_full((*d.shape[:3], COLUMNS), COLUMNS**-0.5)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.core.autograd import Function, Saved, by_operation, once_differentiable
 from slipstream.kernels.conv.reference import correlate_reference
 
 BLOCK_ROWS = 64
@@ -86,12 +86,14 @@ def last_inputs(
 
 
 def _correlate(padded: Tensor, weight: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if by_operation():
         return correlate_reference(padded, weight)
     return _Correlate.apply(padded, weight)
 
 
-class _Correlate(torch.autograd.Function):
+class _Correlate(Function):
+    operator = "slipstream::short_convolution"
+
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(padded, weight)
@@ -99,8 +101,8 @@ class _Correlate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        padded, weight = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        padded, weight = saved
         needs_x, needs_weight = ctx.needs_input_grad
         dx = _dense(dy, weight.flip(1), weight.shape[1] - 1) if needs_x else None
         return dx, _dweight(padded, dy, weight) if needs_weight else None
@@ -138,8 +140,10 @@ def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
 # autograd would make of one of them.
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Function):
     """Tokens x [T, D] and past [N, W - 1, D], or zeros, to their padded rows [R, D]."""
+
+    operator = "slipstream::short_convolution"
 
     @staticmethod
     def forward(
@@ -153,16 +157,18 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        token, before = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        token, before = saved
         dpast = None
         if ctx.needs_input_grad[1]:
             dpast = dy.index_select(0, before.flatten()).view(*before.shape, dy.shape[-1])
         return dy.index_select(0, token), dpast, None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     """The tokens [T, D] among y [R - W + 1, D]."""
+
+    operator = "slipstream::short_convolution"
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
@@ -171,8 +177,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        before, source = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        before, source = saved
         skipped = before.shape[1]
         return _rows(dy, source[skipped:], before[1:] - skipped), None, None, None
 

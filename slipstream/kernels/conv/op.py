@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
@@ -35,16 +35,11 @@ def refuses(x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "trito
 
 
 def refuses_update(x: Tensor, *given: Tensor | None) -> str | None:
-    if wants_gradient(x, *given):
+    if needs_autograd(x, *given):
         return "it makes no gradients"
     weight = given[0]
     assert weight is not None
     return refuses(x, weight, *given[1:], what="update")
-
-
-def wants_gradient(*given: Any) -> bool:
-    tensors = (t for t in given if isinstance(t, Tensor))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def kind(what: str, x: Tensor, weight: Tensor) -> Kind:
@@ -64,8 +59,10 @@ def convolution(
 ) -> Tensor:
     """impl: triton, or triton|eager."""
     given = (x, weight, bias, residual, state)
-    if wants_gradient(*given):
-        return _Convolution.apply(*given, cu_seqlens, silu, impl)
+    if needs_autograd(*given):
+        # here, so that what the Function saves are its inputs
+        x, weight, bias, state = _contiguous(x, weight, bias, state)
+        return _Convolution.apply(x, weight, bias, residual, state, cu_seqlens, silu, impl)
     return _call(*given, cu_seqlens, silu, impl)[0]
 
 
@@ -159,7 +156,9 @@ def _mismatch_of_update(
     return probe.mismatch(kernels, run(plain.update), made, gradients=False)
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(Function):
+    operator = "slipstream::short_convolution"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -172,7 +171,6 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         impl: str,
     ) -> Tensor:
-        x, weight, bias, state = _contiguous(x, weight, bias, state)
         y, *where = _call(x, weight, bias, residual, state, cu_seqlens, silu, impl)
         ctx.save_for_backward(x, weight, bias, state, cu_seqlens, where[0] if where else None)
         ctx.rest = silu, impl
@@ -181,9 +179,9 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _, _, bias, state, *_ = ctx.saved_tensors
-        dx, dweight, *rest = _call_backward(dy, *ctx.saved_tensors, *ctx.rest)
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, *rest = _call_backward(dy, *saved, *ctx.rest)
+        _, _, bias, state, *_ = saved
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         dbias = None if bias is None else rest[0]
         dstate = None if state is None else rest[-1]

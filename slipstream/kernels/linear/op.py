@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import probe, slices
@@ -325,7 +325,9 @@ _call_backward_kept = replayed(_backward)
 _call_backward = shortcut(_backward_op, replays=True)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
+    operator = "slipstream::linear"
+
     @staticmethod
     def forward(ctx: Any, scale: float, chunk: int, impl: str, wide: bool, *given: Any) -> Any:
         ctx.options = (scale, chunk, impl)
@@ -343,8 +345,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
         given, kept = saved[: len(Terms._fields)], saved[len(Terms._fields) :]
         if dout is None and dfinal is None:
             return (None,) * (4 + len(given))
@@ -375,6 +376,6 @@ def linear(
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype, or wide in float32 for q of 16 bits, and the final state
     [N, HV, K, V], with gradients."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms):
+    if needs_autograd(*terms):
         return _Linear.apply(scale, chunk, impl, wide, *terms)
     return _call_forward(*terms, scale, chunk, impl, wide)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
@@ -171,7 +171,9 @@ _call_alone: Callable = replayed(lambda *args: _forward(*args)[:2])
 _call_backward: Callable = shortcut(_backward_op, replays=True)
 
 
-class _Steps(torch.autograd.Function):
+class _Steps(Function):
+    operator = "slipstream::gated_delta_product"
+
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
         o, final, marks = _call_forward(*tensors, *options, spans_of(Steps(*tensors), options[-1]))
@@ -182,8 +184,7 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
         if dout is None and dfinal is None:
             return (None,) * len(saved)
         grads = _call_backward(*saved, dout, dfinal, *ctx.options)
@@ -205,7 +206,7 @@ def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:
     Args:
         options: scale, tokens a chunk (0: token by token), implementation.
     """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+    if needs_autograd(*given):
         return _Steps.apply(options, *given)
     args = *given, *options, spans_of(given, options[-1])
     if given.q.is_cuda and direct(given.q):

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, direct, replayed, shortcut
 from slipstream.kernels.linear import op, slices
@@ -236,7 +236,9 @@ _call_alone = replayed(lambda *args: _forward(*args)[:3])
 _call_backward = shortcut(_backward_op, replays=True)
 
 
-class _Slots(torch.autograd.Function):
+class _Slots(Function):
+    operator = "slipstream::gsa"
+
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
         o, keys, values, *rest = _call_forward(
@@ -249,10 +251,9 @@ class _Slots(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, saved: Saved, *grads: Tensor | None) -> Any:
         if all(x is None for x in grads):
             return (None,) * (1 + len(_NAMES))
-        saved = ctx.saved_tensors
         found = _call_backward(*saved, *grads, *ctx.options)
         given = [x if y is not None else None for x, y in zip(found, saved)]
         return (None, *given, None)
@@ -272,7 +273,7 @@ def attend(given: Slots, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         options: scale, tokens a chunk (0: token by token), implementations of both passes.
     """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+    if needs_autograd(*given):
         return _Slots.apply(options, *given)
     args = *given, *options, spans_of(given, False), False
     if given.q.is_cuda and direct(given.q):

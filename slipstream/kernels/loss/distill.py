@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import probe
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.guard import attempt
 from slipstream.core.library import define, shortcut
@@ -91,8 +91,7 @@ def linear_kl_div(
         logits = [torch.nn.functional.linear(x, w, b).to(wide) for x, w, b in (student, teacher)]
         rows = kl_reference(logits[0], logits[1], live, temperature)
         return _reduced(rows, live, reduction)
-    given = any(x is not None and x.requires_grad for x in student)
-    grads = torch.is_grad_enabled() and given and reduction != "none"
+    grads = needs_autograd(*student) and reduction != "none"
     rows = _Rows.apply(*student, *teacher, live, temperature, grads, impl)
     return _reduced(rows, live, reduction)
 
@@ -107,9 +106,11 @@ def _reduced(rows: Tensor, live: Tensor | None, reduction: str) -> Tensor:
     return total / (max(rows.shape[0], 1) if live is None else live.sum().clamp(min=1))
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(Function):
     """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
     expanded; a reduction is all that may follow."""
+
+    operator = "slipstream::linear_kl_div"
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -121,12 +122,13 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        given, made = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        given, made = saved[:7], saved[7:]
         if not made:
             _, *made = _CALL(*given, dloss.contiguous(), *ctx.rest)
         elif dloss.numel():
-            made = [x * dloss[0] for x in made]
+            # in dloss's dtype: float16 may not hold the factor of a scaled loss
+            made = [x.to(dloss.dtype) * dloss[0] for x in made]
         dhidden, dweight, dbias = made
         dbias = None if given[2] is None else dbias.to(given[2].dtype)
         dhidden, dweight = dhidden.to(given[0].dtype), dweight.to(given[1].dtype)

@@ -97,7 +97,8 @@ def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
 
 
 def _scale_(x: Tensor, s: Tensor) -> Tensor:
-    return x.mul_(s.to(x.dtype))
+    # the product in s's dtype: float16 may not hold s
+    return x.copy_(x.to(s.dtype) * s)
 
 
 def _simple(impl: str, name: str, args: tuple, plain: Any, fresh: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.ids import expect_ids, launched
 from slipstream.core.library import define, replayed, shortcut
@@ -21,14 +21,14 @@ from slipstream.kernels.loss.reference import Terms
 
 def rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss [N]."""
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if needs_autograd(logits):
         return _Rows.apply(logits, target, terms, impl)
     return _call(logits, target, *terms, impl)[0]
 
 
 def reduced(logits: Tensor, target: Tensor, terms: Terms, mean: bool, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss []."""
-    grads = torch.is_grad_enabled() and logits.requires_grad
+    grads = needs_autograd(logits)
     args = _rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl
     loss = _Reduced.apply(*args) if grads else _made(*args)
     launched()
@@ -39,7 +39,9 @@ def _rows_adjacent(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(Function):
+    operator = "slipstream::cross_entropy"
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
         loss, lse = _call(logits, target, *terms, impl)
@@ -49,14 +51,16 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _call_backward(*ctx.saved_tensors, dloss, *ctx.terms, ctx.impl)
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        grad = _call_backward(*saved, dloss, *ctx.terms, ctx.impl)
         return grad, None, None, None
 
 
-class _Reduced(torch.autograd.Function):
+class _Reduced(Function):
     """The gradient is made in the forward, beside the loss, and scaled in place by what comes in,
     which is nearly always 1. It is given away then: a second backward makes it from the logits."""
+
+    operator = "slipstream::cross_entropy"
 
     @staticmethod
     def forward(
@@ -75,13 +79,19 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         made, ctx.made = ctx.made, None
+        logits, target, lse, factor = saved
+        if factor is not None and (made is None or _late(logits)):
+            dloss = dloss * factor
         if made is not None:
             return guarded.scale_(ctx.impl, made, dloss), *[None] * 5
-        logits, target, lse, factor = ctx.saved_tensors
-        dloss = dloss if factor is None else dloss * factor
         return _again(logits, target, lse, dloss, ctx.terms, ctx.impl), *[None] * 5
+
+
+def _late(logits: Tensor) -> bool:
+    """A float16 gradient of one row's share of the mean would underflow."""
+    return logits.dtype == torch.float16
 
 
 def _make(logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool, impl: str) -> Any:
@@ -92,7 +102,8 @@ def _make(logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool,
         made = {"lse": torch.empty_like(loss), "grad": logits.new_empty(logits.shape)}
     factor = guarded.inverse_count(impl, target, terms.ignore_index, logits.shape[1])
     weight = factor if mean else None
-    guarded.cross_entropy(impl, logits, target, terms, loss=loss, **made, weight=weight)
+    each = None if _late(logits) else weight
+    guarded.cross_entropy(impl, logits, target, terms, loss=loss, **made, weight=each)
     total = guarded.total(impl, loss, weight)
     return (total, made["lse"], factor, made["grad"]) if grads else total
 

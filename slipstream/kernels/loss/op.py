@@ -5,8 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.core.autograd import (
+    Function,
+    Saved,
+    anchors,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+)
 from slipstream.core.gradient import set_gradient
 from slipstream.core.ids import expect_ids, launched
 from slipstream.core.library import define, shortcut
@@ -23,7 +30,7 @@ def cross_entropy(
         wide = logits if logits.dtype == torch.float64 else logits.float()
         rows = cross_entropy_rows(wide, target, terms, impl)
         return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
-    if reduction != "none" and not torch.compiler.is_compiling():
+    if reduction != "none" and not by_operation():
         return kernels.reduced(logits, target, terms, reduction == "mean", impl)
     rows = kernels.rows(logits, target, terms, impl)
     return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
@@ -31,7 +38,7 @@ def cross_entropy(
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
     """logits [N, V] float32 or float64, target [N] -> loss [N]."""
-    if torch.compiler.is_compiling() or impl == "reference":
+    if by_operation() or impl == "reference":
         return rows_reference(logits, target, terms)
     expect_ids("target", target, logits.shape[1], terms.ignore_index)
     return _CrossEntropy.apply(logits, target, terms)
@@ -54,9 +61,8 @@ def linear_cross_entropy(
         return cross_entropy(logits, target, terms, reduction, impl)
     if reduction == "none":
         return _LinearRows.apply(hidden, weight, bias, target, terms, impl)
-    given = (hidden, weight) if bias is None else (hidden, weight, bias)
-    grads = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if is_triton(impl) and not torch.compiler.is_compiling():
+    grads = needs_autograd(hidden, weight, bias)
+    if is_triton(impl) and not by_operation():
         mean = reduction == "mean"
         loss = _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads, impl)
         launched()
@@ -71,24 +77,28 @@ def _reduced(total: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
     return total / (target != terms.ignore_index).sum().clamp(min=1)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
+    operator = "slipstream::cross_entropy"
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
         touched = terms.softcap or terms.logit_scale != 1.0
         r = eager.rows(logits.clone() if touched else logits, target, terms)
-        ctx.save_for_backward(r.logp, r.lse, r.live, r.target)
+        ctx.save_for_backward(r.logp, r.lse, r.live, r.target, *anchors(logits))
         ctx.terms = terms
         return r.loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-        logp, lse, live, target = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor, None, None]:
+        logp, lse, live, target, *_ = saved
         r = eager.Rows(dloss, logp.clone(), lse, live, target)
         return eager.dlogits(r, dloss, ctx.terms), None, None
 
 
-class _LinearSum(torch.autograd.Function):
+class _LinearSum(Function):
+    operator = "slipstream::linear_cross_entropy"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -101,22 +111,25 @@ class _LinearSum(torch.autograd.Function):
         impl: str,
     ) -> Tensor:
         loss, *gradients = _call_linear(hidden, weight, bias, target, None, *terms, grads, impl)
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*gradients, *anchors(hidden, weight, bias))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, dbias = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight, dbias, *_ = saved
         weight_dtype, bias_dtype = ctx.dtypes
-        dhidden = dhidden * dloss.to(dhidden.dtype)
+        # float16 may not hold dloss, the factor of a scaled loss
+        dhidden = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype)
         dweight = (dweight * dloss).to(weight_dtype)
         dbias = None if bias_dtype is None else (dbias * dloss).to(bias_dtype)
         return dhidden, dweight, dbias, None, None, None, None
 
 
-class _LinearRows(torch.autograd.Function):
+class _LinearRows(Function):
+    operator = "slipstream::linear_cross_entropy"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -133,8 +146,8 @@ class _LinearRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target = saved
         _, dhidden, dweight, dbias = _call_linear(
             hidden, weight, bias, target, dloss, *ctx.terms, True, ctx.impl
         )
@@ -142,8 +155,10 @@ class _LinearRows(torch.autograd.Function):
         return dhidden, dweight.to(weight.dtype), dbias, None, None, None
 
 
-class _TritonLinear(torch.autograd.Function):
+class _TritonLinear(Function):
     """As kernels.reduced, through the linear layer; a second backward makes everything again."""
+
+    operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
     def forward(
@@ -171,9 +186,9 @@ class _TritonLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         made, ctx.made = ctx.made, None
-        hidden, weight, bias, target, factor = ctx.saved_tensors
+        hidden, weight, bias, target, factor = saved
         if made is None:
             each = None if ctx.late else factor
             given = (hidden, weight, bias, target, each, ctx.terms, True)

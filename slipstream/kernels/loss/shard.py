@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, once_differentiable
 from slipstream.core.ids import expect_ids
 from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss.reference import Terms
@@ -55,6 +55,7 @@ def cross_entropy(
 ) -> Tensor:
     """logits [N, count], target [N] of the whole vocabulary -> loss [N] or []."""
     expect_ids("target", target, shard.size, terms.ignore_index)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     return _reduced(_Rows.apply(logits, target, terms, shard, impl), target, terms, reduction)
 
 
@@ -225,12 +226,13 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
     return None
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(Function):
+    operator = "slipstream::cross_entropy"
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, terms: Terms, shard: Shard, impl: str
     ) -> Tensor:
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         target = target.contiguous()
         loss, lse = combined(columns(logits, target, terms, shard, impl), target, terms, shard)
         ctx.save_for_backward(logits, target, lse)
@@ -239,16 +241,18 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, lse = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, lse = saved
         terms, shard, impl = ctx.rest
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         dloss = dloss.contiguous()
         return dlogits(logits, target, lse, terms, shard, dloss, impl, out), *[None] * 4
 
 
-class _LinearRows(torch.autograd.Function):
+class _LinearRows(Function):
     """Logits are made a chunk of rows at a time, again in backward; lse is kept."""
+
+    operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
     def forward(
@@ -276,8 +280,8 @@ class _LinearRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, lse = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, lse = saved
         terms, shard, impl = ctx.rest
         dloss = dloss.expand(target.shape).contiguous()
         dhidden = torch.zeros_like(hidden, dtype=_wide(hidden[:0]).dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.core import arch as arches
 from slipstream.core import guard
 from slipstream.core.arch import Arch
+from slipstream.core.autograd import Function, needs_autograd
 from slipstream.core.gradient import set_gradient
 from slipstream.core.kinds import Kind
 from slipstream.core.library import define, shortcut
@@ -48,7 +49,7 @@ def matmul(t: Terms, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
     given = (t.a, t.b, t.bias, t.residual)
     rest = () if config is None else config.pack(), impl or ""
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in given):
+    if not needs_autograd(*given):
         return _CALL(*t, *rest)
     if not t.activation:
         return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *rest)
@@ -57,7 +58,9 @@ def matmul(t: Terms, config: MatmulConfig | None, impl: str | None) -> Tensor:
     return y if t.residual is None else (y + t.residual).to(t.out_dtype)
 
 
-class _Matmul(torch.autograd.Function):
+class _Matmul(Function):
+    operator = "slipstream::matmul"
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         a, b, bias, residual, scale_a, scale_b, precision, out_dtype, packed, impl = args

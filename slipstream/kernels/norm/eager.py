@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.core.autograd import Function, Saved, by_operation, once_differentiable
 from slipstream.kernels.norm.reference import rms_reference
 from slipstream.kernels.norm.terms import Norm
 
@@ -93,7 +93,7 @@ def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., D], weight [D] of x's dtype, float32 or float64."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() == 0:
+    if x.device.type != "cpu" or by_operation() or x.numel() == 0:
         return rms_reference(x, weight, eps)
     if weight is None:
         weight = x.new_ones(x.shape[-1])
@@ -105,7 +105,9 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-class _Rms(torch.autograd.Function):
+class _Rms(Function):
+    operator = "slipstream::norm"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -115,8 +117,8 @@ class _Rms(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, rstd = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, rstd = saved
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
             dy, x, x.shape[-1:], torch.zeros_like(rstd), rstd, weight, None,

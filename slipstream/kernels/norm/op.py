@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, anchors, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, direct
+from slipstream.core.library import define, direct, dispatched
 from slipstream.core.machine import Kind
 from slipstream.kernels.norm import plain
 from slipstream.kernels.norm.terms import Norm, h_dtype, stats_shape, stores_h
@@ -35,13 +35,7 @@ def norm(
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (gate is not None and gate.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    ):
+    if needs_autograd(x, weight, bias, gate, residual):
         y, h = _Norm.apply(x, weight, bias, gate, residual, n, impl)
     else:
         y, h, _ = _forward(x, weight, bias, gate, residual, n, False, impl)
@@ -60,7 +54,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if direct(x):
         return _run_forward(x, weight, bias, gate, residual, n, save, impl)
-    y, h, stats = _forward_op(x, weight, bias, gate, residual, *n, save, impl)
+    y, h, stats = dispatched(_forward_op, x, weight, bias, gate, residual, *n, save, impl)
     return y, h if stores_h(x, residual, n, save) else None, stats
 
 
@@ -124,7 +118,9 @@ def _launch() -> Any:
     return launch
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
+    operator = "slipstream::norm"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,7 +133,8 @@ class _Norm(torch.autograd.Function):
         impl: str,
     ) -> tuple[Tensor, Tensor | None]:
         y, h, stats = _forward(x, weight, bias, gate, residual, n, True, impl)
-        ctx.save_for_backward(x if h is None else h, weight, bias, gate, stats)
+        links = [] if h is None or n.keep_h else anchors(x, residual)
+        ctx.save_for_backward(x if h is None else h, weight, bias, gate, stats, *links)
         ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
@@ -145,8 +142,10 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        h, weight, bias, gate, stats = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: Saved, dy: Tensor | None, dh: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        h, weight, bias, gate, stats, *_ = saved
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if dy is None and dh is None:
             return (None,) * 7

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
@@ -47,12 +47,14 @@ def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     """By an implementation as `choose` names it."""
     if not is_triton(impl):
         return _plain(gate, up, f)
-    if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
+    if needs_autograd(gate, up):
         return _Glu.apply(gate, up, f, impl)
     return forward(gate, up, f, impl)
 
 
-class _Glu(torch.autograd.Function):
+class _Glu(Function):
+    operator = "slipstream::glu"
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -61,8 +63,8 @@ class _Glu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = saved
         dgate, *dup = backward(dy, gate, up, ctx.f, ctx.impl)
         return dgate, dup[0] if dup else None, None, None
 

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.ids import clamped, expect_ids, launched, raise_pending
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.launching import HAVE_TRITON
 
 
-class Embedding(torch.autograd.Function):
+class Embedding(Function):
+    operator = "slipstream::embedding"
+
     @staticmethod
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(input_ids)
@@ -25,8 +27,8 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        (ids,) = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[None, Tensor]:
+        (ids,) = saved
         ids = clamped(ids, ctx.size)
         return None, torch.ops.aten.embedding_dense_backward(dy, ids, ctx.size, -1, False)
 

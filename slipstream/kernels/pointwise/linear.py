@@ -14,9 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+)
 from slipstream.core.library import define, shortcut
 from slipstream.core.plan import OR_PLAIN
 from slipstream.kernels.launching import is_triton
@@ -29,13 +35,14 @@ def glu_linear(
     """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
     impl = activation.choose(gate, f, impl)
     given = (gate, up, weight, bias)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    if wanted and not torch.compiler.is_compiling():
+    if needs_autograd(*given) and not by_operation():
         return _GluLinear.apply(*given, f, impl)
     return F.linear(activation.run(gate, up, f, impl), weight, bias)
 
 
-class _GluLinear(torch.autograd.Function):
+class _GluLinear(Function):
+    operator = "slipstream::glu_linear"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -52,8 +59,8 @@ class _GluLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = saved
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         rows = _flat(dy)
         dbias = rows.sum(0) if needs_bias else None

@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+)
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
@@ -33,12 +39,14 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """As the reference, without a gradient for cos and sin."""
-    if torch.compiler.is_compiling():
+    if by_operation():
         return rotary_reference(x, cos, sin, interleaved)
     return _Rotary.apply(x, cos, sin, interleaved)
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotary(Function):
+    operator = "slipstream::rotary"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -47,8 +55,8 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = saved
         return _turn(dy, cos, sin, ctx.interleaved, -1), None, None, None
 
 
@@ -81,12 +89,14 @@ def turned(
 ) -> Tensor:
     """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
     triton, or triton|eager."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_autograd(x):
         return _Turned.apply(x, cos, sin, positions, interleaved, impl)
     return _call(x, cos, sin, positions, interleaved, False, impl)
 
 
-class _Turned(torch.autograd.Function):
+class _Turned(Function):
+    operator = "slipstream::rotary"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,8 +113,8 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _call(dy, *ctx.saved_tensors, ctx.interleaved, True, ctx.impl)
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _call(dy, *saved, ctx.interleaved, True, ctx.impl)
         return dx, None, None, None, None, None
 
 

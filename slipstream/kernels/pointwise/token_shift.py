@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
@@ -80,12 +80,14 @@ def kernel_shift(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     """impl: triton, or triton|eager."""
-    if torch.is_grad_enabled() and (x.requires_grad or (state is not None and state.requires_grad)):
+    if needs_autograd(x, state):
         return _Shift.apply(x, state, cu_seqlens, impl)
     return _call(x, state, cu_seqlens, False, impl)
 
 
-class _Shift(torch.autograd.Function):
+class _Shift(Function):
+    operator = "slipstream::token_shift"
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
@@ -98,12 +100,14 @@ class _Shift(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: Saved, dy: Tensor | None, dlast: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if dy is None:
             if dlast is None:
                 return None, None, None, None
             dy = dlast.new_zeros(ctx.shape)
-        dx, dstate = _call(dy, dlast, *ctx.saved_tensors, True, ctx.impl)
+        dx, dstate = _call(dy, dlast, *saved, True, ctx.impl)
         return dx, dstate if ctx.needs_input_grad[1] else None, None, None
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard, probe
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
@@ -138,7 +138,9 @@ _call_forward = shortcut(_forward_op, replays=True)
 _call_backward = shortcut(_backward_op, replays=True)
 
 
-class _Scan(torch.autograd.Function):
+class _Scan(Function):
+    operator = "slipstream::scan"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -156,10 +158,10 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh: Tensor | None, dfinal: Tensor | None) -> Any:
+    def backward(ctx: Any, saved: Saved, dh: Tensor | None, dfinal: Tensor | None) -> Any:
         if dh is None and dfinal is None:
             return (None,) * 5
-        grads = _call_backward(*ctx.saved_tensors, dh, dfinal, ctx.impl)
+        grads = _call_backward(*saved, dh, dfinal, ctx.impl)
         return (*grads, *(None,) * (5 - len(grads)))
 
 
@@ -171,6 +173,6 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """h [B, T, D] in x's dtype and the final state [N, D], with gradients."""
     given = (x, g, initial_state)
-    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in given):
+    if needs_autograd(*given):
         return _Scan.apply(x, g, initial_state, cu_seqlens, impl)
     return _call_forward(x, g, initial_state, cu_seqlens, impl)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core import guard
+from slipstream.core.autograd import needs_autograd
 from slipstream.core.plan import Candidate, choose
 from slipstream.kernels.softmax import eager, op
 from slipstream.kernels.softmax.cache import Cache
@@ -54,7 +55,7 @@ def run(
     if chosen == "eager" and not want_lse and eager.torch_takes(terms, options):
         return eager.with_torch(terms, options), None
     gradients = None
-    if not op.has_gradients(chosen, terms) and op.wants_gradients(terms):
+    if not op.has_gradients(chosen, terms) and needs_autograd(*terms):
         gradients = choose(OF_GRADIENTS, (terms, options), impl).tries
     o, lse = op.softmax(terms, options, plan.tries, gradients)
     return o, lse if want_lse else None

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.core import guard
+from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
 from slipstream.core.library import define, shortcut
 from slipstream.kernels.softmax import cache, cache_probe, eager, probe
@@ -161,7 +161,9 @@ _call_forward = shortcut(_forward_op, replays=True)
 _call_backward = shortcut(_backward_op, replays=True)
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
+    operator = "slipstream::softmax"
+
     @staticmethod
     def forward(ctx: Any, options: tuple, of_gradients: str, *given: Any) -> Any:
         o, lse = _call_forward(*given, *options)
@@ -172,8 +174,8 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        *given, o, lse = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
+        *given, o, lse = saved
         if do is None and dlse is None:
             return (None,) * (2 + len(given))
         grads = iter(_call_backward(*given, o, lse, do, dlse, *ctx.options))
@@ -202,13 +204,9 @@ def softmax(
     too unless of_gradients is given."""
     if torch.compiler.is_compiling():
         terms = _distinct(terms)
-    if wants_gradients(terms):
+    if needs_autograd(*terms):
         return _Softmax.apply((*options, impl), of_gradients or impl, *terms)
     return _call_forward(*terms, *options, impl)
-
-
-def wants_gradients(terms: Terms) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in terms)
 
 
 def _distinct(terms: Terms) -> Terms:

@@ -1,0 +1,137 @@
+"""Gradients: the base class of every torch.autograd.Function here, and who wants a gradient.
+
+A Function declares forward and backward, and the operator that errors name:
+
+    class _Scan(Function):
+        operator = "slipstream::scan"
+
+        @staticmethod
+        def forward(ctx, x, g): ...
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, saved, dh): ...
+
+Its derivatives are of first order and in reverse mode. Every other way to differentiate it
+(torch.func's transforms, forward mode, a second derivative) raises NotImplementedError.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors is recorded for a backward."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def by_operation() -> bool:
+    """Whether torch operations are to be preferred to a Function: torch.compile fuses them, and
+    torch.func and forward mode differentiate them."""
+    return torch.compiler.is_compiling() or transformed()
+
+
+def refuse_derivatives(operator: str, args: tuple) -> None:
+    """For an operator that is called as it is, without a Function: raises where a transform or a
+    level of forward mode wants its derivative, which would come out as zero."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if torch._C._are_functorch_transforms_active():
+        kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+        transform = torch._C._functorch.TransformType
+        differentiated = transform.Jvp in kinds
+        differentiated |= transform.Grad in kinds and torch.is_grad_enabled()
+        if differentiated and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            _raise(operator)
+    elif any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        _raise(operator)
+
+
+def _raise(operator: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{operator}: torch.func's transforms and forward-mode derivatives are not implemented; "
+        "torch.autograd.grad and backward are"
+    )
+
+
+# what a Function saved
+Saved = tuple[Any, ...]
+
+
+class Function(torch.autograd.Function):
+    """operator: what errors call it."""
+
+    operator: str
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        # torch.compile ignores this method, and the only others it accepts are torch's own
+        if torch._C._are_functorch_transforms_active():
+            _raise(cls.operator)
+        if forward_ad._current_level >= 0:
+            refuse_derivatives(cls.operator, args)
+        return super().apply(*args)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """backward(ctx, saved, *grads), which reads saved instead of ctx.saved_tensors: these may be
+    read only once. What it returns refuses a second derivative.
+
+    torch's own decorator lets autograd.grad(penalty + loss, x) drop the penalty, for its error is
+    not on the way from the penalty to x. Here it is on every way through what was saved and through
+    the gradients that came in.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return backward(ctx, saved, *grads)
+        with torch.no_grad():
+            results = backward(ctx, saved, *grads)
+        through = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
+        if not through:
+            return results
+        results = results if isinstance(results, tuple) else (results,)
+        made = [x for x in results if x is not None]
+        refusing = iter(_Refusing.apply(ctx._forward_cls.operator, len(made), *made, *through))
+        return tuple(None if x is None else next(refusing) for x in results)
+
+    return run
+
+
+class _Refusing(torch.autograd.Function):
+    """The first `count` tensors, which depend on the others in a way that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.operator = operator
+        # not views, which could not be changed in place
+        return tuple(x.data for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise NotImplementedError(f"{ctx.operator}: a second derivative is not implemented")
+
+
+def anchors(*tensors: Tensor | None) -> list[Tensor]:
+    """For a forward that saves nothing the graph connects to its inputs: empty tensors to save,
+    which are connected to them and hold none of their memory."""
+    if torch.compiler.is_compiling():
+        return []
+    with torch.enable_grad():
+        given = [x for x in tensors if x is not None and x.requires_grad]
+        return [x.narrow(0, 0, 0).clone() for x in given]
