@@ -50,11 +50,11 @@ def refuse_derivatives(operator: str, args: tuple) -> None:
     level of forward mode wants its derivative, which would come out as zero."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if torch._C._are_functorch_transforms_active():
-        kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
-        transform = torch._C._functorch.TransformType
-        differentiated = transform.Jvp in kinds
-        differentiated |= transform.Grad in kinds and torch.is_grad_enabled()
-        if differentiated and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = {level.key() for level in functorch.get_interpreter_stack() or ()}
+        differentiated = functorch.TransformType.Jvp in kinds
+        differentiated |= functorch.TransformType.Grad in kinds and torch.is_grad_enabled()
+        if differentiated and any(map(functorch.is_functorch_wrapped_tensor, tensors)):
             _raise(operator)
     elif any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         _raise(operator)

@@ -134,7 +134,7 @@ def _normalized(
         o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
         o = (o / (weights + LEAST)).to(dtype)
         if needs_autograd(q):
-            scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+            scale = max(q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
             given = (o, weights, q, terms.k, terms.v, terms.cu_seqlens, *first)
             o = _WithQuery.apply(scale, options.reverse, *given)
     else:

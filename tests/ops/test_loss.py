@@ -127,3 +127,31 @@ def test_losses_reject_faults_by_name() -> None:
     ]:
         with pytest.raises(error, match=word):
             call()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float16_gradients_of_a_scaled_loss_are_torchs(reduction: str) -> None:
+    """float16 holds the gradients, but not the scale, nor an unscaled row's share of the mean."""
+    hidden, weight = 0.3 * torch.randn(64, 32), 0.05 * torch.randn(50, 32)
+    target = torch.randint(0, 50, (64,))
+
+    def grad(loss: Any, dtype: torch.dtype) -> torch.Tensor:
+        x = hidden.half().to(dtype).requires_grad_()
+        (65536 * loss(x, weight.half().to(dtype))).sum().backward()
+        assert x.grad is not None
+        return x.grad.double()
+
+    want = grad(
+        lambda x, w: F.cross_entropy(F.linear(x, w), target, reduction=reduction), torch.float64
+    )
+    assert 1 < float(want.abs().max()) < 65504
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, w, target, reduction=reduction)
+
+    def apart(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(F.linear(x, w), target, reduction=reduction)
+
+    for loss in (linear, apart):
+        got = grad(loss, torch.float16)
+        assert float((got - want).norm()) < 2e-3 * float(want.norm())

@@ -104,7 +104,9 @@ class _Correlate(Function):
     def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         padded, weight = saved
         needs_x, needs_weight = ctx.needs_input_grad
-        dx = _dense(dy, weight.flip(1), weight.shape[1] - 1) if needs_x else None
+        dx = None
+        if needs_x:  # of fewer rows than taps, where there is no dy, a gradient of as many
+            dx = _dense(dy, weight.flip(1), weight.shape[1] - 1)[:, : padded.shape[1]]
         return dx, _dweight(padded, dy, weight) if needs_weight else None
 
 

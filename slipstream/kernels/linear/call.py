@@ -70,7 +70,7 @@ def run(
         terms = as_autocast(terms)
     if options.reverse:
         terms = _reversed(terms)
-    scale = terms.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    scale = max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
     if plan.impl == "reference":
         o, state = linear_reference(terms, scale)
     else:

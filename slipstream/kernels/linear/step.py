@@ -76,7 +76,7 @@ def run(terms: Terms, pool: Pool, scale: float | None, l2_norm: bool, impl: str 
         )
     if key is None or dtype is not None:
         terms = as_autocast(terms)
-    scale = terms.q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = max(terms.q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
 
 

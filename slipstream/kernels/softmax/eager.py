@@ -47,7 +47,7 @@ def torch_takes(terms: Terms, options: Options) -> bool:
         # the only query, standing on the last key, sees all that is left to it
         return right < 0 or (right == 0 and q.shape[1] in (1, k.shape[1]))
     alike = terms.cu_q is not None and terms.cu_q is terms.cu_k and terms.lengths is None
-    return alike and left < 0 and right <= 0 and _readable(q)
+    return alike and terms.sequences > 0 and left < 0 and right <= 0 and _readable(q)
 
 
 def with_torch(terms: Terms, options: Options) -> Tensor:
@@ -60,7 +60,7 @@ def with_torch(terms: Terms, options: Options) -> Tensor:
         _sdpa(q[:, a:b], k[:, a:b], v[:, a:b], options.scale, options.right == 0)
         for a, b in pairwise(terms.cu_q.tolist())
     ]
-    return torch.cat(parts, dim=1) if parts else q.new_zeros(*q.shape[:-1], v.shape[-1])
+    return torch.cat(parts, dim=1)
 
 
 def _readable(q: Tensor) -> bool:

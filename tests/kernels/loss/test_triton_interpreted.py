@@ -96,6 +96,19 @@ def check_totals() -> None:
             assert error(launch.total(x, factor), want) < 1e-6
 
 
+def check_scaled() -> None:
+    """The mean's float16 gradient: 1 / 64 of each of them is less than float16's steps."""
+    target = torch.randint(0, 37, (64,))
+    logits = 12 * torch.nn.functional.one_hot(target, 37).half()
+    found = []
+    for impl, dtype in (("triton", torch.float16), ("reference", torch.float64)):
+        x = logits.to(dtype).requires_grad_()
+        loss = 65536 * cross_entropy(x, target, impl=impl)
+        found.append(torch.autograd.grad(loss, x)[0].double())
+    got, want = found
+    assert float((got / want - 1).abs().max()) < 0.02
+
+
 def main() -> None:
     from slipstream.kernels.loss import op
     from slipstream.kernels.loss.triton import launch
@@ -121,6 +134,7 @@ def main() -> None:
         assert not torch.autograd.grad(loss, x)[0].any()
     check_targets()
     check_totals()
+    check_scaled()
     wide = torch.randn(10, 7).t()[:, ::2]  # no row's elements are adjacent
     ids = torch.randint(0, 5, (14,))[::2]
     want = torch.nn.functional.cross_entropy(wide, ids)

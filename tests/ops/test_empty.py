@@ -1,0 +1,115 @@
+"""No batch, tokens, sequences, rows or features: every operator, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import ops
+from tests.operators import OPERATORS, Operator, Size, flat, leaves, packed
+
+Args = dict[str, Any]
+# those of the default run: one of each way to the kernels
+ONE_OF_EACH = {"chunk_gla", "chunk_linear_attn-normalize", "chunk_gsa", "fused_recurrent_hgrn"}
+ONE_OF_EACH |= {"chunk_gated_delta_product", "fused_recurrent_rwkv6", "chunk_kda"}
+
+
+def _shifted(**args: Any) -> Any:
+    return ops.token_shift(**args, output_final_state=True)
+
+
+def _empty_blocks() -> dict[str, tuple[Callable[..., Any], Args]]:
+    """The blocks with no batch, no tokens, no sequences, no rows or no features."""
+    rand, none = torch.randn, torch.zeros(0, 5, dtype=torch.long)
+    found: dict[str, tuple[Callable[..., Any], Args]] = {}
+    for N in (0, 2):
+        offsets = {"cu_seqlens": torch.zeros(N + 1, dtype=torch.int32)}
+        for stated in (False, True):
+            state = {"initial_state": rand(N, 3, 2)} if stated else {}
+            args = {"x": rand(1, 0, 3), "weight": rand(3, 2), **offsets, **state}
+            found[f"short_convolution-{N}-{stated}"] = ops.short_convolution, args
+            state = {"initial_state": rand(N, 3)} if stated else {}
+            args = {"x": rand(1, 0, 3), **offsets, **state}
+            found[f"token_shift-{N}-{stated}"] = _shifted, args
+        for width in (5, 6):
+            qkv = {"q": rand(1, 0, 4, 6), "k": rand(1, 0, 2, 6), "v": rand(1, 0, 2, width)}
+            found[f"attention-{N}-{width}"] = ops.attention, {**qkv, **offsets}
+    cos, sin = ops.rotary_tables(torch.arange(9), 4)
+    for B, T in ((0, 5), (2, 0), (0, 0)):
+        x, wide = rand(B, T, 4), rand(B, T, 2, 6)
+        rows = {"weight": rand(7, 4), "target": torch.zeros(B, T, dtype=torch.long)}
+        size = f"{B}-{T}"
+        found |= {
+            f"short_convolution-{size}": (ops.short_convolution, {"x": x, "weight": rand(4, 2)}),
+            f"token_shift-{size}": (ops.token_shift, {"x": x}),
+            f"attention-{size}": (ops.attention, {"q": wide, "k": wide, "v": wide}),
+            f"rms_norm-{size}": (ops.rms_norm, {"x": x, "weight": rand(4), "residual": x}),
+            f"rotary-{size}": (lambda x: ops.rotary_embedding(x, cos, sin), {"x": wide}),
+            f"swiglu-{size}": (ops.swiglu, {"gate": x, "up": x}),
+            f"glu_linear-{size}": (ops.glu_linear, {"gate": x, "up": x, "weight": rand(3, 4)}),
+            f"cross_entropy-{size}": (ops.cross_entropy, {"logits": x, "target": rows["target"]}),
+            f"linear_cross_entropy-{size}": (ops.linear_cross_entropy, {"hidden": x, **rows}),
+        }
+    found |= {
+        "embedding": (ops.embedding, {"input_ids": none, "weight": rand(7, 3)}),
+        "embedding-no-rows": (ops.embedding, {"input_ids": none, "weight": rand(0, 3)}),
+        "rms_norm-narrow": (ops.rms_norm, {"x": rand(2, 0), "weight": rand(0)}),
+        "glu_linear-narrow": (
+            ops.glu_linear, {"gate": rand(2, 0), "up": rand(2, 0), "weight": rand(5, 0)}
+        ),
+        **{f"matmul-{m}{n}{k}": (ops.matmul, {"a": rand(m, k), "b": rand(k, n)})
+           for m, n, k in ((0, 3, 4), (3, 0, 4), (3, 4, 0))},
+    }  # fmt: skip
+    return found
+
+
+EMPTY = _empty_blocks()
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, tuple | list):
+        return [x for y in outputs for x in _tensors(y)]
+    return [] if outputs is None else [outputs]
+
+
+def assert_empty_has_gradients(call: Callable[[Args], Any], args: Args) -> None:
+    args, inputs = leaves(args)
+    outputs = _tensors(call(args))
+    total = sum((x.double().sum() for x in outputs), torch.zeros(()))
+    grads = torch.autograd.grad(total, inputs)
+    assert [x.shape for x in grads] == [x.shape for x in inputs]
+    assert not any(x.isnan().any() for x in (*outputs, *grads))
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_block_takes_empty_inputs(name: str) -> None:
+    call, args = EMPTY[name]
+    assert_empty_has_gradients(lambda args: call(**args), args)
+
+
+EMPTY_SIZES = {
+    "no batch": Size(B=0),
+    "no tokens": Size(T=0),
+    "no sequences": packed(Size()),
+    "empty sequences": packed(Size(), 0, 5, 0),
+    "no keys": Size(T=9, K=0),
+    "no values": Size(T=9, V=0),
+}
+
+
+@pytest.mark.parametrize("size", EMPTY_SIZES.values(), ids=EMPTY_SIZES.keys())
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, id=op.name, marks=() if op.name in ONE_OF_EACH else pytest.mark.slow)
+        for op in OPERATORS
+    ],
+)
+def test_operator_takes_empty_inputs(op: Operator, size: Size) -> None:
+    assert_empty_has_gradients(op, op.inputs(size, state=False))
+    args = op.inputs(size)
+    assert_empty_has_gradients(op, args)
+    for x, y in zip(flat(op(args)), flat(op(args, impl="reference")), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,362 @@
+"""Every operator in every way of differentiating it: right, or NotImplementedError by name."""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import slipstream
+from slipstream import ops
+from slipstream.kernels.conv import op as conv_op
+from slipstream.kernels.norm import op as norm_op
+from slipstream.kernels.norm import plain as norm_plain
+from slipstream.kernels.norm.terms import Norm
+from tests.blocks import BLOCKS, Block
+from tests.operators import OPERATORS, Operator, Size, flat, leaves, widen
+
+Args = dict[str, Any]
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """call takes what `inputs` makes, in float64, and gives tensors."""
+
+    name: str
+    call: Callable[[Args], list[Tensor]]
+    inputs: Callable[[], Args]
+
+    def flat(self) -> tuple[Run, list[Tensor]]:
+        """The call as a function of its floating tensors alone, and these."""
+        args = self.inputs()
+        fixed = {name: args[name] for name in ("cos", "sin") if name in args}
+        given, inputs = leaves({name: x for name, x in args.items() if name not in fixed})
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(tensors)
+
+            def next_of(x: Any) -> Any:
+                if isinstance(x, tuple):
+                    return tuple(next_of(y) for y in x)
+                return next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+            return tuple(self.call({**{name: next_of(x) for name, x in given.items()}, **fixed}))
+
+        return run, [x.detach() for x in inputs]
+
+
+SMALL = Size(B=1, T=5, H=1, HV=2, K=3, V=2, M=3)
+
+
+def _of_operator(op: Operator) -> Case:
+    return Case(op.name, lambda args: flat(op(args)), lambda: op.inputs(SMALL, torch.float64))
+
+
+def _of_block(block: Block) -> Case:
+    return Case(block.name, block, lambda: widen(block.inputs(5, 6)))
+
+
+def _product(T: int, D: int) -> Args:
+    more = {"bias": torch.randn(3), "residual": torch.randn(T, 3)}
+    return {"a": torch.randn(T, D), "b": torch.randn(D, 3), **more}
+
+
+def _teach(student: Tensor, student_weight: Tensor, student_bias: Tensor, **options: Any) -> Tensor:
+    teacher = torch.linspace(-1, 1, 2 * student.shape[0], dtype=student.dtype).view(-1, 2)
+    weight = torch.linspace(1, -2, 10, dtype=student.dtype).view(5, 2)
+    given = (student, student_weight, teacher, weight)
+    return ops.linear_kl_div(*given, student_bias=student_bias, **options)
+
+
+def _student(T: int, D: int) -> Args:
+    weight = {"student_weight": torch.randn(5, D), "student_bias": torch.randn(5)}
+    return {"student": torch.randn(T, D), **weight}
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, **_: Any) -> Tensor:
+    """The operator of the Triton kernel, by plain torch; nothing is contiguous."""
+    return conv_op.convolution(x.mT, weight.mT, bias, None, state, None, True, "eager")
+
+
+def _square(T: int, D: int) -> Args:
+    return {name: torch.randn(2, T, 2, D) for name in "qkv"}
+
+
+def _refer(*_: Any, **__: Any) -> Any:
+    raise AssertionError("these rows have no reference")
+
+
+MORE = [
+    Block("matmul", ops.matmul, _refer, _product),
+    Block("matmul-silu", ops.matmul, _refer, _product, {"activation": "silu"}),
+    *[Block(f"linear_kl_div-{r}", _teach, _refer, _student, {"reduction": r})
+      for r in ("mean", "none")],
+    Block("short_convolution-operator", _convolved, _refer,
+          lambda T, D: {"x": torch.randn(1, D, T), "weight": torch.randn(3, D),
+                        "bias": torch.randn(D), "state": torch.randn(1, D, 3)}),
+    Block("attention-square", ops.attention, _refer, _square),
+]  # fmt: skip
+
+CASES = [*map(_of_operator, OPERATORS), *map(_of_block, (*BLOCKS, *MORE))]
+
+# those of the default run: one of each Function
+SAMPLE = {"chunk_gla", "chunk_linear_attn-normalize", "chunk_gsa", "fused_recurrent_hgrn"}
+SAMPLE |= {"chunk_gated_delta_product", "rms_norm-residual", "layer_norm", "short_convolution"}
+SAMPLE |= {"short_convolution-packed", "short_convolution-operator", "rotary", "token_shift"}
+SAMPLE |= {"swiglu", "glu_linear", "embedding", "cross_entropy-mean", "linear_cross_entropy-mean"}
+SAMPLE |= {"linear_cross_entropy-none", "attention-packed", "matmul-silu", "linear_kl_div-mean"}
+
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow) for c in CASES],
+)
+
+TRANSFORMS = {"grad", "jvp", "dual"}
+SECOND = {"second", "second-beside-first"}
+# why a row may raise NotImplementedError, and in which ways
+OPAQUE = "an operator that torch does not look into, whose backward is another"
+BY_HAND = "its backward on a CPU is written by hand; transforms get torch's operations instead"
+PRODUCT = "an operator that torch does not look into, whose backward is made of itself"
+IN_TORCH = "torch's own attention on a CPU has no such derivative"
+REFUSES = {OPAQUE: TRANSFORMS | SECOND, BY_HAND: SECOND, PRODUCT: TRANSFORMS}
+REFUSES[IN_TORCH] = {"jvp", "dual", *SECOND}
+PERMITTED: dict[str, str] = {
+    **{op.name: OPAQUE for op in OPERATORS},
+    "short_convolution-packed": OPAQUE,
+    "short_convolution-stateless": OPAQUE,
+    "short_convolution-operator": OPAQUE,
+    "embedding": OPAQUE,
+    **{f"linear_cross_entropy-{x}": OPAQUE for x in ("mean", "sum", "none", "plain")},
+    **{f"linear_kl_div-{x}": OPAQUE for x in ("mean", "none")},
+    "attention": OPAQUE,
+    **{f"attention-{x}": OPAQUE for x in ("full", "longer", "window", "lengths")},
+    **{f"attention-{x}": OPAQUE for x in ("packed", "packed-cache")},
+    "attention-square": IN_TORCH,
+    "matmul": PRODUCT,
+    "matmul-silu": PRODUCT,
+    **dict.fromkeys(("rms_norm", "rms_norm-bare", "rms_norm-residual", "l2_norm"), BY_HAND),
+    "group_norm-rms": BY_HAND,
+    **{f"rms_norm_gated-{x}": BY_HAND for x in ("silu", "sigmoid", "mamba2")},
+    "short_convolution": BY_HAND,
+    **dict.fromkeys(("rotary", "rotary-interleaved"), BY_HAND),
+    **dict.fromkeys(("glu_linear", "glu_linear-geglu", "glu_linear-squared_relu"), BY_HAND),
+    **{f"cross_entropy-{x}": BY_HAND for x in ("mean", "none", "plain")},
+}
+
+
+def test_the_table_of_permitted_refusals_names_rows() -> None:
+    assert PERMITTED.keys() <= {case.name for case in CASES}
+    assert {case.name for case in CASES} >= SAMPLE
+
+
+class Problem:
+    """A scalar of a case's inputs, whose gradient depends on them, and directions to go in."""
+
+    def __init__(self, case: Case) -> None:
+        self.run, self.inputs = case.flat()
+        self.weights = [torch.randn_like(x) for x in self.run(*self.inputs)]
+        self.directions = [torch.randn_like(x) for x in self.inputs]
+
+    def value(self, *tensors: Tensor) -> Tensor:
+        return self.of_outputs(self.run(*tensors))
+
+    def of_outputs(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for x, w in zip(outputs, self.weights, strict=True):
+            total = total + (w * (x + x.square())).sum()
+        return total
+
+    def leaves(self) -> list[Tensor]:
+        return [x.clone().requires_grad_() for x in self.inputs]
+
+    def gradient(self, inputs: list[Tensor] | None = None) -> list[Tensor]:
+        given = self.leaves() if inputs is None else [x.clone().requires_grad_() for x in inputs]
+        return list(torch.autograd.grad(self.value(*given), given))
+
+    def moved(self, step: float) -> list[Tensor]:
+        return [x + step * d for x, d in zip(self.inputs, self.directions)]
+
+    def change_of_value(self) -> Tensor:
+        h = 1e-5
+        return (self.value(*self.moved(h)) - self.value(*self.moved(-h))) / (2 * h)
+
+    def change_of_gradient(self) -> list[Tensor]:
+        h = 1e-5
+        pairs = zip(self.gradient(self.moved(h)), self.gradient(self.moved(-h)))
+        return [(x - y) / (2 * h) for x, y in pairs]
+
+
+def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-10) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        size = max(float(y.abs().max()) if y.numel() else 0.0, 1.0)
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * size)
+
+
+@every_case
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_gradient_under_activation_checkpointing(case: Case, reentrant: bool) -> None:
+    """Without reentry torch also refuses a second read of what was saved."""
+    problem = Problem(case)
+    given = problem.leaves()
+    outputs = checkpoint(problem.run, *given, use_reentrant=reentrant)
+    assert isinstance(outputs, tuple)
+    problem.of_outputs(outputs).backward()
+    assert_near([x.grad for x in given if x.grad is not None], problem.gradient())
+
+
+@every_case
+def test_gradient_twice_of_one_graph(case: Case) -> None:
+    problem = Problem(case)
+    given = problem.leaves()
+    total = problem.value(*given)
+    first = [x.clone() for x in torch.autograd.grad(total, given, retain_graph=True)]
+    assert_near(first, problem.gradient())
+    assert_near(list(torch.autograd.grad(total, given)), first)
+
+
+def _grad(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+    every = tuple(range(len(problem.inputs)))
+    return list(torch.func.grad(problem.value, every)(*problem.inputs)), problem.gradient()
+
+
+def _jvp(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+    given = tuple(problem.inputs), tuple(problem.directions)
+    return [torch.func.jvp(problem.value, *given)[1]], [problem.change_of_value()]
+
+
+def _dual(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = zip(problem.inputs, problem.directions)
+    with forward_ad.dual_level():
+        value = problem.value(*(forward_ad.make_dual(x, d) for x, d in pairs))
+        tangent = forward_ad.unpack_dual(value).tangent
+    assert tangent is not None
+    return [tangent], [problem.change_of_value()]
+
+
+def _second(problem: Problem, beside_first: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    given = problem.leaves()
+    total = problem.value(*given)
+    first = torch.autograd.grad(total, given, create_graph=True)
+    assert_near([x.detach() for x in first], problem.gradient())
+    penalty = sum((x * d).sum() for x, d in zip(first, problem.directions))
+    want = problem.change_of_gradient()
+    if beside_first:
+        penalty = penalty + total
+        want = [x + y for x, y in zip(want, problem.gradient())]
+    assert isinstance(penalty, Tensor)
+    got = torch.autograd.grad(penalty, given, allow_unused=True, materialize_grads=True)
+    return list(got), want
+
+
+WAYS: dict[str, Callable[[Problem], tuple[list[Tensor], list[Tensor]]]] = {
+    "grad": _grad,
+    "jvp": _jvp,
+    "dual": _dual,
+    "second": _second,
+    "second-beside-first": lambda problem: _second(problem, beside_first=True),
+}
+
+
+@every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_derivative_is_right_or_refused_by_name(case: Case, way: str) -> None:
+    problem = Problem(case)
+    reason = PERMITTED.get(case.name)
+    if reason is None or way not in REFUSES[reason]:
+        assert_near(*WAYS[way](problem), tolerance=1e-6)
+        return
+    if reason == IN_TORCH:
+        refusal = pytest.raises(RuntimeError, match="_scaled_dot_product_flash_attention")
+    else:
+        refusal = pytest.raises(NotImplementedError, match=r"^slipstream::\w+: ")
+    with refusal:
+        WAYS[way](problem)
+
+
+@every_case
+def test_gradients_under_autocast_are_those_of_16_bits(case: Case) -> None:
+    args = case.inputs()
+    narrow = {
+        name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in args.items()
+        if not isinstance(x, tuple)
+    }
+    narrow |= {n: tuple(y.float() for y in x) for n, x in args.items() if isinstance(x, tuple)}
+    problem = Problem(Case(case.name, case.call, lambda: narrow))
+    want = problem.gradient()
+    given = problem.leaves()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = problem.run(*given)
+    problem.of_outputs(outputs).backward()
+    for x, y in zip(given, want, strict=True):
+        assert x.grad is not None and x.grad.dtype == torch.float32
+        assert float((x.grad - y).norm()) <= 0.05 * float(y.norm()) + 1e-3
+
+
+@pytest.mark.parametrize("keep_h", [False, True], ids=["h dropped", "h returned"])
+def test_second_derivative_of_a_norm_that_saves_no_input(
+    keep_h: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels' Function, by plain torch: it saves x + residual, and there is no weight."""
+    monkeypatch.setattr(norm_op, "_launch", lambda: norm_plain)
+    x, residual = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
+    n = Norm(1e-5, keep_h=keep_h)
+    y, _ = norm_op.norm(x, None, None, None, residual, n, "triton")
+    loss = y.pow(3).sum()
+    for given in (x, residual):
+        (first,) = torch.autograd.grad(loss, given, create_graph=True)
+        with pytest.raises(NotImplementedError, match="slipstream::norm: a second derivative"):
+            torch.autograd.grad(first.sum() + loss, given, retain_graph=True)
+
+
+def test_a_graph_of_gradients_that_is_not_differentiated() -> None:
+    """create_graph=True alone: the gradients may be read, and changed in place."""
+    x, weight = torch.randn(2, 5, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    loss = ops.rms_norm(x, weight).pow(2).sum()
+    want = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    got = torch.autograd.grad(loss, (x, weight), create_graph=True)
+    assert_near([x.detach() for x in got], list(want), 1e-6)
+    with torch.no_grad():
+        for gradient in got:
+            gradient.mul_(2.0)
+    assert_near([x.detach() for x in got], [2 * x for x in want], 1e-6)
+
+
+def test_vmap_without_gradients_matches_a_loop() -> None:
+    x = torch.randn(3, 2, 5, 6)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: ops.rms_norm(x),
+        lambda x: ops.swiglu(x, 2 * x),
+        lambda x: ops.token_shift(x)[0],
+    ]
+    for call in calls:
+        want = torch.stack([call(y) for y in x])
+        torch.testing.assert_close(torch.func.vmap(call)(x), want)
+
+
+def test_every_function_has_the_common_base_and_reads_what_it_saved_once() -> None:
+    root = Path(slipstream.__file__).parent
+    readers: list[str] = []
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text()
+        if "autograd" not in text and "saved_tensors" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and name != "core/autograd.py":
+                assert "torch.autograd.Function" not in map(ast.unparse, node.bases), node.name
+                if "Function" in map(ast.unparse, node.bases):
+                    assert any(ast.unparse(x).startswith("operator = ") for x in node.body)
+            if isinstance(node, ast.Attribute) and node.attr == "saved_tensors":
+                readers.append(name)
+    # what the others get is read by once_differentiable; core/trace.py sets its own
+    once = {"core/autograd.py", "kernels/matmul/op.py", "core/trace.py"}
+    assert sorted(readers) == sorted(once)
