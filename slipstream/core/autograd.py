@@ -45,19 +45,12 @@ def by_operation() -> bool:
     return torch.compiler.is_compiling() or transformed()
 
 
-def refuse_derivatives(operator: str, args: tuple) -> None:
-    """For an operator that is called as it is, without a Function: raises where a transform or a
-    level of forward mode wants its derivative, which would come out as zero."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    if torch._C._are_functorch_transforms_active():
-        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = {level.key() for level in functorch.get_interpreter_stack() or ()}
-        differentiated = functorch.TransformType.Jvp in kinds
-        differentiated |= functorch.TransformType.Grad in kinds and torch.is_grad_enabled()
-        if differentiated and any(map(functorch.is_functorch_wrapped_tensor, tensors)):
+def refuse_tangents(operator: str, args: tuple) -> None:
+    """Raises where forward mode wants a derivative, which would come out as zero."""
+    if forward_ad._current_level >= 0:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             _raise(operator)
-    elif any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        _raise(operator)
 
 
 def _raise(operator: str) -> NoReturn:
@@ -81,8 +74,7 @@ class Function(torch.autograd.Function):
         # torch.compile ignores this method, and the only others it accepts are torch's own
         if torch._C._are_functorch_transforms_active():
             _raise(cls.operator)
-        if forward_ad._current_level >= 0:
-            refuse_derivatives(cls.operator, args)
+        refuse_tangents(cls.operator, args)
         return super().apply(*args)
 
 

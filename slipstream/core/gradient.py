@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._library.utils import fill_defaults
 
+from slipstream.core.autograd import needs_autograd, refuse_tangents
+
 _GRADIENTS: dict[Any, Callable] = {}
 
 
@@ -29,14 +31,13 @@ def autograd_kernel(overload: Any) -> Callable:
     is_list = len(returns) == 1 and str(returns[0].type) != "Tensor"
 
     def call(keyset: Any, *args: Any) -> Any:
+        refuse_tangents(overload.name(), args)
+
         def below(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-        needs = torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in args
-        )
-        if not needs or not returns:
+        if not returns or not needs_autograd(*(x for x in args if isinstance(x, Tensor))):
             return below(*args)
         # the dispatcher removes arguments that are equal to their defaults
         results = _with_gradients(overload, below, fill_defaults(overload._schema, args, {})[0])

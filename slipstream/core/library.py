@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from slipstream.core import ahead, gradient, replay
-from slipstream.core.autograd import refuse_derivatives, transformed
 from slipstream.core.device import on
 from slipstream.core.ids import raise_pending
 
@@ -78,13 +77,6 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     return overload
 
 
-def dispatched(overload: Any, *args: Any) -> Any:
-    """The operator, where somebody looks at the call. It has no derivative to give them."""
-    if not torch.compiler.is_compiling() and transformed():
-        refuse_derivatives(overload.name(), args)
-    return overload(*args)
-
-
 def shortcut(
     overload: Any,
     *,
@@ -103,7 +95,7 @@ def shortcut(
 
     def call(*args: Any) -> Any:
         if not direct(args[0]):
-            return dispatched(overload, *args)
+            return overload(*args)
         return inside[args[0].device.type](*args)
 
     return _replayed(call, inside["cuda"], follows) if replays else call

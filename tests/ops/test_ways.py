@@ -342,16 +342,50 @@ def test_vmap_without_gradients_matches_a_loop() -> None:
         torch.testing.assert_close(torch.func.vmap(call)(x), want)
 
 
+def test_transforms_within_each_other_refuse_by_name() -> None:
+    q, k, v = torch.randn(3, 1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
+
+    def one(q: Tensor) -> Tensor:
+        return ops.chunk_retention(q, k, v)[0].sum()
+
+    def three(q: Tensor) -> Tensor:
+        return torch.func.vmap(one)(q).sum()
+
+    for call in (
+        lambda: torch.func.jacfwd(one)(q[0]),
+        lambda: torch.func.hessian(one)(q[0]),
+        lambda: torch.func.vmap(torch.func.grad(one))(q),
+        lambda: torch.func.grad(three)(q),
+        lambda: torch.func.jvp(three, (q,), (q,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^slipstream::linear\w*: "):
+            call()
+
+
+def test_transforms_of_what_is_around_an_operator_are_right() -> None:
+    """Its own inputs are constants to them."""
+    q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
+    fixed = ops.chunk_retention(q, k, v)[0]
+
+    def value(x: Tensor) -> Tensor:
+        return (x * ops.chunk_retention(q, k, v)[0]).sum()
+
+    torch.testing.assert_close(torch.func.grad(value)(v), fixed)
+    torch.testing.assert_close(torch.func.jvp(value, (v,), (q,))[1], (q * fixed).sum())
+
+
 def test_every_function_has_the_common_base_and_reads_what_it_saved_once() -> None:
     root = Path(slipstream.__file__).parent
     readers: list[str] = []
+    # the base itself, and the operators alone
+    outside = ("core/autograd.py", "core/gradient.py")
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
         text = path.read_text()
         if "autograd" not in text and "saved_tensors" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef) and name != "core/autograd.py":
+            if isinstance(node, ast.ClassDef) and name not in outside:
                 assert "torch.autograd.Function" not in map(ast.unparse, node.bases), node.name
                 if "Function" in map(ast.unparse, node.bases):
                     assert any(ast.unparse(x).startswith("operator = ") for x in node.body)

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.core import guard, probe
 from slipstream.core.autograd import Function, Saved, anchors, needs_autograd, once_differentiable
 from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, direct, dispatched
+from slipstream.core.library import define, direct
 from slipstream.core.machine import Kind
 from slipstream.kernels.norm import plain
 from slipstream.kernels.norm.terms import Norm, h_dtype, stats_shape, stores_h
@@ -54,7 +54,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if direct(x):
         return _run_forward(x, weight, bias, gate, residual, n, save, impl)
-    y, h, stats = dispatched(_forward_op, x, weight, bias, gate, residual, *n, save, impl)
+    y, h, stats = _forward_op(x, weight, bias, gate, residual, *n, save, impl)
     return y, h if stores_h(x, residual, n, save) else None, stats
 
 
