@@ -144,11 +144,12 @@ def _pretending(
 
     def apply(function: Any, *args: Any) -> Any:
         ctx = _Context(args)
-        if function.setup_context is torch.autograd.Function.setup_context:
-            out = function.forward(ctx, *args)
-        else:
-            out = function.forward(*args)
-            function.setup_context(ctx, args, out)
+        with torch.no_grad():
+            if function.setup_context is torch.autograd.Function.setup_context:
+                out = function.forward(ctx, *args)
+            else:
+                out = function.forward(*args)
+                function.setup_context(ctx, args, out)
         if torch.is_grad_enabled():
             functions.append((function, ctx, out))
         return out
