@@ -1,0 +1,137 @@
+"""Hashes of every kernel's compiler input or PTX, to show that a change to the source is harmless.
+
+    python tools/kernel_hashes.py write before.json
+    ... rename, move, reformat ...
+    python tools/kernel_hashes.py write after.json
+    python tools/kernel_hashes.py compare before.json after.json
+
+A hash is of text without names: kernels, functions and parameters may be renamed and moved. Equal
+multisets of hashes mean equal machine code, so equal numbers and equal speed, without a GPU.
+
+--level ir    Triton's IR as its front end makes it, with the compiler's options: every compilation
+              that the operators trigger, in about a minute. Line numbers are left out.
+--level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+from slipstream.cli.cover import cover, resolved
+from slipstream.cli.plans import find
+from slipstream.cli.samples import FURTHER, REPRESENTATIVE, chosen
+from slipstream.core.aot import Job, gpu_target, source_of
+
+_SYMBOL = re.compile(r'@"[^"]*"|@[\w.$]+')
+_LOCATION = re.compile(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", re.MULTILINE)
+
+
+def without_names(text: str) -> str:
+    """MLIR text with its symbols numbered in order of appearance and its locations removed."""
+    numbers: dict[str, str] = {}
+
+    def numbered(found: re.Match) -> str:
+        return numbers.setdefault(found[0], f"@f{len(numbers)}")
+
+    return _SYMBOL.sub(numbered, _LOCATION.sub("", text))
+
+
+def ir_text(job: Job) -> str:
+    """What the compiler gets: the front end's module, and the options that it is compiled with."""
+    from triton._C.libtriton import ir
+    from triton.compiler.code_generator import CodeGenerator
+    from triton.compiler.compiler import make_backend
+
+    # else MLIR prints values under the names of the source's variables
+    CodeGenerator._maybe_set_loc_to_name = lambda *args: None
+    CodeGenerator._name_loc_prefix = lambda *args: nullcontext()
+    source, target = source_of(job), gpu_target(job.arch)
+    backend = make_backend(target)
+    given = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
+    options = backend.parse_options({**given, **source.parse_options()})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, codegen, modules, context)
+    return f"{without_names(str(module))}\n{sorted(given.items())}"
+
+
+def ptx_text(job: Job) -> str:
+    """PTX, or AMD's assembly, without comments, debug sections and the kernel's name."""
+    text = job.compile().text.replace(job.name, "kernel")
+    lines = (x.partition("//")[0].rstrip() for x in text.splitlines())
+    return "\n".join(x for x in lines if x and not x.lstrip().startswith((".loc", ".file")))
+
+
+def digest(task: tuple[Job, str]) -> tuple[str, str]:
+    """A kernel's name and architecture, and its hash. What the compiler refuses has a hash too."""
+    job, level = task
+    try:
+        text = ir_text(job) if level == "ir" else ptx_text(job)
+    except Exception as error:
+        text = f"refused: {type(error).__name__}"
+        print(f"{job.arch} {job.name}: {text}: {str(error)[:300]}", file=sys.stderr)
+    return f"{job.arch} {job.name}", hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write(args: argparse.Namespace) -> None:
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    shapes = (*REPRESENTATIVE, *FURTHER)[: args.shapes]
+    tasks: list[tuple[Job, str]] = []
+    for arch in args.arch.split(","):
+        found = find(chosen(args.operators or None), shapes, arch)
+        for failure in found.failures:
+            print(failure, file=sys.stderr)
+        variants = "all" if args.level == "ir" else resolved(args.variants, arch)
+        tasks += [(job, args.level) for job, _ in cover(found.tasks, variants)]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        rows = sorted(pool.map(digest, tasks, chunksize=8))
+    args.file.write_text(json.dumps(rows, indent=0) + "\n")
+    print(f"{len(rows)} hashes of {len({x for x, _ in rows})} kernels -> {args.file}")
+
+
+def compare(args: argparse.Namespace) -> None:
+    before, after = (json.loads(x.read_text()) for x in (args.file, args.other))
+    lost = Counter(x for _, x in before) - Counter(x for _, x in after)
+    new = Counter(x for _, x in after) - Counter(x for _, x in before)
+    for sign, rows, differing in (("-", before, lost), ("+", after, new)):
+        names = Counter(name for name, x in rows if x in differing)
+        for name, count in sorted(names.items()):
+            print(f"{sign} {name}: {count}")
+    print(f"{len(before)} before, {len(after)} after, {lost.total()} lost, {new.total()} new")
+    if lost or new:
+        sys.exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("write", help="hash the kernels of this tree")
+    one.add_argument("file", type=Path)
+    one.add_argument("operators", nargs="*", help="such as chunk_kda; all of them if none")
+    one.add_argument("--level", choices=("ir", "ptx"), default="ir")
+    one.add_argument("--arch", default="sm_90", help="architectures, separated by commas")
+    one.add_argument("--variants", default="auto", help="of --level ptx: auto, few, flags or all")
+    one.add_argument("--shapes", type=int, default=7, help="sample shapes, of 12")
+    one.add_argument("--jobs", type=int, default=2, help="processes")
+    one.set_defaults(run=write)
+    two = commands.add_parser("compare", help="exit status 1 if two files differ")
+    two.add_argument("file", type=Path)
+    two.add_argument("other", type=Path)
+    two.set_defaults(run=compare)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
