@@ -184,11 +184,16 @@ def _trust(rows: Sequence[matrix.Row]) -> None:
     for compiler, families in matrix.verified(rows).items():
         now = machine.families(machine.takes_gluon(*compiler[:2]))
         trusted[compiler] = {x: now[x] for x in sorted(families)}
-    found = [
-        {**dict(zip(("arch", "triton", "ptxas"), key)), "families": trusted[key]}
-        for key in sorted(trusted)
+    write_verified(trusted)
+
+
+def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -> None:
+    """Writes core/verified.json: (arch, Triton, ptxas) -> family -> digest."""
+    rows = [
+        {**dict(zip(("arch", "triton", "ptxas"), key)), "families": families[key]}
+        for key in sorted(families)
     ]
-    lines = ",\n".join(json.dumps(x) for x in found)
+    lines = ",\n".join(json.dumps(x) for x in rows)
     VERIFIED.write_text(f"[\n{lines}\n]\n")
     machine.verified.cache_clear()
 

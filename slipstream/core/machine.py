@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from slipstream.core.faults import INTERPRETER, Fault, applying, blocking, suspe
 from slipstream.core.hooks import before_compiling
 from slipstream.core.kinds import CORE, TRAITS, family, in_words, triggers
 from slipstream.core.kinds import Kind as Kind
+from slipstream.core.source_digest import digests
 from slipstream.core.worker import Worker
 
 TIMEOUT = 300.0
@@ -89,27 +90,19 @@ def families(gluon: bool = True) -> dict[str, str]:
     gluon: those in Gluon, too.
     """
     root = Path(__file__).parents[1] / "kernels"
-    paths = sorted(x for x in root.glob("*.py") if x.stem not in _AGAIN)
-    shared = b"".join(x.read_bytes() for x in paths)
-    found = {CORE: _digest([Path(__file__).with_name("ids_triton.py")], shared)}
+    shared = [x for x in root.glob("*.py") if x.stem not in _AGAIN]
+    found = {CORE: [Path(__file__).with_name("ids_triton.py"), *shared]}
     for folder in root.iterdir():
         if (folder / "__init__.py").exists():
-            paths = sorted(x for x in folder.rglob("*.py") if not _plain(x, folder))
+            paths = [x for x in folder.rglob("*.py") if not _plain(x, folder)]
             paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "hopper"]
-            found[folder.name] = _digest(paths, shared)
-    return found
+            found[folder.name] = [*paths, *shared]
+    return digests(found, cache_dir() / "source_digests.json")
 
 
 def _plain(path: Path, family: Path) -> bool:
     """Whether a module is plain torch, which decides nothing about kernels."""
     return path.relative_to(family).parts[0].startswith(("eager", "reference", "plain"))
-
-
-def _digest(paths: Iterable[Path], shared: bytes) -> str:
-    digest = hashlib.sha1(shared, usedforsecurity=False)
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 @cache
