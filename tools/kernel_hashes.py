@@ -23,6 +23,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from slipstream.cli.cover import cover, resolved
 from slipstream.cli.plans import find
@@ -50,10 +51,11 @@ def ir_text(job: Job) -> str:
     from triton.compiler.compiler import make_backend
 
     # else MLIR prints values under the names of the source's variables
-    CodeGenerator._maybe_set_loc_to_name = lambda *args: None
-    CodeGenerator._name_loc_prefix = lambda *args: nullcontext()
+    generator: Any = CodeGenerator
+    generator._maybe_set_loc_to_name = lambda *args: None
+    generator._name_loc_prefix = lambda *args: nullcontext()
     source, target = source_of(job), gpu_target(job.arch)
-    backend = make_backend(target)
+    backend: Any = make_backend(target)
     given = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
     options = backend.parse_options({**given, **source.parse_options()})
     context = ir.context()
