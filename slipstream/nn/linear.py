@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
@@ -112,11 +114,32 @@ class GEGLU(GatedMLP):
 
 
 def plain_linear(layer: nn.Module) -> bool:
-    """Whether a call of it is F.linear of its parameters: nobody has wrapped or hooked it."""
-    return type(layer).forward is nn.Linear.forward and not (
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or "forward" in layer.__dict__
+    """Whether a call of `layer` is F.linear of its weight and bias and nothing else.
+
+    Only then may a fused operator read the weight instead of calling the layer. A call may also run
+    hooks (FSDP2 gathers the weight in one), an adapter, a parametrization or a forward of the
+    instance's own (accelerate loads an offloaded weight there). A weight that is a DTensor, another
+    wrapper of tensors or on the meta device is no operand for a kernel.
+    """
+    own = type(layer).forward
+    return (
+        (own is nn.Linear.forward or (own is Linear.forward and layer.activation is None))
+        and "forward" not in layer.__dict__
+        and "parametrizations" not in layer._modules
+        and not _has_hooks(layer)
+        and all(_plain_tensor(p) for p in layer._parameters.values())
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def _plain_tensor(x: Tensor | None) -> bool:
+    return x is None or (not is_traceable_wrapper_subclass(x) and x.device.type != "meta")

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from slipstream.nn.linear import Linear
-from slipstream.ops.distill import linear_kl_div
+from slipstream.nn.linear import Linear, plain_linear
+from slipstream.ops.distill import kl_div, linear_kl_div
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 
 
@@ -73,6 +74,8 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         layer = self.linear
+        if not plain_linear(layer):
+            return cross_entropy(layer(hidden), target, **self.options)
         return linear_cross_entropy(hidden, layer.weight, target, layer.bias, **self.options)
 
 
@@ -97,6 +100,15 @@ class LinearKLDivLoss(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """student [..., D], teacher [..., E], mask bool [...]."""
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "mask": mask,
+            "reduction": self.reduction,
+        }
+        if not (plain_linear(student_layer) and plain_linear(teacher_layer)):
+            with torch.no_grad():
+                wanted = teacher_layer(teacher)
+            return kl_div(student_layer(student), wanted, **options)
         theirs = teacher_layer.bias
         return linear_kl_div(
             student,
@@ -105,7 +117,5 @@ class LinearKLDivLoss(nn.Module):
             teacher_layer.weight.detach(),
             student_bias=student_layer.bias,
             teacher_bias=None if theirs is None else theirs.detach(),
-            temperature=self.temperature,
-            mask=mask,
-            reduction=self.reduction,
+            **options,
         )

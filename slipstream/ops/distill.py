@@ -91,6 +91,26 @@ def linear_kl_div(
     return loss.view(shape) if reduction == "none" else loss
 
 
+def kl_div(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """linear_kl_div of logits [..., V] that the caller has; the teacher's get no gradient."""
+    checks.expect_tensor("student_logits", student_logits)
+    checks.expect_tensor("teacher_logits", teacher_logits)
+    checks.expect_shape("teacher_logits", teacher_logits, student_logits.shape)
+    shape = student_logits.shape[:-1]
+    _check_options(temperature, mask, shape, reduction)
+    live = None if mask is None else mask.reshape(-1)
+    s, t = (x.reshape(shape.numel(), x.shape[-1]) for x in (student_logits, teacher_logits))
+    loss = distill.kl_div(s, t.detach(), live, float(temperature), reduction)
+    return loss.view(shape) if reduction == "none" else loss
+
+
 def _check_options(
     temperature: float, mask: Tensor | None, shape: torch.Size, reduction: str
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream import nn, ops
+from slipstream.nn.linear import plain_linear
 
 D = 12
 
@@ -135,6 +136,103 @@ def test_gated_mlp_calls_what_somebody_put_around_its_last_layer() -> None:
     layer.weight = adapted.down_proj.weight
     adapted.down_proj = layer
     torch.testing.assert_close(adapted(x), want)
+
+
+class Doubled(torch.nn.Module):
+    """A wrapper that has the weight of what it wraps, as peft's, and another result."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.weight, self.bias = base, base.weight, base.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * self.base(input)
+
+
+def doubled_by_a_hook(layer: torch.nn.Linear) -> torch.nn.Linear:
+    layer.register_forward_hook(lambda module, args, y: 2 * y)
+    return layer
+
+
+@pytest.mark.parametrize("double", [Doubled, doubled_by_a_hook])
+def test_losses_call_what_somebody_put_around_a_layer(double: Callable[..., Any]) -> None:
+    hidden, target = rows(5).requires_grad_(), torch.randint(0, 9, (5,))
+    loss = nn.LinearCrossEntropyLoss(D, 9, bias=True)
+    want = torch.nn.functional.cross_entropy(2 * loss.linear(hidden), target)
+    loss.linear = double(loss.linear)
+    torch.testing.assert_close(loss(hidden, target), want)
+
+    student, teacher = torch.nn.Linear(D, 9), torch.nn.Linear(6, 9)
+    known, mask = torch.randn(5, 6), torch.tensor([True, False, True, True, False])
+    p, q = 2 * teacher(known) / 3, 2 * student(hidden) / 3
+    rows_of = torch.nn.functional.kl_div(
+        q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True
+    )
+    want = 9 * rows_of.sum(-1)[mask].mean()
+    got = nn.LinearKLDivLoss(3.0)(hidden, double(student), known, double(teacher), mask)
+    torch.testing.assert_close(got, want)
+    got.backward()
+    assert student.weight.grad is not None and teacher.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        doubled_by_a_hook,
+        lambda layer: setattr(layer, "forward", lambda x: 2 * x),
+        lambda layer: torch.nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: layer.to("meta"),
+        lambda layer: layer.register_full_backward_hook(lambda *args: None),
+        lambda layer: setattr(layer, "activation", "silu"),
+    ],
+    ids=["hook", "forward", "parametrization", "meta", "backward hook", "activation"],
+)
+def test_plain_linear_is_false_of_a_changed_layer(change: Callable[[Any], Any]) -> None:
+    layer = nn.Linear(D, 7)
+    assert plain_linear(layer)
+    change(layer)
+    assert not plain_linear(layer)
+
+
+def test_plain_linear_is_false_under_a_global_hook() -> None:
+    layer = torch.nn.Linear(D, 7)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert not plain_linear(layer)
+    finally:
+        handle.remove()
+    assert plain_linear(layer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.ShortConvolution(D, 4, bias=True),
+        lambda: nn.Linear(D, 7),
+        lambda: nn.Embedding(9, D),
+        lambda: nn.RMSNorm(D, zero_centered=True),
+        lambda: nn.LayerNorm(D),
+        lambda: nn.GroupNorm(3, D),
+        lambda: nn.GatedRMSNorm(D),
+        lambda: nn.SwiGLU(D, 20, bias=True),
+        lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True),
+    ],
+)
+def test_module_from_the_meta_device_is_as_constructed(make: Callable[[], Any]) -> None:
+    with torch.device("meta"):
+        module = make()
+    # memory that holds NaN, as the tests have it
+    module.to_empty(device="cpu")
+    assert any(p.isnan().all() for p in module.parameters())
+    for inner in module.modules():
+        if list(inner.parameters(recurse=False)):
+            inner.reset_parameters()
+    for (name, p), new in zip(module.named_parameters(), make().parameters(), strict=True):
+        assert p.isfinite().all(), name
+        if new.std() == 0:
+            assert torch.equal(p, new), name
+        else:
+            assert 0.3 < p.std() / new.std() < 3, name
 
 
 def test_norms_of_sums_and_gates_are_the_operators() -> None:

@@ -87,13 +87,17 @@ def linear_kl_div(
 ) -> Tensor:
     """hidden [N, D], weight [V, D], bias [V] of each, whose D may differ -> loss [N] or []."""
     if impl == "reference":
-        wide = _wide(student[0])
-        logits = [torch.nn.functional.linear(x, w, b).to(wide) for x, w, b in (student, teacher)]
-        rows = kl_reference(logits[0], logits[1], live, temperature)
-        return _reduced(rows, live, reduction)
+        logits = [torch.nn.functional.linear(x, w, b) for x, w, b in (student, teacher)]
+        return kl_div(logits[0], logits[1], live, temperature, reduction)
     grads = needs_autograd(*student) and reduction != "none"
     rows = _Rows.apply(*student, *teacher, live, temperature, grads, impl)
     return _reduced(rows, live, reduction)
+
+
+def kl_div(s: Tensor, t: Tensor, live: Tensor | None, temperature: float, reduction: str) -> Tensor:
+    """logits [N, V] of student and teacher -> loss [N] or []; plain differentiable torch."""
+    wide = _wide(s)
+    return _reduced(kl_reference(s.to(wide), t.to(wide), live, temperature), live, reduction)
 
 
 def _reduced(rows: Tensor, live: Tensor | None, reduction: str) -> Tensor:
