@@ -1,7 +1,5 @@
 """Causal softmax attention with rotary positions and grouped heads."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,10 +7,10 @@ from torch import Tensor, nn
 from slipstream.layers.base import (
     Mixed,
     Mixer,
+    NormalLinear,
     State,
     expect_divisor,
     next_lengths,
-    normal,
     token_positions,
 )
 from slipstream.ops.attention import attention
@@ -66,10 +64,16 @@ class Attention(Mixer):
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.rotary_base, self.window_size, self.norm_eps = rotary_base, window_size, norm_eps
         heads = num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = normal(nn.Linear(hidden_size, heads * head_dim, bias=False))
-        self.o_proj = normal(nn.Linear(num_heads * head_dim, hidden_size, bias=False))
-        self.q_norm = nn.Parameter(torch.ones(head_dim)) if qk_norm else None
-        self.k_norm = nn.Parameter(torch.ones(head_dim)) if qk_norm else None
+        self.qkv_proj = NormalLinear(hidden_size, heads * head_dim)
+        self.o_proj = NormalLinear(num_heads * head_dim, hidden_size)
+        self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.q_norm, self.k_norm):
+            if weight is not None:
+                nn.init.ones_(weight)
 
     def forward(
         self,
@@ -79,7 +83,6 @@ class Attention(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         at = token_positions(x, cu_seqlens, positions, state)
         q, k, v = self._project(x, at)

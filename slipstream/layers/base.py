@@ -2,21 +2,19 @@
 
 Every layer mixes tokens, [B, T, D] to [B, T, D], and is called the same way:
 
-    y, state = layer(x, cu_seqlens=, positions=, state=, use_cache=, shared=)
+    y, state = layer(x, cu_seqlens=, positions=, state=, use_cache=)
 
     x           [B, T, D]
     cu_seqlens  int32 or int64 [N+1]: N sequences packed in B = 1; without it N = B
     positions   int64 [1 or B, T], for what looks at them; None counts on from `state`
     state       the dict of an earlier call, N rows in every tensor; None is the start
     use_cache   whether to return the state after the last token, else None
-    shared      a dict that all layers of one forward pass see
 
 A call in two halves with the state handed over gives what one call gives. The given state is
 never changed: what is returned are new tensors.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +38,19 @@ class Mixer(nn.Module):
         layer_idx: where in the model it stands.
     """
 
+    # whether forward takes `first_value`, which the first such layer of a model returns as a third
+    # result if called with output_value=True
+    takes_first_value = False
+
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
         if mode not in MODES:
             raise ValueError(f"mode: want one of {MODES}, got {mode!r}")
         self.mode, self.layer_idx = mode, layer_idx
+
+    def reset_parameters(self) -> None:
+        """Initialises the parameters that this module owns itself; its submodules have the same
+        method for theirs."""
 
     def recurrent(self, x: Tensor) -> bool:
         """Whether to go token by token: if told to, or if x is short and nobody wants gradients."""
@@ -60,7 +66,6 @@ class Mixer(nn.Module):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         raise NotImplementedError
 
@@ -98,30 +103,63 @@ def token_positions(
     return at if start is None else at + start[:, None]
 
 
-def xavier(linear: nn.Linear, gain: float = 2**-2.5) -> nn.Linear:
-    """As RetNet and GLA begin: a small gain keeps the state of the first steps small."""
-    nn.init.xavier_uniform_(linear.weight, gain)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-    return linear
+class XavierLinear(nn.Linear):
+    """A linear layer whose weight starts as RetNet's and GLA's, and whose bias starts at 0.
 
-
-def normal(linear: nn.Linear, std: float = 0.02) -> nn.Linear:
-    """As Qwen3-Next, Kimi Linear and most softmax models begin."""
-    nn.init.normal_(linear.weight, std=std)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-    return linear
-
-
-def decay_parameters(rates: int, steps: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """A_log [rates] and dt_bias [steps] of a decay -exp(A_log) softplus(x + dt_bias), as Mamba-2.
-
-    exp(A_log) begins uniform in [1, 16], the step softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    Args:
+        gain: of the weight; a small one keeps the state of the first steps small.
     """
-    step = torch.empty(steps).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-    dt_bias = step + torch.log(-torch.expm1(-step))  # the inverse of softplus
-    return nn.Parameter(torch.empty(rates).uniform_(1, 16).log()), nn.Parameter(dt_bias)
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, gain: float = 2**-2.5
+    ) -> None:
+        self.gain = gain
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.weight, self.gain)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class NormalLinear(nn.Linear):
+    """A linear layer without a bias whose weight starts as Qwen3-Next's, Kimi Linear's and most
+    softmax models'."""
+
+    def __init__(self, in_features: int, out_features: int, std: float = 0.02) -> None:
+        self.std = std
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+def reset_decay(A_log: Tensor, dt_bias: Tensor) -> None:
+    """Initialises the parameters of a decay -exp(A_log) softplus(x + dt_bias) as Mamba-2 does.
+
+    exp(A_log) is uniform in [1, 16], the step softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    """
+    step = torch.empty(dt_bias.shape, dtype=torch.float32, device=dt_bias.device)
+    step = step.uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    assign(dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+    rate = torch.empty(A_log.shape, dtype=torch.float32, device=A_log.device).uniform_(1, 16)
+    assign(A_log, rate.log())
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Copies an initial value, unless transformers has loaded the parameter from a checkpoint.
+
+    The functions of nn.init need no such care: transformers guards them itself.
+    """
+    if getattr(parameter, "_is_hf_initialized", False):
+        return
+    if isinstance(getattr(parameter, "placements", None), tuple):  # a DTensor, as of FSDP2
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
 
 
 def expect_divisor(name: str, value: int, of_name: str, of: int) -> None:

@@ -1,20 +1,18 @@
 """Gated DeltaNet, in the form that Qwen3-Next uses."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
     Mixer,
+    NormalLinear,
     ShortConvolution,
     State,
-    decay_parameters,
     expect_divisor,
     kept,
-    normal,
     past,
+    reset_decay,
 )
 from slipstream.ops.gated_delta_rule import (
     chunk_gated_delta_rule,
@@ -67,13 +65,19 @@ class GatedDeltaNet(Mixer):
         expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
         self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
         self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.qkv_proj = normal(nn.Linear(hidden_size, 2 * self.keys + self.values, bias=False))
-        self.z_proj = normal(nn.Linear(hidden_size, self.values, bias=False))
-        self.ab_proj = normal(nn.Linear(hidden_size, 2 * self.num_v_heads, bias=False))
-        self.o_proj = normal(nn.Linear(self.values, hidden_size, bias=False))
+        self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
+        self.z_proj = NormalLinear(hidden_size, self.values)
+        self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
+        self.o_proj = NormalLinear(self.values, hidden_size)
         self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
-        self.A_log, self.dt_bias = decay_parameters(self.num_v_heads, self.num_v_heads)
-        self.norm_weight = nn.Parameter(torch.ones(self.head_v_dim))
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -83,7 +87,6 @@ class GatedDeltaNet(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)

@@ -1,11 +1,10 @@
 """Gated linear attention, the layer of GLA."""
 
-from typing import Any
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixed, Mixer, State, expect_divisor, kept, past, xavier
+from slipstream.layers.base import Mixed, Mixer, State, XavierLinear, expect_divisor, kept, past
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.norm import rms_norm_gated
 
@@ -47,14 +46,18 @@ class GatedLinearAttention(Mixer):
         expect_divisor("num_heads", num_heads, "hidden_size * expand_v", values)
         self.num_heads, self.norm_eps = num_heads, norm_eps
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.q_proj = xavier(nn.Linear(hidden_size, keys, bias=False))
-        self.k_proj = xavier(nn.Linear(hidden_size, keys, bias=False))
-        self.v_proj = xavier(nn.Linear(hidden_size, values, bias=False))
-        self.g_proj = xavier(nn.Linear(hidden_size, values, bias=False))
-        self.gk_down = xavier(nn.Linear(hidden_size, gate_low_rank_dim, bias=False))
-        self.gk_up = xavier(nn.Linear(gate_low_rank_dim, keys))
-        self.o_proj = xavier(nn.Linear(values, hidden_size, bias=False))
-        self.norm_weight = nn.Parameter(self.o_proj.weight.new_ones(values // num_heads))
+        self.q_proj = XavierLinear(hidden_size, keys)
+        self.k_proj = XavierLinear(hidden_size, keys)
+        self.v_proj = XavierLinear(hidden_size, values)
+        self.g_proj = XavierLinear(hidden_size, values)
+        self.gk_down = XavierLinear(hidden_size, gate_low_rank_dim)
+        self.gk_up = XavierLinear(gate_low_rank_dim, keys, bias=True)
+        self.o_proj = XavierLinear(values, hidden_size)
+        self.norm_weight = nn.Parameter(torch.empty(values // num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -64,7 +67,6 @@ class GatedLinearAttention(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         heads = (self.num_heads, -1)
         q, k, v = (f(x).unflatten(-1, heads) for f in (self.q_proj, self.k_proj, self.v_proj))

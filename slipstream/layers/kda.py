@@ -1,20 +1,18 @@
 """Kimi delta attention, the linear layer of Kimi Linear."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
     Mixer,
+    NormalLinear,
     ShortConvolution,
     State,
-    decay_parameters,
     expect_divisor,
     kept,
-    normal,
     past,
+    reset_decay,
 )
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.norm import l2_norm, rms_norm_gated
@@ -58,16 +56,22 @@ class KimiDeltaAttention(Mixer):
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
         self.norm_eps = norm_eps
         self.keys, self.values = num_heads * head_dim, num_heads * self.head_v_dim
-        self.qkv_proj = normal(nn.Linear(hidden_size, 2 * self.keys + self.values, bias=False))
-        self.f_down = normal(nn.Linear(hidden_size, head_dim, bias=False))
-        self.f_up = normal(nn.Linear(head_dim, self.keys, bias=False))
-        self.b_proj = normal(nn.Linear(hidden_size, num_heads, bias=False))
-        self.g_down = normal(nn.Linear(hidden_size, head_dim, bias=False))
-        self.g_up = normal(nn.Linear(head_dim, self.values, bias=False))
-        self.o_proj = normal(nn.Linear(self.values, hidden_size, bias=False))
+        self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
+        self.f_down = NormalLinear(hidden_size, head_dim)
+        self.f_up = NormalLinear(head_dim, self.keys)
+        self.b_proj = NormalLinear(hidden_size, num_heads)
+        self.g_down = NormalLinear(hidden_size, head_dim)
+        self.g_up = NormalLinear(head_dim, self.values)
+        self.o_proj = NormalLinear(self.values, hidden_size)
         self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
-        self.A_log, self.dt_bias = decay_parameters(num_heads, self.keys)
-        self.norm_weight = nn.Parameter(torch.ones(self.head_v_dim))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.keys))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -77,7 +81,6 @@ class KimiDeltaAttention(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)

@@ -1,7 +1,5 @@
 """The layer of Mamba-2, its state space duality (SSD) as linear attention."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,10 +9,10 @@ from slipstream.layers.base import (
     Mixer,
     ShortConvolution,
     State,
-    decay_parameters,
     expect_divisor,
     kept,
     past,
+    reset_decay,
 )
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
@@ -75,9 +73,16 @@ class Mamba2(Mixer):
         self.in_proj = nn.Linear(hidden_size, self.inner + channels + num_heads, bias=False)
         self.out_proj = nn.Linear(self.inner, hidden_size, bias=False)
         self.conv = ShortConvolution(channels, conv_size, bias=True)
-        self.A_log, self.dt_bias = decay_parameters(num_heads, num_heads)
-        self.D = nn.Parameter(torch.ones(num_heads))
-        self.norm_weight = nn.Parameter(torch.ones(self.inner))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+        self.norm_weight = nn.Parameter(torch.empty(self.inner))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.D)
+        nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -87,7 +92,6 @@ class Mamba2(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         groups = self.n_groups * self.state_size
         z, xbc, dt = self.in_proj(x).split(

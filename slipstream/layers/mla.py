@@ -6,13 +6,12 @@ q_h . k_h = [q_nope,h W_k,h^T, q_rope,h] . [c, r]                    decoding: a
 sum_s p_s v_h,s = (sum_s p_s c_s) W_v,h                              all heads read the latent
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from slipstream.layers.attention import extended
-from slipstream.layers.base import Mixed, Mixer, State, normal, token_positions
+from slipstream.layers.base import Mixed, Mixer, NormalLinear, State, token_positions
+from slipstream.nn.linear import plain_linear
 from slipstream.ops.attention import attention
 from slipstream.ops.latent_attention import latent_attention
 from slipstream.ops.norm import rms_norm
@@ -38,7 +37,8 @@ class MLA(Mixer):
         scale: None is (nope + rope)^-0.5; a model stretched by YaRN has another.
         norm_eps: of the latents' rms norms.
         mode: "chunk" always writes keys and values out, "fused_recurrent" never does beside a
-            state, None does so beyond a few tokens or if gradients are wanted. layer_idx: as Mixer.
+            state, None does so beyond a few tokens or if gradients are wanted. With an adapter,
+            hook or wrapper on kv_b_proj every mode writes them out. layer_idx: as Mixer.
 
     State: latent [N, S, R + P], each sequence from index 0, and length [N] <= S.
     Cost: of a decoding step, 2 H S (2 R + P) flops, S (R + P) elements read.
@@ -71,14 +71,20 @@ class MLA(Mixer):
         width = num_heads * (nope_head_dim + rope_head_dim)
         self.q_a_proj = self.q_norm = None
         if q_lora_rank is not None:
-            self.q_a_proj = normal(nn.Linear(hidden_size, q_lora_rank, bias=False))
-            self.q_norm = nn.Parameter(torch.ones(q_lora_rank))
-        self.q_proj = normal(nn.Linear(q_lora_rank or hidden_size, width, bias=False))
-        self.kv_a_proj = normal(nn.Linear(hidden_size, kv_lora_rank + rope_head_dim, bias=False))
-        self.kv_norm = nn.Parameter(torch.ones(kv_lora_rank))
+            self.q_a_proj = NormalLinear(hidden_size, q_lora_rank)
+            self.q_norm = nn.Parameter(torch.empty(q_lora_rank))
+        self.q_proj = NormalLinear(q_lora_rank or hidden_size, width)
+        self.kv_a_proj = NormalLinear(hidden_size, kv_lora_rank + rope_head_dim)
+        self.kv_norm = nn.Parameter(torch.empty(kv_lora_rank))
         heads = num_heads * (nope_head_dim + v_head_dim)
-        self.kv_b_proj = normal(nn.Linear(kv_lora_rank, heads, bias=False))
-        self.o_proj = normal(nn.Linear(num_heads * v_head_dim, hidden_size, bias=False))
+        self.kv_b_proj = NormalLinear(kv_lora_rank, heads)
+        self.o_proj = NormalLinear(num_heads * v_head_dim, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.q_norm, self.kv_norm):
+            if weight is not None:
+                nn.init.ones_(weight)
 
     def forward(
         self,
@@ -88,7 +94,6 @@ class MLA(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         at = token_positions(x, cu_seqlens, positions, state)
         q, latent = self._project(x, at)
@@ -97,7 +102,7 @@ class MLA(Mixer):
             cache = extended({"latent": latent}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new tokens are all there are
             latent, lengths = cache["latent"], cache["length"]
-        if lengths is not None and cu_seqlens is None and self.recurrent(x):
+        if lengths is not None and cu_seqlens is None and self._absorbs(x):
             o = self._absorbed(q, latent, lengths)
         else:
             k, v = self._written_out(latent)
@@ -127,6 +132,10 @@ class MLA(Mixer):
         k, v = kv.split([self.nope, self.v_head_dim], -1)
         r = r[:, :, None].expand(-1, -1, self.num_heads, -1)
         return torch.cat([k, r], -1), v
+
+    def _absorbs(self, x: Tensor) -> bool:
+        """Whether to multiply by kv_b_proj's weight; an adapter or a hook needs its call."""
+        return self.recurrent(x) and plain_linear(self.kv_b_proj)
 
     def _absorbed(self, q: Tensor, latent: Tensor, lengths: Tensor) -> Tensor:
         """q [N, T, H, nope + rope] -> [N, T, H, DV], the last query on token `lengths` of S."""

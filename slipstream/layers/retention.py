@@ -1,20 +1,18 @@
 """Multi-scale retention, the layer of RetNet."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import (
     Mixed,
     Mixer,
     State,
+    XavierLinear,
     expect_divisor,
     kept,
     next_lengths,
     past,
     token_positions,
-    xavier,
 )
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention
@@ -62,11 +60,11 @@ class MultiScaleRetention(Mixer):
         )
         self.rotary_base, self.norm_eps = rotary_base, norm_eps
         keys, values = num_heads * head_dim, num_heads * self.value_dim
-        self.q_proj = xavier(nn.Linear(hidden_size, keys, bias=False))
-        self.k_proj = xavier(nn.Linear(hidden_size, keys, bias=False))
-        self.v_proj = xavier(nn.Linear(hidden_size, values, bias=False))
-        self.g_proj = xavier(nn.Linear(hidden_size, values, bias=False))
-        self.o_proj = xavier(nn.Linear(values, hidden_size, bias=False), gain=0.5)
+        self.q_proj = XavierLinear(hidden_size, keys)
+        self.k_proj = XavierLinear(hidden_size, keys)
+        self.v_proj = XavierLinear(hidden_size, values)
+        self.g_proj = XavierLinear(hidden_size, values)
+        self.o_proj = XavierLinear(values, hidden_size, gain=0.5)
 
     def forward(
         self,
@@ -76,7 +74,6 @@ class MultiScaleRetention(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
     ) -> Mixed:
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_dim))

@@ -1,13 +1,15 @@
 """Time mixing of RWKV-7 (Goose)."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixed, Mixer, State, expect_divisor, kept, past
+from slipstream.layers.base import Mixer, State, assign, expect_divisor, kept, past
 from slipstream.ops.norm import group_norm, l2_norm
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
@@ -28,8 +30,8 @@ class RWKV7(Mixer):
         o = rwkv7(r, w, k, v, a=-kk, b=kk a)
         y = (group_norm_per_head(o) + sum(r k r_k) v) lora_g(x_g) W_o
 
-    v_first is the v of the first such layer, which leaves it in `shared`; without `shared` the
-    layer takes itself for the first.
+    v_first is the v of the first such layer, which returns it (`output_value`) for the others'
+    `first_value`; without `first_value` the layer takes itself for the first.
 
     Args:
         hidden_size: D.
@@ -43,6 +45,8 @@ class RWKV7(Mixer):
     State: recurrent [N, H, K, K] and shift [N, D].
     Source: Peng et al., RWKV-7 Goose, 2025, section 4 and appendix.
     """
+
+    takes_first_value = True
 
     def __init__(
         self,
@@ -69,36 +73,43 @@ class RWKV7(Mixer):
                 f"got {head_dim}"
             )
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
+        self.num_layers = num_layers
+        # how deep the layer lies, 0 to 1
+        ratio = layer_idx / (num_layers - 1) if num_layers and num_layers > 1 else 0.0
         root = hidden_size**0.5
-        self.w_lora = Lora(hidden_size, decay_low_rank_dim or _rank(1.8 * root), torch.tanh)
-        self.a_lora = Lora(hidden_size, a_low_rank_dim or _rank(1.8 * root), None)
+        rank = _rank(1.8 * root)
+        w_bias = partial(_slow_to_fast, power=0.85 + ratio**0.5)
+        self.w_lora = Lora(hidden_size, decay_low_rank_dim or rank, torch.tanh, w_bias)
+        self.a_lora = Lora(hidden_size, a_low_rank_dim or rank, None, torch.zeros_like)
         self.g_lora = Lora(hidden_size, gate_low_rank_dim or _rank(0.6 * root**1.6), torch.sigmoid)
         self.v_lora = None
         if layer_idx > 0:
-            self.v_lora = Lora(hidden_size, v_low_rank_dim or _rank(1.3 * root), None)
-            self.v_lora.begin_at(torch.ones(hidden_size))
-        self.r_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.5)
-        self.k_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.05)
-        self.v_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.5)
-        self.o_proj = _uniform(nn.Linear(hidden_size, hidden_size, bias=False), 0.0)
-        self._begin(hidden_size, num_layers)
+            rank = v_low_rank_dim or _rank(1.3 * root)
+            self.v_lora = Lora(hidden_size, rank, None, torch.ones_like)
+        self.r_proj = UniformLinear(hidden_size, hidden_size, 0.5)
+        self.k_proj = UniformLinear(hidden_size, hidden_size, 0.05)
+        self.v_proj = UniformLinear(hidden_size, hidden_size, 0.5)
+        self.o_proj = UniformLinear(hidden_size, hidden_size, 0.0)
+        self.k_k = nn.Parameter(torch.empty(hidden_size))
+        self.k_a = nn.Parameter(torch.empty(hidden_size))
+        self.r_k = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
+        self.norm_bias = nn.Parameter(torch.empty(hidden_size))
+        # [6, D], in the order of MIX_POWERS
+        self.mix = nn.Parameter(torch.empty(len(MIX_POWERS), hidden_size))
+        self.reset_parameters()
 
-    def _begin(self, size: int, num_layers: int | None) -> None:
-        """The vectors; mixes and decays begin different for every channel and depth."""
-        self.k_k = nn.Parameter(torch.full((size,), 0.85))
-        self.k_a = nn.Parameter(torch.ones(size))
-        self.r_k = nn.Parameter(torch.zeros(self.num_heads, self.head_dim))
-        self.norm_weight = nn.Parameter(torch.ones(size))
-        self.norm_bias = nn.Parameter(torch.zeros(size))
-        depth = self.layer_idx / num_layers if num_layers else 0.0
-        ratio = self.layer_idx / (num_layers - 1) if num_layers and num_layers > 1 else 0.0
-        channel = torch.arange(size)
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.k_k, 0.85)
+        nn.init.ones_(self.k_a)
+        nn.init.zeros_(self.r_k)
+        nn.init.ones_(self.norm_weight)
+        nn.init.zeros_(self.norm_bias)
+        depth = self.layer_idx / self.num_layers if self.num_layers else 0.0
+        size = self.mix.shape[1]
+        channel = torch.arange(size, dtype=torch.float32, device=self.mix.device)
         mixes = [1 - (channel / size) ** (power * (1 - depth)) for power in MIX_POWERS.values()]
-        self.mix = nn.Parameter(torch.stack(mixes))  # [6, D], in the order of MIX_POWERS
-        share = channel / max(size - 1, 1)
-        # the half undoes the softplus of the paper's w; small ones remember for thousands of tokens
-        self.w_lora.begin_at(-6.5 + 5 * share ** (0.85 + ratio**0.5))
-        self.a_lora.begin_at(torch.zeros(size))
+        assign(self.mix, torch.stack(mixes))
 
     def forward(
         self,
@@ -108,8 +119,10 @@ class RWKV7(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
-    ) -> Mixed:
+        first_value: Tensor | None = None,
+        output_value: bool = False,
+    ) -> Any:
+        """As Mixer: y and state, and with `output_value` v [B, T, D] as a third."""
         before, shift = token_shift(
             x,
             initial_state=past(state, "shift"),
@@ -119,7 +132,9 @@ class RWKV7(Mixer):
         delta = before - x
         xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mu) for mu in self.mix)
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
-        v = self._with_first_value(v, xv, shared)
+        if first_value is not None:
+            v = self._mix_first_value(v, xv, first_value)
+        value = v
         w = SLOWEST_LOG_DECAY * torch.sigmoid(_wide(self.w_lora(xw)))
         a = torch.sigmoid(self.a_lora(xa))
         heads = (self.num_heads, self.head_dim)
@@ -140,37 +155,52 @@ class RWKV7(Mixer):
         )
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v  # [B, T, H, K]
         y = self.o_proj((self._norm(o.flatten(-2)) + bonus.flatten(-2)) * self.g_lora(xg))
-        return y, kept(use_cache, recurrent=recurrent, shift=shift)
+        after = kept(use_cache, recurrent=recurrent, shift=shift)
+        return (y, after, value) if output_value else (y, after)
 
     def _norm(self, o: Tensor) -> Tensor:
         eps = self.head_dim * 1e-5
         return group_norm(o, self.num_heads, self.norm_weight, self.norm_bias, eps=eps)
 
-    def _with_first_value(self, v: Tensor, xv: Tensor, shared: dict[str, Any] | None) -> Tensor:
-        if shared is None:
-            return v
-        # the first is named, not found by absence: a checkpointed layer runs again in the backward
-        if shared.setdefault("rwkv7_first_layer", self.layer_idx) == self.layer_idx:
-            shared["rwkv7_first_value"] = v
-            return v
+    def _mix_first_value(self, v: Tensor, xv: Tensor, first_value: Tensor) -> Tensor:
         if self.v_lora is None:
-            raise ValueError("layer_idx: only the first RWKV7 layer of a model can be layer 0")
-        first = shared["rwkv7_first_value"].to(v.dtype)
-        return torch.lerp(v, first, torch.sigmoid(self.v_lora(xv)).to(v.dtype))
+            raise ValueError(
+                f"first_value: want None for layer_idx {self.layer_idx}, which has no v_lora; "
+                "only the first RWKV7 layer of a model can be layer 0"
+            )
+        return torch.lerp(v, first_value.to(v.dtype), torch.sigmoid(self.v_lora(xv)).to(v.dtype))
 
 
 class Lora(nn.Module):
-    """f(x W_down) W_up + bias; W_down begins at 0, so that the bias is all there is at first."""
+    """f(x W_down) W_up + bias, where W_down starts at 0 and so the output as the bias.
 
-    def __init__(self, size: int, rank: int, f: Any) -> None:
+    Args:
+        size: D. rank: columns of W_down. f: a function of tensors; None is the identity.
+        bias: what it starts as, a function of the channels' positions 0 to 1 [D]; None is no bias.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        rank: int,
+        f: Callable[[Tensor], Tensor] | None,
+        bias: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.f = f
-        self.down = nn.Parameter(torch.zeros(size, rank))
-        self.up = nn.Parameter(nn.init.orthogonal_(torch.empty(rank, size), gain=0.1))
-        self.bias = None
+        self.f, self.initial_bias = f, bias
+        self.down = nn.Parameter(torch.empty(size, rank))
+        self.up = nn.Parameter(torch.empty(rank, size))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(size))
+        self.reset_parameters()
 
-    def begin_at(self, bias: Tensor) -> None:
-        self.bias = nn.Parameter(bias.float())
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.down)
+        up = torch.empty(self.up.shape, dtype=torch.float32, device=self.up.device)
+        assign(self.up, nn.init.orthogonal_(up, gain=0.1))
+        if self.bias is not None and self.initial_bias is not None:
+            size = self.bias.shape[0]
+            channel = torch.arange(size, dtype=torch.float32, device=self.bias.device)
+            assign(self.bias, self.initial_bias(channel / max(size - 1, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = x @ self.down
@@ -178,10 +208,22 @@ class Lora(nn.Module):
         return inner @ self.up if self.bias is None else F.linear(inner, self.up.t(), self.bias)
 
 
-def _uniform(linear: nn.Linear, bound: float) -> nn.Linear:
-    bound *= linear.in_features**-0.5
-    nn.init.uniform_(linear.weight, -bound, bound)
-    return linear
+class UniformLinear(nn.Linear):
+    """A linear layer without a bias whose weight starts uniform, at most `bound` / sqrt(D)."""
+
+    def __init__(self, in_features: int, out_features: int, bound: float) -> None:
+        self.bound = bound
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        bound = self.bound * self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+
+def _slow_to_fast(channel: Tensor, power: float) -> Tensor:
+    """w0: from a decay over thousands of tokens in channel 0 to a fast one in channel 1."""
+    # the half undoes the softplus of the paper's w
+    return -6.5 + 5 * channel**power
 
 
 def _rank(size: float) -> int:

@@ -4,8 +4,6 @@ h <- h + mixer(rms_norm(h))
 h <- h + swiglu(rms_norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,7 +16,7 @@ State = dict[str, Tensor]
 
 
 class Dense(nn.Linear):
-    """A matrix that the model initialises; a mixer's own nn.Linear it leaves as they are made."""
+    """A linear layer whose weight starts with the config's initializer_range."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -40,18 +38,24 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         h: Tensor,
+        first_value: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        shared: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, State | None]:
-        y, state = self.mixer(
-            self.mixer_norm(h),
-            cu_seqlens=cu_seqlens,
-            state=state,
-            use_cache=use_cache,
-            shared=shared,
-        )
+    ) -> tuple[Tensor, State | None, Tensor | None]:
+        """Returns h, the mixer's next state and, if the mixer takes a first_value but there is
+        none yet, that value for later blocks.
+
+        first_value is positional, since reentrant checkpointing gives gradients to nothing else.
+        """
+        options = {"cu_seqlens": cu_seqlens, "state": state, "use_cache": use_cache}
+        x, value = self.mixer_norm(h), None
+        if not self.mixer.takes_first_value:
+            y, state = self.mixer(x, **options)
+        elif first_value is not None:
+            y, state = self.mixer(x, first_value=first_value, **options)
+        else:
+            y, state, value = self.mixer(x, output_value=True, **options)
         x, h = self.mlp_norm(y, h, prenorm=True)  # h + y, and its norm, in one pass
-        return h + self.mlp(x), state
+        return h + self.mlp(x), state, value

@@ -13,12 +13,14 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from slipstream.core.ids import clamped, expect_ids
 from slipstream.models.block import Block, Dense, RMSNorm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.packing import Unpadded, packed_by_positions, unpadded
-from slipstream.ops.embedding import embedding
-from slipstream.ops.loss import linear_cross_entropy
+from slipstream.nn import Embedding
+from slipstream.nn.linear import plain_linear
+from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 
 IGNORED = -100
 
@@ -32,11 +34,15 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """What this package owns; a mixer initialises itself when it is made, as its paper says."""
-        if isinstance(module, RMSNorm) and module.weight is not None:
-            init.ones_(module.weight)
-        elif isinstance(module, Dense | nn.Embedding):
+        """The parameters of one module, without its submodules'.
+
+        transformers calls this after construction, and again for what a checkpoint lacks. While it
+        does, the functions of nn.init, which reset_parameters uses, leave loaded parameters alone.
+        """
+        if isinstance(module, Dense | nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
 
 
 class SlipstreamModel(SlipstreamPreTrainedModel):
@@ -58,7 +64,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
 
     def __init__(self, config: SlipstreamConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
@@ -111,21 +117,27 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         assert input_ids is not None
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: want shape (B, T), got {tuple(input_ids.shape)}")
-        return embedding(input_ids, self.embed_tokens.weight)
+        table = self.embed_tokens
+        if not isinstance(table, Embedding):
+            # an adapter, or another table of the user's: its lookup may not check the ids
+            rows = getattr(table, "num_embeddings", self.config.vocab_size)
+            expect_ids("input_ids", input_ids, rows)
+            input_ids = clamped(input_ids, rows)
+        return table(input_ids)
 
     def _run(
         self, h: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None, keep: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """The blocks and the last norm; `keep` also collects what goes into each block."""
-        shared: dict[str, Any] = {}
-        every = []
+        every, first_value = [], None
         for i, block in enumerate(self.layers):
             if keep:
                 every.append(h)
             state = None if cache is None else cache.layers[i].state
-            h, state = block(
-                h, cu_seqlens=cu_seqlens, state=state, use_cache=cache is not None, shared=shared
+            h, state, value = block(
+                h, first_value, cu_seqlens=cu_seqlens, state=state, use_cache=cache is not None
             )
+            first_value = value if first_value is None else first_value
             if cache is not None:
                 cache.layers[i].state = state
         h = self.norm(h)
@@ -223,16 +235,19 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, h: Tensor, target: Tensor, num_items: Tensor | int | None) -> Tensor:
-        """Cross entropy in nats, without ever holding all logits."""
-        summed = num_items is not None
-        loss = linear_cross_entropy(
-            h.flatten(0, 1),
-            self.lm_head.weight,
-            target.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum" if summed else "mean",
-        )
-        return loss / num_items if summed else loss
+        """Cross entropy in nats, without ever holding all logits.
+
+        With an adapter, hook or wrapper on the head, of the logits that its call returns.
+        """
+        head = self.lm_head
+        reduction = "mean" if num_items is None else "sum"
+        options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
+        if plain_linear(head):
+            rows, target = h.flatten(0, 1), target.flatten()
+            loss = linear_cross_entropy(rows, head.weight, target, head.bias, **options)
+        else:
+            loss = cross_entropy(head(h), target, **options)
+        return loss if num_items is None else loss / num_items
 
 
 def _next_tokens(

@@ -27,10 +27,16 @@ class ShortConvolution(nn.Module):
         activation: str | None = "silu",
     ) -> None:
         super().__init__()
-        bound = width**-0.5
-        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.activation = activation
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,

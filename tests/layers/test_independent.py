@@ -184,8 +184,7 @@ def test_rwkv7_matches_the_paper_token_by_token() -> None:
         o = F.group_norm(o.reshape(1, D), H, layer.norm_weight, layer.norm_bias, N * 1e-5)[0]
         o = o + ((r * k * layer.r_k).sum(-1, keepdim=True) * v).flatten()
         outputs.append((o * g) @ layer.o_proj.weight.t())
-    shared = {"rwkv7_first_layer": 0, "rwkv7_first_value": first}
-    got, state = layer(x, shared=shared, use_cache=True)
+    got, state = layer(x, first_value=first, use_cache=True)
     assert state is not None
     torch.testing.assert_close(got[0], torch.stack(outputs), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state["recurrent"][0], S.mT, rtol=1e-4, atol=1e-5)

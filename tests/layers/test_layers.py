@@ -52,15 +52,13 @@ def make(name: str, **options: Any) -> Mixer:
     return layer
 
 
-def shared_for(name: str, x: Tensor) -> dict[str, Any] | None:
-    """What an earlier layer of the model would have left."""
-    if name != "RWKV7-later":
-        return None
-    return {"rwkv7_first_layer": 0, "rwkv7_first_value": x.sin()}
+def first_value_for(name: str, x: Tensor) -> dict[str, Tensor]:
+    """What an earlier layer of the model would have returned."""
+    return {"first_value": x.sin()} if name == "RWKV7-later" else {}
 
 
 def run(layer: Mixer, name: str, x: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    return layer(x, shared=shared_for(name, x), **options)
+    return layer(x, **first_value_for(name, x), **options)
 
 
 def offsets(lengths: tuple[int, ...]) -> Tensor:
@@ -220,7 +218,7 @@ def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for n, T in enumerate((37, 50, 29)):
         x = torch.randn(1, T, D)
-        options = {"cu_seqlens": offsets((9, T - 9)), "shared": shared_for(name, x)}
+        options = {"cu_seqlens": offsets((9, T - 9)), **first_value_for(name, x)}
         with torch._dynamo.config.patch(error_on_recompile=n > 0):
             y, _ = compiled(x, **options)
         y.sum().backward()
@@ -229,13 +227,16 @@ def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
 
 def test_rwkv7_takes_the_first_value_from_the_first_such_layer() -> None:
     first, second = make("RWKV7", layer_idx=2), make("RWKV7", layer_idx=3)
-    x, shared = torch.randn(1, 5, D), {}
-    y, _ = first(x, shared=shared)
-    v = shared["rwkv7_first_value"]
+    x = torch.randn(1, 5, D)
+    y, _, v = first(x, output_value=True)
     torch.testing.assert_close(first(x)[0], y)
-    again, _ = second(x, shared=shared)
-    assert shared["rwkv7_first_value"] is v
-    assert not torch.allclose(again, second(x)[0])
+    assert not torch.allclose(second(x, first_value=v)[0], second(x)[0])
+
+
+def test_rwkv7_rejects_a_first_value_for_layer_0() -> None:
+    x = torch.randn(1, 5, D)
+    with pytest.raises(ValueError, match="first_value: want None for layer_idx 0"):
+        make("RWKV7")(x, first_value=x)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,344 @@
+"""What trainers and libraries do to a model's modules: hooks, adapters, checkpointing, offloading,
+construction on the meta device. Each gives the numbers of the untouched model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+
+VOCAB, WIDTH = 53, 32
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+    "mamba2": {"state_size": 8},
+}
+MODELS = {name: [{"type": name, **OPTIONS.get(name, {})}] * 2 for name in MIXERS}
+# the first layer's value goes past a layer that does not use it
+MODELS["hybrid"] = [{"type": name} for name in ("gated_deltanet", "rwkv7", "attention", "rwkv7")]
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def config(name: str, **options: Any) -> SlipstreamConfig:
+    small = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 48}
+    return SlipstreamConfig(**{**small, "mixers": MODELS[name], **options})
+
+
+def model(name: str, **options: Any) -> SlipstreamForCausalLM:
+    """With larger weights than a new model's, none of them 0: a missing factor has to show."""
+    m = SlipstreamForCausalLM(config(name, initializer_range=0.2, **options))
+    with torch.no_grad():
+        for p in m.model.layers.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return m.train()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, VOCAB, shape)
+
+
+def gradients(m: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for n, grad in want.items():
+        torch.testing.assert_close(got[n], grad, rtol=1e-4, atol=1e-6, msg=n)
+
+
+# ---- hooks
+
+
+@every_model
+@pytest.mark.parametrize("decoding", [False, True], ids=["training", "decoding"])
+def test_every_module_is_called(name: str, decoding: bool) -> None:
+    m, ids, called = model(name).train(not decoding), tokens(2, 9), set()
+    cache = m(ids, use_cache=True).past_key_values if decoding else None
+    for key, module in m.named_modules():
+        # the hybrid's first RWKV-7 layer has no earlier value to mix in
+        unused = name == "hybrid" and key == "model.layers.1.mixer.v_lora"
+        if not isinstance(module, nn.ModuleList) and not unused:
+            module.register_forward_hook(lambda *_, key=key: called.add(key))
+    wanted = {key for key, module in m.named_modules() if module._forward_hooks}
+    if decoding:
+        with torch.no_grad():
+            m(ids[:, :1], past_key_values=cache, use_cache=True)
+    else:
+        m(ids, labels=ids)
+    assert called == wanted
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_applies_a_hook_on_the_embedding(tied: bool) -> None:
+    m, ids = model("gated_deltanet", tie_word_embeddings=tied), tokens(2, 9)
+    want = m(inputs_embeds=m.get_input_embeddings()(ids) * 1.5, labels=ids).loss
+    m.get_input_embeddings().register_forward_hook(lambda module, args, y: y * 1.5)
+    torch.testing.assert_close(m(ids, labels=ids).loss, want)
+
+
+def test_model_with_frozen_weights_has_gradients_of_its_inputs() -> None:
+    """As adapters under reentrant checkpointing need."""
+    m, ids = model("gated_deltanet").requires_grad_(False), tokens(2, 9)
+    assert not m(ids).logits.requires_grad
+    m.enable_input_require_grads()
+    assert m(ids).logits.requires_grad
+
+
+def test_model_applies_a_hook_on_the_head() -> None:
+    m, ids = model("gated_deltanet"), tokens(2, 9)
+    m.lm_head.register_forward_hook(lambda module, args, y: y * 1.5)
+    want = F.cross_entropy(m(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(m(ids, labels=ids).loss, want)
+
+
+def test_model_adds_the_bias_of_a_head() -> None:
+    m, ids = model("gated_deltanet", tie_word_embeddings=False), tokens(2, 9)
+    m.lm_head = nn.Linear(WIDTH, VOCAB)
+    want = F.cross_entropy(m(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(m(ids, labels=ids).loss, want)
+
+
+# ---- adapters
+
+
+class Adapter(nn.Module):
+    """A linear layer or an embedding and a low-rank correction, with peft's `weight`."""
+
+    def __init__(self, base: nn.Linear | nn.Embedding) -> None:
+        super().__init__()
+        self.base = base
+        rows, columns = base.weight.shape
+        self.down = nn.Parameter(torch.randn(3, columns) * 0.3)
+        self.up = nn.Parameter(torch.randn(rows, 3) * 0.3)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.base, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.base, nn.Embedding):
+            return self.base(x) + self.up[x] @ self.down
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    def merged(self) -> Tensor:
+        return self.base.weight + self.up @ self.down
+
+
+def adapted(m: SlipstreamForCausalLM) -> list[Adapter]:
+    """Wraps every linear layer and the embedding of a model whose own weights are frozen."""
+    m.requires_grad_(False)
+    wrapped = []
+    for name, module in list(m.named_modules()):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            parent, _, child = name.rpartition(".")
+            wrapped.append(Adapter(module))
+            setattr(m.get_submodule(parent), child, wrapped[-1])
+    return wrapped
+
+
+@every_model
+def test_model_with_adapters_equals_merged_weights(name: str) -> None:
+    m, ids = model(name, tie_word_embeddings=False), tokens(2, 9)
+    adapters = adapted(m)
+    loss = m(ids, labels=ids).loss
+    loss.backward()
+    logits = m(ids).logits
+    want = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, want)
+    for adapter in adapters:
+        for grad in (adapter.down.grad, adapter.up.grad):
+            assert grad is not None
+            assert grad.abs().max() > 0
+    with torch.no_grad():
+        out = m(ids[:, :7], use_cache=True)
+        step = m(ids[:, 7:8], past_key_values=out.past_key_values, use_cache=True).logits
+        torch.testing.assert_close(step, logits[:, 7:8], rtol=1e-4, atol=1e-4)
+        for key, adapter in list(m.named_modules()):
+            if isinstance(adapter, Adapter):
+                parent, _, child = key.rpartition(".")
+                adapter.base.weight.copy_(adapter.merged())
+                setattr(m.get_submodule(parent), child, adapter.base)
+        torch.testing.assert_close(m(ids).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+@every_model
+def test_model_with_peft_equals_merged_weights(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    m, ids = model(name, tie_word_embeddings=False), tokens(2, 9)
+    lora = peft.LoraConfig(
+        r=3,
+        init_lora_weights=False,
+        target_modules=sorted(
+            {k.split(".")[-1] for k, x in m.named_modules() if isinstance(x, nn.Linear)}
+            | {"embed_tokens"}
+        ),
+    )
+    m = peft.get_peft_model(m, lora)
+    out = m(input_ids=ids, labels=ids, logits_to_keep=0)
+    want = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, want)
+    out.loss.backward()
+    grads = gradients(m)
+    assert {n for n, p in m.named_parameters() if p.requires_grad} == grads.keys()
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+    merged = m.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, out.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+def test_model_with_another_embedding_rejects_ids_outside_vocabulary(bad: int) -> None:
+    m, ids = model("gated_deltanet"), tokens(2, 9)
+    for table in (Adapter(m.model.embed_tokens), nn.Embedding(VOCAB, WIDTH)):
+        m.set_input_embeddings(table)
+        m(ids)
+        with pytest.raises(ValueError, match=rf"id {bad} at position \(1, 3\)"):
+            m(ids.index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(bad)))
+
+
+# ---- checkpointing
+
+
+@every_model
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_model_gradients_are_the_same_under_checkpointing(name: str, reentrant: bool) -> None:
+    m, ids = model(name), tokens(2, 9)
+    m(ids, labels=ids).loss.backward()
+    plain = gradients(m)
+    m.zero_grad()
+    # the method and its argument have other names before transformers 5.20
+    word = "activation" if hasattr(m, "activation_checkpointing_enable") else "gradient"
+    options = {f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    getattr(m, f"{word}_checkpointing_enable")(**options)
+    m(ids, labels=ids).loss.backward()
+    assert_same_gradients(gradients(m), plain)
+
+
+# ---- the meta device and missing weights
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """Constructed on the meta device, then in memory that holds NaN."""
+    with torch.device("meta"):
+        m = make()
+    assert all(p.is_meta for p in m.parameters())
+    m.to_empty(device="cpu")
+    with torch.no_grad():
+        for x in (*m.parameters(), *m.buffers()):
+            x.fill_(torch.nan)
+    return m
+
+
+def assert_same_distribution(got: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """That of two constructions: equal where those are, else of the same location and scale."""
+    first, second = (dict(make().named_parameters()) for _ in range(2))
+    assert [n for n, _ in got.named_parameters()] == list(first)
+    for n, p in got.named_parameters():
+        assert p.dtype == first[n].dtype
+        assert_alike(n, p, first[n], torch.equal(first[n], second[n]))
+
+
+def assert_alike(name: str, p: Tensor, new: Tensor, is_constant: bool) -> None:
+    """Eight values, the fewest there are, say little of the scale."""
+    if is_constant:
+        assert torch.equal(p, new), name
+    else:
+        slack = 1.2 if p.numel() > 500 else 6
+        assert 1 / slack < p.std() / new.std() < slack, name
+        assert (p.mean() - new.mean()).abs() < 6 * (p.std() + new.std()) / p.numel() ** 0.5, name
+
+
+@every_model
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_model_from_the_meta_device_is_as_constructed(name: str, tied: bool) -> None:
+    def make() -> SlipstreamForCausalLM:
+        return SlipstreamForCausalLM(config(name, num_heads=8, tie_word_embeddings=tied))
+
+    m = on_meta(make)
+    m.init_weights()
+    assert_same_distribution(m, make)
+    assert (m.lm_head.weight is m.model.embed_tokens.weight) == tied
+    ids = tokens(2, 9)
+    assert m(ids, labels=ids).loss.isfinite()
+
+
+@every_model
+def test_mixer_from_the_meta_device_is_as_constructed(name: str) -> None:
+    """By each module's own reset_parameters, as FSDP and torchtitan call it."""
+
+    def make() -> nn.Module:
+        return SlipstreamForCausalLM(config(name, num_heads=8)).model.layers[1].mixer
+
+    m = on_meta(make)
+    for module in m.modules():
+        if list(module.parameters(recurse=False)):
+            module.reset_parameters()
+    assert_same_distribution(m, make)
+
+
+@every_model
+def test_model_initialises_what_a_checkpoint_lacks(name: str, tmp_path: Path) -> None:
+    m = model(name, num_heads=8)
+    m.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    # a layer as a whole, and every other parameter of another one
+    lost = [n for n in weights if n.startswith("model.layers.1.")]
+    lost += [n for n in sorted(weights) if n.startswith("model.layers.0.")][::2]
+    save_file({n: w for n, w in weights.items() if n not in lost}, file, {"format": "pt"})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    first, second = (dict(SlipstreamForCausalLM(m.config).named_parameters()) for _ in range(2))
+    for n, p in again.named_parameters():
+        if n in lost:
+            assert_alike(n, p, first[n], torch.equal(first[n], second[n]))
+        else:
+            assert torch.equal(p, weights[n]), n
+
+
+# ---- offloading
+
+
+@pytest.mark.parametrize("name", ["mla", "hybrid"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_model_with_weights_offloaded_to_the_cpu_is_the_same(name: str, tied: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    m, ids = model(name, tie_word_embeddings=tied).eval(), tokens(2, 9)
+    with torch.no_grad():
+        want = m(ids, labels=ids, logits_to_keep=0)
+        accelerate.cpu_offload(m, execution_device=torch.device("cpu"))
+        assert all(p.is_meta for p in m.model.layers.parameters())
+        got = m(ids, labels=ids, logits_to_keep=0)
+        torch.testing.assert_close(got.loss, want.loss)
+        torch.testing.assert_close(got.logits, want.logits)
+        # a decoding step, in which MLA multiplies by a weight instead of calling the layer
+        out = m(ids[:, :8], use_cache=True)
+        step = m(ids[:, 8:], past_key_values=out.past_key_values, use_cache=True).logits
+        torch.testing.assert_close(step, want.logits[:, 8:], rtol=1e-4, atol=1e-4)
+
+
+def test_model_with_weights_on_disk_is_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    m, ids = model("gated_deltanet").eval(), tokens(2, 9)
+    m.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "disk"}
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        device_map={**places, "model.norm": "disk", "lm_head": "cpu"},
+        offload_folder=tmp_path / "offloaded",
+    ).eval()
+    with torch.no_grad():
+        want, got = (x(ids, labels=ids, logits_to_keep=0) for x in (m, again))
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(got.logits, want.logits)
