@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._library.utils import fill_defaults
 
-from slipstream.core.autograd import needs_autograd, refuse_tangents
+from slipstream.core.autograd import refuse_tangents
 
 _GRADIENTS: dict[Any, Callable] = {}
 
@@ -37,7 +37,9 @@ def autograd_kernel(overload: Any) -> Callable:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-        if not returns or not needs_autograd(*(x for x in args if isinstance(x, Tensor))):
+        # as autograd has it: core/trace.py replaces the attribute requires_grad
+        needs = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if not needs or not returns:
             return below(*args)
         # the dispatcher removes arguments that are equal to their defaults
         results = _with_gradients(overload, below, fill_defaults(overload._schema, args, {})[0])
