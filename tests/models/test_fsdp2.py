@@ -65,15 +65,21 @@ def loss_of(model: SlipstreamForCausalLM, ids: torch.Tensor, reentrant: bool | N
     return model(ids, labels=ids).loss
 
 
-def compare(cases: list[tuple[str, bool | None]], mixers: list[Any]) -> None:
+def compare(
+    cases: list[tuple[str, bool | None]],
+    mixers: list[Any],
+    device: str = "cpu",
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
+) -> None:
     """Loss and gradients of the sharded model against those of the whole one."""
     from torch.distributed.fsdp import fully_shard
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", (ranks,))
-    batches = torch.arange(ranks * 9).mul(7).remainder(VOCAB).view(ranks, 1, 9)
+    mesh = dist.init_device_mesh(device, (ranks,))
+    batches = torch.arange(ranks * 9).mul(7).remainder(VOCAB).view(ranks, 1, 9).to(device)
     for which, reentrant in cases:
-        whole, sharded = make(which, mixers), make(which, mixers)
+        whole, sharded = (make(which, mixers).to(device) for _ in range(2))
         for unit in units(sharded, which):
             fully_shard(unit, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
@@ -82,7 +88,7 @@ def compare(cases: list[tuple[str, bool | None]], mixers: list[Any]) -> None:
         (sum(losses) / ranks).backward()
         loss = loss_of(sharded, batches[rank], reentrant)
         loss.backward()
-        torch.testing.assert_close(loss, losses[rank])
+        torch.testing.assert_close(loss, losses[rank], rtol=rtol, atol=atol)
         for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True):
             label = f"units {which}, reentrant {reentrant}, {name}: "
             assert (p.grad is None) == (q.grad is None), label
@@ -90,8 +96,8 @@ def compare(cases: list[tuple[str, bool | None]], mixers: list[Any]) -> None:
                 torch.testing.assert_close(
                     p.grad.full_tensor(),
                     q.grad,
-                    rtol=1e-3,
-                    atol=1e-5,
+                    rtol=rtol,
+                    atol=atol,
                     msg=lambda text, label=label: label + text,
                 )
 

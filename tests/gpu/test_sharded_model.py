@@ -1,0 +1,28 @@
+"""FSDP2 of a model on one GPU, whose parameters are DTensors all the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models.test_fsdp2 import EVERY_MIXER, compare
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not dist.is_nccl_available(),
+        reason="needs a CUDA device and NCCL",
+    ),
+]
+
+
+# of linear layers with a bias, torch's own among them
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+@pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
+def test_model_sharded_over_one_gpu_equals_the_whole_one(which: str) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cases = [(which, reentrant) for reentrant in (None, True, False)]
+        compare(cases, EVERY_MIXER, "cuda", rtol=1e-2, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
