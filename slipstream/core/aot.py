@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.faults import version
+
 # What an instruction is called here, and what the assembler calls it.
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -225,6 +227,7 @@ def _source(
     scalars: Mapping[str, str],
     gpu: Any,
 ) -> Any:
+    import triton
     from triton.compiler.compiler import make_backend
 
     if not hasattr(fn, "params"):
@@ -239,12 +242,14 @@ def _source(
     attribute = make_backend(gpu).parse_attr
     # D: divisible by 16, S: a tensor under 2 GB, which only AMD's backend asks
     aligned = "D" if gpu.backend == "cuda" else "DS"
+    # the attributes of a constant: none from 3.7 on, before that the JIT takes a string for them
+    of_constants = version(triton.__version__)[:2] >= (3, 7)
     signature, values, attributes = {}, {}, {}
     for i, param in enumerate(fn.params):
         if param.is_constexpr or param.name in constants or _absent(param.name, tensors):
             signature[param.name], values[i,] = "constexpr", _value(name, param, constants)
-            if isinstance(values[i,], str):  # the JIT takes a string for attributes
-                attributes[i,] = attribute(values[i,])
+            if of_constants or isinstance(values[i,], str):
+                attributes[i,] = attribute("" if of_constants else values[i,])
             continue
         if param.name in tensors:
             given, divisible = tensors[param.name], tensors[param.name].startswith("*")

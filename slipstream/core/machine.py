@@ -40,7 +40,7 @@ LOCKED = 10.0
 # Modules of kernels/ that only launch again what is compiled.
 _AGAIN = ("again", "kept")
 # kernels/launching.py's GLUON
-_GLUON = ((3, 6), (3, 7))
+_GLUON = ((3, 6), (3, 8))
 _NARROW = frozenset((torch.float16, torch.bfloat16))
 
 

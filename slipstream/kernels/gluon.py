@@ -1,10 +1,11 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The one place that imports Gluon: its names differ between Triton's releases.
+"""The one place that imports Gluon: its names differ between Triton's releases, 3.6 to 3.9.
 
-As in Triton 3.6: gl.thread_barrier is gl.barrier from 3.7 on; copy_in, copy_out are async_load,
-async_store from 3.9 on. Import this only where a kernel is wanted: it imports Triton.
+Kernels use the names of Triton 3.6; what a later release calls otherwise gets its old name here.
+Import this only where a kernel is wanted: it imports Triton.
 """
 
+import triton
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,14 +18,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# a tile between global and shared memory by TMA
-copy_in = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
-copy_out = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+# a tile between global and shared memory by TMA; 3.9 has the new names alone, 3.6 the old ones
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+# from 3.7 on
 if not hasattr(gl, "thread_barrier"):
     gl.thread_barrier = gl.barrier
+# from 3.9 on
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
+_BEFORE_3_8 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+# Whether `_reinterpret` takes a shape that is larger than the tile; 3.8 refuses it.
+LARGER_VIEWS = gl.constexpr(_BEFORE_3_8)
+# Whether threads come together before each wait for an mbarrier and each product that reads shared
+# memory without being asked to; 3.8 leaves many of these barriers out.
+IMPLICIT_BARRIERS = gl.constexpr(_BEFORE_3_8)
+
+
+@gluon.jit
+def threads_together():
+    """gl.thread_barrier, but where Triton has one by itself."""
+    if not IMPLICIT_BARRIERS:
+        gl.thread_barrier()
+
+
+@gluon.jit
+def uniform(n):
+    """n, which is the same in all threads, so that ptxas knows it. Without the implicit barriers it
+    otherwise takes a loop of n turns for divergent, and serialises its products."""
+    if not IMPLICIT_BARRIERS:
+        n = gl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+            "=r,r",
+            [n],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return n
+
 
 __all__ = [
+    "LARGER_VIEWS",
     "TensorDescriptor",
     "copy_in",
     "copy_out",
@@ -33,7 +69,9 @@ __all__ = [
     "gluon",
     "mbarrier",
     "store_wait",
+    "threads_together",
     "tma",
+    "uniform",
     "warpgroup_mma",
     "warpgroup_mma_init",
     "warpgroup_mma_wait",

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # the releases whose Gluon has the names in kernels/gluon.py
-GLUON = ((3, 6), (3, 7))
+GLUON = ((3, 6), (3, 8))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NAMED = (
     Candidate("triton", "portable Triton kernels, on CUDA", lambda call: _refuses(*call)),
@@ -91,9 +92,19 @@ def not_hopper(x: Tensor) -> str | None:
     if torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "it is written for sm_90"
     if not GLUON[0] <= RELEASE <= GLUON[1]:
-        found = ".".join(map(str, RELEASE))
-        return f"its language, Gluon, is not that of Triton {found} (it is of 3.6 and 3.7)"
+        found, first, last = (".".join(map(str, x)) for x in (RELEASE, *GLUON))
+        reason = f"its language, Gluon, is not that of Triton {found} (it is of {first} to {last})"
+        _warn(f"the kernels for sm_90 are not used, slower portable ones run: {reason}")
+        return reason
     return None
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once a process."""
+    from slipstream.core.machine import Guarded
+
+    warnings.warn(text, Guarded, stacklevel=2)
 
 
 def precision() -> str:

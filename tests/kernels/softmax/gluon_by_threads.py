@@ -407,6 +407,9 @@ def emulated() -> Iterator[None]:
         "copy_out": _copy_out,
         "store_wait": _store_wait,
         "fence_async_shared": _fence,
+        "LARGER_VIEWS": True,
+        "threads_together": _nothing,
+        "uniform": lambda n: n,
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }

@@ -17,7 +17,7 @@ wanted: these count as M = 0, which `far` says of each segment and head. delta_m
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.gluon import gl, gluon
+from slipstream.kernels.gluon import gl, gluon, uniform
 from slipstream.kernels.linear.hopper import delta_walk, delta_walk_back
 from slipstream.kernels.linear.hopper.delta_parts import opening, rows_of, stages, state_of
 from slipstream.kernels.linear.hopper.parts import ring
@@ -177,7 +177,7 @@ def delta_ends_back_sm90_kernel(
         n, _ = reach(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, True)
     reads = last & (n == whole)
     length = gl.minimum(length, n * C)
-    n = gl.where(i_s == 0, 0, n)
+    n = uniform(gl.where(i_s == 0, 0, n))
     k_col = i_h // (HV // H) * K
     p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_of(i_n, i_h, HV, K, V) + i_v

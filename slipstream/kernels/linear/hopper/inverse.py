@@ -16,7 +16,7 @@ substitution exchanges one number a thread.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.gluon import gl, gluon
+from slipstream.kernels.gluon import LARGER_VIEWS, gl, gluon
 
 mma_v2 = gl.nvidia.hopper.mma_v2
 NB = gl.constexpr(4)
@@ -72,20 +72,43 @@ def substitute(b_d, block):
 
 
 @gluon.jit
+def warp_of_four():
+    """The number of a warp. Triton takes it for the same one in all threads, so that a tile in
+    shared memory with this index is loaded as if all warps had the same elements."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.u32 t, %tid.x; bfe.u32 $0, t, 5, 2; }",
+        "=r,r",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def tile_of(tiles, at: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of each row of blocks that of the row `at` before; by columns or by rows."""
-    BEFORE: gl.constexpr = tiles.shape[0] - NB
+    """Of each row of blocks that of the row `at` before; by columns or by rows. Where Triton has no
+    views that are larger than a tile, only a warp's own if `at` is not 0."""
     order: gl.constexpr = [1, 2, 0] if COLUMNS else [2, 1, 0]
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, order=order)
-    return tiles.index(BEFORE - at)._reinterpret(gl.bfloat16, [NB, BASE, BASE], layout)
+    if LARGER_VIEWS:
+        BEFORE: gl.constexpr = tiles.shape[0] - NB
+        rows = tiles.index(BEFORE - at)._reinterpret(gl.bfloat16, [NB, BASE, BASE], layout)
+    elif at == 0:
+        rows = tiles._reinterpret(gl.bfloat16, [NB, BASE, BASE], layout)
+    else:
+        tile = tiles.index((warp_of_four() - at) & (NB - 1))
+        rows = tile._reinterpret(gl.bfloat16, [1, BASE, BASE], layout)
+    return rows
 
 
 @gluon.jit
 def tiles(BEFORE: gl.constexpr):
-    """Room for blocks of four rows, and of so many before them."""
+    """Room for blocks of four rows, and of so many before them, where `tile_of` reads them."""
+    ROWS: gl.constexpr = NB + BEFORE if LARGER_VIEWS else NB
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    high = gl.allocate_shared_memory(gl.bfloat16, [BEFORE + NB, BASE * BASE], flat)
-    low = gl.allocate_shared_memory(gl.bfloat16, [BEFORE + NB, BASE * BASE], flat)
+    high = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BASE * BASE], flat)
+    low = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BASE * BASE], flat)
     return high, low
 
 
@@ -109,8 +132,9 @@ def times(left, right, at: gl.constexpr, b, COLUMNS: gl.constexpr):
     """b and left by right in float32, but for 2^-16 of it or less; a warp takes of right, its
     halves, the block of the row `at` before its own."""
     wb: gl.constexpr = gl.DotOperandLayout(1, b.type.layout, 2)
-    high = tile_of(right[0], at, COLUMNS).load(wb)
-    low = tile_of(right[1], at, COLUMNS).load(wb)
+    every = gl.zeros([NB, BASE, BASE], gl.bfloat16, wb)
+    _, high = gl.broadcast(every, tile_of(right[0], at, COLUMNS).load(wb))
+    _, low = gl.broadcast(every, tile_of(right[1], at, COLUMNS).load(wb))
     b = mma_v2(left[0], low, b)
     b = mma_v2(left[1], high, b)
     return mma_v2(left[0], high, b)

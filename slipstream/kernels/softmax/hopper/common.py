@@ -14,7 +14,14 @@ those with the most work first. All that tells the shape is a tuple:
 b rb + h rh + t and column h ch.
 """
 
-from slipstream.kernels.gluon import copy_in, fence_async_shared, gl, gluon, mbarrier
+from slipstream.kernels.gluon import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    threads_together,
+)
 from slipstream.kernels.notes import note as write_down
 from slipstream.kernels.notes import noted as look_up
 from slipstream.kernels.softmax.triton.scores import (
@@ -227,6 +234,7 @@ def clean(buffers, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
                     part = buffers[j].slice(i, STEP)
                     part.store(gl.where((o_r < rows - i)[:, None], part.load(layout), 0.0))
         fence_async_shared()
+        threads_together()
 
 
 @gluon.jit
