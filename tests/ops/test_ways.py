@@ -69,8 +69,9 @@ def _product(T: int, D: int) -> Args:
 
 
 def _teach(student: Tensor, student_weight: Tensor, student_bias: Tensor, **options: Any) -> Tensor:
-    teacher = torch.linspace(-1, 1, 2 * student.shape[0], dtype=student.dtype).view(-1, 2)
-    weight = torch.linspace(1, -2, 10, dtype=student.dtype).view(5, 2)
+    like = {"dtype": student.dtype, "device": student.device}
+    teacher = torch.linspace(-1, 1, 2 * student.shape[0], **like).view(-1, 2)
+    weight = torch.linspace(1, -2, 10, **like).view(5, 2)
     given = (student, student_weight, teacher, weight)
     return ops.linear_kl_div(*given, student_bias=student_bias, **options)
 
@@ -168,7 +169,7 @@ class Problem:
         return self.of_outputs(self.run(*tensors))
 
     def of_outputs(self, outputs: tuple[Tensor, ...]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = outputs[0].new_zeros((), dtype=torch.float64)
         for x, w in zip(outputs, self.weights, strict=True):
             total = total + (w * (x + x.square())).sum()
         return total
