@@ -4,10 +4,61 @@ They read shapes, dtypes and devices only, never values, so they never synchroni
 trace under torch.compile.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def operator(fn: Callable[P, R]) -> Callable[P, R]:
+    """A public function that refuses what is no tensor where its annotation says Tensor.
+
+    A parameter annotated `Tensor` takes tensors, `Tensor | None` None too, and so on for every
+    type in the union; `tuple[Tensor, Tensor]` takes tuples of tensors.
+
+    Raises:
+        TypeError: names the argument, before anything else looks at it.
+    """
+    types_of = _tensor_types(fn)
+    names = tuple(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, x in zip(names, args):
+            if type(x) is not Tensor and name in types_of:
+                _expect_type(name, x, types_of[name])
+        for name, x in kwargs.items():
+            if type(x) is not Tensor and name in types_of:
+                _expect_type(name, x, types_of[name])
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _tensor_types(fn: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
+    """The types that each parameter takes, of those that take tensors."""
+    found = {}
+    for name, parameter in inspect.signature(fn).parameters.items():
+        members = get_args(parameter.annotation) or (parameter.annotation,)
+        if any(x is Tensor or Tensor in get_args(x) for x in members):
+            found[name] = tuple(get_origin(x) or x for x in members)
+    return found
+
+
+def _expect_type(name: str, x: object, types: tuple[type, ...]) -> None:
+    if not isinstance(x, types):
+        words = {Tensor: "a torch.Tensor", type(None): "None"}
+        wanted = " or ".join(words.get(t, t.__name__) for t in types)
+        raise TypeError(f"{name}: want {wanted}, got {type(x).__name__}")
+    if isinstance(x, tuple):
+        for y in x:
+            expect_tensor(name, y)
 
 
 def expect_tensor(name: str, x: object) -> None:
@@ -65,19 +116,21 @@ def expect_power_of_two(name: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{name}: want a power of two from {low} to {high}, got {value!r}")
 
 
-def expect_cu_seqlens(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
+def expect_cu_seqlens(
+    cu_seqlens: Tensor, batch: int, tokens: int, *, name: str = "cu_seqlens"
+) -> None:
     """Shape and dtype only; the values are checked where they are on the host (core.varlen)."""
-    expect_rank("cu_seqlens", cu_seqlens, 1, "[N+1]")
+    expect_rank(name, cu_seqlens, 1, "[N+1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: want int32 or int64, got {cu_seqlens.dtype}")
+        raise TypeError(f"{name}: want int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.shape[0] < 1:
-        raise ValueError("cu_seqlens: want at least one offset, [0], got an empty tensor")
+        raise ValueError(f"{name}: want at least one offset, [0], got an empty tensor")
     if batch != 1:
         raise ValueError(
-            f"cu_seqlens: packed sequences want batch size 1, got {batch}; "
+            f"{name}: packed sequences want batch size 1, got {batch}; "
             "flatten [B, T, ...] to [1, B*T, ...]"
         )
     if cu_seqlens.shape[0] == 1 and tokens:
         raise ValueError(
-            f"cu_seqlens: want offsets from 0 to the {tokens} tokens given, got one offset"
+            f"{name}: want offsets from 0 to the {tokens} tokens given, got one offset"
         )

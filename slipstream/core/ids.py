@@ -20,8 +20,9 @@ CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
 if CHECK not in ("", "sync"):
     raise ValueError(f"SLIPSTREAM_CHECK: want sync or nothing, got {CHECK!r}")
 SYNC = CHECK == "sync"
-# What may be found wrong, by the number that kernels know it by.
-NAMES = ("input_ids", "target")
+# What may be found wrong, by the number that kernels know it by, and what it indexes.
+TABLES = {"input_ids": "vocabulary", "target": "vocabulary", "positions": "table"}
+NAMES = tuple(TABLES)
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,
 # size, length of the last dimension or 0 if it is the only one, number of the name.
 SLOTS, WORDS = 4096, 5
@@ -54,6 +55,22 @@ def expect_ids(name: str, ids: Tensor, size: int, ignore_index: int | None = Non
     if bool(outside.any()):
         where = tuple(outside.nonzero()[0].tolist())
         raise _error(name, int(ids[where]), where, size)
+
+
+def expect_below(name: str, indices: Tensor | None, size: int, of: str) -> None:
+    """On the CPU, no index into a pool of `size` is past it; a negative one means none.
+
+    On a device nothing is looked at: reading an index there would wait for it.
+
+    Raises:
+        ValueError: names the largest index.
+    """
+    if indices is None or indices.device.type != "cpu" or indices.numel() == 0:
+        return
+    if torch.compiler.is_compiling():
+        return
+    if (largest := int(indices.max())) >= size:
+        raise ValueError(f"{name}: want less than the {size} {of}, got {largest}")
 
 
 def clamped(ids: Tensor, size: int) -> Tensor:
@@ -140,7 +157,7 @@ _by_index: dict[int, _Watch] = {}
 
 
 def _error(name: str, i: int, where: tuple[int, ...], size: int) -> WrongId:
-    return WrongId(f"{name}: id {i} at position {where} is outside the vocabulary of {size}")
+    return WrongId(f"{name}: id {i} at position {where} is outside the {TABLES[name]} of {size}")
 
 
 def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:

@@ -29,19 +29,19 @@ class ChunkMap(NamedTuple):
     last: Tensor
 
 
-def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
+def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens") -> None:
     """On the host: from 0 to T, never falling. On a device it would be a sync, and is skipped."""
     if cu_seqlens.device.type != "cpu":
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != tokens:
         raise ValueError(
-            f"cu_seqlens: want offsets from 0 to the {tokens} tokens given, "
+            f"{name}: want offsets from 0 to the {tokens} tokens given, "
             f"got {offsets[0]} to {offsets[-1]}"
         )
     for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end < begin:
-            raise ValueError(f"cu_seqlens: want offsets that never fall, got {begin}, {end} at {n}")
+            raise ValueError(f"{name}: want offsets that never fall, got {begin}, {end} at {n}")
 
 
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk: int) -> ChunkMap:

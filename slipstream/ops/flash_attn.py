@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.softmax import op
-from slipstream.kernels.softmax.cache import Cache, gathered
+from slipstream.kernels.softmax.cache import Cache, check_values, gathered, present
 from slipstream.kernels.softmax.call import decode, plan_cache
 from slipstream.kernels.softmax.terms import Options
 from slipstream.ops.attention import attention, check_slopes, check_softcap, scale_of, window_of
@@ -18,6 +19,7 @@ from slipstream.ops.rotary import rotary_embedding
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
+@checks.operator
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -65,6 +67,7 @@ def flash_attn_func(
     return (o, lse, None) if return_attn_probs else o
 
 
+@checks.operator
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -90,8 +93,9 @@ def flash_attn_varlen_func(
         k, v: [S, HKV, D] and [S, HKV, DV]; or with block_table pages [M, P, HKV, ...].
         cu_seqlens_q, cu_seqlens_k: int32 [N+1], where each sequence begins.
         max_seqlen_q, max_seqlen_k: not needed, and not read.
-        block_table: int32 [N, pages], the pages of each sequence. They are copied into one tensor
-            first; flash_attn_with_kvcache reads them where they are.
+        block_table: int32 [N, pages], the pages of each sequence, negative where there is none: a
+            sequence that has keys in such a page sees nothing, o is 0. They are copied into one
+            tensor first; flash_attn_with_kvcache reads them where they are.
         The rest is as flash_attn_func has it.
 
     Returns:
@@ -103,15 +107,21 @@ def flash_attn_varlen_func(
     _refuse_dropout(dropout_p)
     checks.expect_rank("q", q, 3, "[T, H, D]")
     lengths, offsets = None, cu_seqlens_k
+    _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
+    checks.expect_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
     if block_table is None:
         checks.expect_rank("k", k, 3, "[S, HKV, D]")
         checks.expect_rank("v", v, 3, "[S, HKV, DV]")
+        _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q)
         k, v = k[None], v[None]
     else:
         _check_pages(k, v, block_table, cu_seqlens_q.shape[0] - 1)
+        _expect_index("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, q)
         queries = q.new_empty(block_table.shape[0], 0, *q.shape[1:])
-        _, k, v, *_ = gathered(Cache(queries, k, v, table=block_table))
-        lengths, offsets = cu_seqlens_k.diff(), None
+        cache = Cache(queries, k, v, cu_seqlens_k.diff(), table=block_table)
+        check_values(cache)
+        _, k, v, *_ = gathered(cache)
+        lengths, offsets = present(cache), None
     o, lse = attention(
         q[None],
         k,
@@ -129,6 +139,7 @@ def flash_attn_varlen_func(
     return (o[0], lse[0], None) if return_attn_probs else o[0]
 
 
+@checks.operator
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -159,14 +170,18 @@ def flash_attn_with_kvcache(
         q: [B, T, H, D], the last query on the last key.
         k_cache, v_cache: [N, S, HKV, D] and [N, S, HKV, DV], N >= B; or with block_table pages
             [M, P, HKV, ...] of any size P.
-        k, v: [B, T', HKV, D] and [B, T', HKV, DV], written behind the cache_seqlens keys that
-            there are; on a GPU what has no room is dropped, on the CPU it is a ValueError.
+        k, v: [B, T', HKV, D] and [B, T', HKV, DV] in q's dtype, written behind the cache_seqlens
+            keys that there are; on a GPU what has no room is dropped, on the CPU it is a
+            ValueError.
         rotary_cos, rotary_sin: [S, R/2], turn k by its place in the cache, and q by its own if
             causal or windowed, else by the first new one's.
         cache_seqlens: int32 [B] or one for all: keys in the cache before this call; None is S.
-        cache_batch_idx: int32 [B], the rows of the cache. cache_leftpad: int32 [B], the first
-            keys of a row that are no keys. Neither beside a block_table.
-        block_table: int32 [B, pages].
+            Where it is negative nothing is written or read, and o is 0.
+        cache_batch_idx: int32 [B], the rows of the cache, negative as cache_seqlens.
+            cache_leftpad: int32 [B], the first keys of a row that are no keys. Neither beside a
+            block_table.
+        block_table: int32 [B, pages]. Nothing is written into a negative page, and it has no keys.
+            On the CPU an index past the cache is a ValueError, on a GPU it is as a negative one.
         sinks: [H], a score beside those of the keys.
         impl: None chooses; "triton" or "eager" is used or refused.
         The rest is as flash_attn_func has it.
@@ -189,21 +204,33 @@ def flash_attn_with_kvcache(
     table = None if block_table is None else block_table.contiguous()
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos, rotary_sin: want both or neither, got one")
+    cache = Cache(q, k_cache, v_cache, lengths, rows, pad, table, sinks, alibi_slopes)
     if k is not None or v is not None:
         if k is None or v is None or lengths is None:
             raise ValueError("k: wants v and cache_seqlens beside it, got None")
+        _check_new(k, v, k_cache, v_cache, q.shape[0])
+        check_values(cache, k.shape[1])
         if rotary_cos is not None and rotary_sin is not None:
+            _check_rotary(rotary_cos, rotary_sin, k)
             together = left < 0 and right < 0
             q = _turned(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, together)
             k = _turned(k, rotary_cos, rotary_sin, lengths, rotary_interleaved, False)
-        _append(k_cache, v_cache, k, v, lengths, rows, table, impl)
-        lengths = lengths + k.shape[1]
+        with torch.no_grad():
+            chosen = plan_cache(k, k_cache, v_cache, impl)
+            lengths = op.append(k_cache, v_cache, k, v, lengths, rows, table, chosen)
     elif rotary_cos is not None:
         raise ValueError("rotary_cos: wants k and v beside it, got None")
     scale = scale_of(softmax_scale, q)
-    call = Cache(q, k_cache, v_cache, lengths, rows, pad, table, sinks, alibi_slopes)
-    o, lse = decode(call, Options(scale, left, right, float(softcap or 0.0)), impl)
+    cache = cache._replace(q=q, lengths=lengths)
+    o, lse = decode(cache, Options(scale, left, right, float(softcap or 0.0)), impl)
     return (o, lse) if return_softmax_lse else o
+
+
+def _check_offsets(name: str, offsets: Tensor, tokens: int, q: Tensor) -> None:
+    checks.expect_cu_seqlens(offsets, 1, tokens, name=name)
+    checks.expect_one_device({"q": q, name: offsets})
+    if not torch.compiler.is_compiling():
+        check_cu_seqlens_values(offsets, tokens, name)
 
 
 def _refuse_dropout(dropout_p: float) -> None:
@@ -230,26 +257,28 @@ def _turned(
     return rotary_embedding(x, cos, sin, positions=at, interleaved=interleaved)
 
 
-def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    rows: Tensor | None,
-    table: Tensor | None,
-    impl: str | None,
-) -> None:
-    B = lengths.shape[0]
+def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: int) -> None:
     checks.expect_rank("k", k, 4, "[B, T, HKV, D]")
-    checks.expect_shape("k", k, (B, k.shape[1], *k_cache.shape[2:]))
-    checks.expect_shape("v", v, (B, k.shape[1], *v_cache.shape[2:]))
+    checks.expect_shape("k", k, (sequences, k.shape[1], *k_cache.shape[2:]))
+    checks.expect_shape("v", v, (sequences, k.shape[1], *v_cache.shape[2:]))
+    checks.expect_one_dtype({"k_cache": k_cache, "k": k, "v": v})
+    checks.expect_one_device({"k_cache": k_cache, "k": k, "v": v})
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1 and x.numel():
             raise ValueError(f"{name}: wants its last dimension contiguous to be written into")
-    with torch.no_grad():
-        chosen = plan_cache(k, k_cache, v_cache, impl)
-        op.append(k_cache, v_cache, k, v, lengths, rows, table, chosen)
+
+
+def _check_rotary(cos: Tensor, sin: Tensor, k: Tensor) -> None:
+    given = {"rotary_cos": cos, "rotary_sin": sin}
+    checks.expect_rank("rotary_cos", cos, 2, "[S, R/2]")
+    checks.expect_shape("rotary_sin", sin, cos.shape)
+    checks.expect_floating(given)
+    checks.expect_one_device({"k": k, **given})
+    if 2 * cos.shape[1] > k.shape[3]:
+        raise ValueError(
+            f"rotary_cos: want at most {k.shape[3] // 2} columns, half of k's features, "
+            f"got {cos.shape[1]}"
+        )
 
 
 def _check_cache(

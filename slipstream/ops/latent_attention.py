@@ -10,6 +10,7 @@ from slipstream.core import checks
 from slipstream.kernels.softmax import latent as kernels
 
 
+@checks.operator
 def latent_attention(
     q: Tensor,
     latent: Tensor,
@@ -28,17 +29,19 @@ def latent_attention(
         q: [B, T, H, R + P], fp16, bf16, fp32 or fp64; the last query stands on its sequence's last
             key.
         latent: [B, S, R + P] in q's dtype: c and then r; or pages [M, page, R + P].
-        lengths: int32 or int64 [B], keys in use; None is all.
+        lengths: int32 or int64 [B], keys in use; None is all, negative is none, and o is 0.
         width: R, of c.
         scale: of the scores.
-        table: int32 or int64 [B, pages], the pages of each sequence.
+        table: int32 or int64 [B, pages], the pages of each sequence. A negative one is read as a
+            page of zeros, on a GPU also one past the cache; on the CPU that is a ValueError.
         impl: None chooses; "triton" or "eager" is used or refused.
 
     Returns:
         o [B, T, H, R] in q's dtype; 0 for a query that sees nothing.
 
     Raises:
-        ValueError: shapes do not fit. TypeError: dtypes. NotImplementedError: impl cannot do it.
+        ValueError: shapes do not fit, or a page is past the cache. TypeError: dtypes.
+        NotImplementedError: impl cannot do it.
 
     Cost: 2 B H T S (2 R + P) flops, the cache read once; gradients are plain torch's, B H T S
         numbers. Deterministic.

@@ -143,6 +143,67 @@ def test_cache_grows_and_is_read(kind: str, window: tuple[int, int]) -> None:
         close((o[n : n + 1], lse[n : n + 1]), want)
 
 
+@pytest.mark.parametrize("named", ["cache_batch_idx", "cache_seqlens", "block_table"])
+@pytest.mark.parametrize("new", [0, 2])
+def test_cache_of_a_missing_sequence_is_left_alone(named: str, new: int) -> None:
+    """Servers fill batches up with -1: nothing is written for it, o is 0, the others are right."""
+    q, k, v = qkv(2, 2)
+    lengths, rows = torch.tensor([7, 3], dtype=torch.int32), torch.tensor([1, 0])
+    given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    if named == "block_table":
+        given["k_cache"], given["block_table"] = paged(k)
+        at = given["block_table"].flatten().long().argsort()
+        given["v_cache"] = v.reshape(-1, PAGE, 2, 8)[at]
+    else:
+        given |= {"k_cache": k, "v_cache": v, "cache_batch_idx": rows}
+    if new:
+        given |= {"k": torch.randn(2, new, 2, 8), "v": torch.randn(2, new, 2, 8)}
+
+    def run(**other: Any) -> tuple[Any, Tensor, Tensor]:
+        own = {name: given[name].clone() for name in ("k_cache", "v_cache")}
+        out = flash_attn_with_kvcache(q, **{**given, **own, **other})
+        return out, own["k_cache"], own["v_cache"]
+
+    want, k_want, v_want = run()
+    missing = given[named].clone()
+    missing[1] = -1
+    (o, lse), k_cache, v_cache = run(**{named: missing})
+    close((o[:1], lse[:1]), (want[0][:1], want[1][:1]))
+    assert not o[1].any() and (lse[1] == -torch.inf).all()
+    # of the caches, the first sequence's rows or pages have changed as before, no other
+    own = given["block_table"][0].long() if named == "block_table" else rows[:1]
+    for name, got, full in (("k_cache", k_cache, k_want), ("v_cache", v_cache, v_want)):
+        expected = given[name].clone()
+        expected[own] = full[own]
+        assert torch.equal(got, expected), name
+
+
+def test_varlen_pages_that_are_missing_hide_their_sequence() -> None:
+    q, (_, k, v) = torch.randn(9, 4, 8), qkv()
+    pages, table = paged(k)
+    values = v.reshape(-1, PAGE, 2, 8)[table.flatten().long().argsort()]
+    cu_q, cu_k = torch.tensor([0, 2, 9]).int(), torch.tensor([0, 8, 19]).int()
+    call = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
+    want = flash_attn_varlen_func(q, pages, values, block_table=table, **call)
+    unused, missing = table.clone(), table.clone()
+    unused[0, -(-8 // PAGE) :] = 1 << 30  # behind the 8 keys in use
+    close(flash_attn_varlen_func(q, pages, values, block_table=unused, **call), want)
+    missing[1, 0] = -1
+    o = flash_attn_varlen_func(q, pages, values, block_table=missing, **call)
+    close(o[:2], want[:2])
+    assert not o[2:].any()
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.complex64])
+def test_cache_takes_new_keys_of_its_own_dtype(name: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv(2, 1)
+    new = {"k": torch.randn(2, 1, 2, 8), "v": torch.randn(2, 1, 2, 8)}
+    new[name] = new[name].to(dtype)
+    with pytest.raises(TypeError, match=rf"^{name}: want torch.float32 like k_cache, got {dtype}"):
+        flash_attn_with_kvcache(q, k, v, **new, cache_seqlens=3)
+
+
 def test_cache_calls_pass_opcheck_and_compile() -> None:
     q, k, v = qkv(2, 1)
     lengths = torch.tensor([7, 3])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.core import checks, guard
 from slipstream.core.autocast import autocast_dtype
+from slipstream.core.ids import expect_below
 from slipstream.core.library import define, shortcut
 from slipstream.core.plan import Candidate, Plan, choose
 from slipstream.core.signature import Remembered, signature
@@ -108,9 +109,8 @@ def _check_indices(indices: Tensor, slots: int) -> None:
     """On the host: none past the last slot, none twice. On a device it would be a sync."""
     if indices.device.type != "cpu":
         return
+    expect_below("state_indices", indices, slots, "slots")
     given = [i for i in indices.tolist() if i >= 0]
-    if given and max(given) >= slots:
-        raise ValueError(f"state_indices: want less than the {slots} slots, got {max(given)}")
     if len(set(given)) < len(given):
         raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
 
@@ -166,7 +166,7 @@ def step_eager(terms: Terms, pool: Pool, scale: float) -> Tensor:
         o, final = recurrent_forward(terms._replace(initial_state=state), scale)
         state.copy_(final)
         return o
-    live = pool.indices >= 0  # [N]
+    live = (pool.indices >= 0) & (pool.indices < state.shape[0])  # [N]
     n = torch.arange(terms.sequences, device=live.device)
     source = torch.where(live, n, live.int().argmax())
     slots = pool.indices.long().index_select(0, source).clamp(min=0)

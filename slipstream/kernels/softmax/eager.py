@@ -91,12 +91,18 @@ class Part(NamedTuple):
     bounded: bool
 
 
-def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64."""
+def forward(terms: Terms, options: Options, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64.
+
+    Args:
+        hidden: bool [B, S], keys that no query sees, where neither queries nor keys are packed.
+    """
     (B, T, H, _), DV = terms.q.shape, terms.v.shape[-1]
     o = terms.q.new_empty(B, T, H, DV)
     lse = terms.q.new_empty(B, H, T, dtype=terms.dtype)
-    for part, (qb, q_rows, _, _) in _parts(terms):
+    for part, (qb, q_rows, kb, k_rows) in _parts(terms):
+        if hidden is not None:
+            part = _hide(part, hidden[kb, k_rows])
         o_part, lse_part = o[qb, q_rows], lse[qb, :, q_rows]
         for rows, keys in _blocks(part, options):
             x, _ = _scores(part, rows, keys, options)
@@ -226,6 +232,13 @@ def _part(terms: Terms) -> Part:
         where,
         terms.cu_q is None and terms.lengths is None,
     )
+
+
+def _hide(part: Part, hidden: Tensor) -> Part:
+    """Without these keys [B, S], which may be NaN."""
+    k, v = (x.masked_fill(hidden[:, None, :, None], 0) for x in (part.k, part.v))
+    sequence = part.where.k_sequence.masked_fill(hidden, -1)
+    return part._replace(k=k, v=v, where=part.where._replace(k_sequence=sequence), bounded=False)
 
 
 def _blocks(part: Part, options: Options) -> Iterator[tuple[slice, slice]]:

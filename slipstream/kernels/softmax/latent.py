@@ -13,10 +13,12 @@ from torch import Tensor
 
 from slipstream.core import guard
 from slipstream.core.gradient import set_gradient
+from slipstream.core.ids import expect_below
 from slipstream.core.library import define, shortcut
 from slipstream.core.plan import Candidate, choose
 from slipstream.kernels.launching import INTERPRETED, unfit
 from slipstream.kernels.softmax import cache_probe
+from slipstream.kernels.softmax.cache import missing_pages, pages_in_use
 from slipstream.kernels.softmax.triton.plan import kind_of_cache
 from slipstream.kernels.softmax.triton.tiles import LATENT, family
 
@@ -41,12 +43,13 @@ def latent_attention(
         latent: [B, S, width + rest], or pages [M, page, width + rest].
         lengths: [B], keys in use; None is all.
         width: of c. scale: of the scores.
-        table: [B, pages], the pages of each sequence.
+        table: [B, pages], the pages of each sequence; one outside of the cache is a page of zeros.
         impl: "triton", "eager", or None to choose.
     """
     grad = torch.is_grad_enabled() and (q.requires_grad or latent.requires_grad)
     tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl).tries
     if grad:
+        _check_pages(latent, lengths, table)
         return plain(q, latent, lengths, table, width, scale)[0]
     return _call(q, latent, lengths, table, width, scale, tries)[0]
 
@@ -61,7 +64,9 @@ def plain(
 ) -> tuple[Tensor, Tensor]:
     """o and lse [B, H, T], in plain torch, with gradients."""
     if table is not None:
-        latent = latent[table.long().clamp(0, latent.shape[0] - 1)].flatten(1, 2)
+        missing = missing_pages(table, latent.shape[0])
+        pages = latent[table.long().masked_fill(missing, 0)]
+        latent = pages.masked_fill(missing[..., None, None], 0).flatten(1, 2)
     T, S = q.shape[1], latent.shape[1]
     x = (q.flatten(1, 2) @ latent.mT).unflatten(1, (T, -1))  # [B, T, H, S]
     x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
@@ -119,6 +124,7 @@ def _latent(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     given = (q, latent, lengths, table, width, scale)
+    _check_pages(latent, lengths, table)
     if impl == "eager":
         return plain(*given)
     if 0 in (q.numel(), latent.numel()):
@@ -139,6 +145,11 @@ def _latent(
         given,
         lambda: cache_probe.mismatch_of_latents(given, run, plain),
     )
+
+
+def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -> None:
+    pages, size = latent.shape[:2]
+    expect_below("table", pages_in_use(table, lengths, size), pages, "pages of latent")
 
 
 def _fake(q: Tensor, latent: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

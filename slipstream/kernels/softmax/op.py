@@ -224,6 +224,7 @@ _CACHE = ", ".join(
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     call, options, impl = cache.Cache(*args[:-5]), Options(*args[-5:-1]), args[-1]
+    cache.check_values(call)
     if 0 in (call.v.numel(), call.q.numel()):
         return _blind(Terms(call.q, call.k, call.v, sinks=call.sinks))
     if impl == "eager":
@@ -249,7 +250,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _decode_plain(call: cache.Cache, options: Options) -> tuple[Tensor, Tensor]:
-    return eager.forward(cache.gathered(call), options)
+    return eager.forward(cache.gathered(call), options, cache.hidden_keys(call))
 
 
 def _append(
@@ -261,17 +262,19 @@ def _append(
     rows: Tensor | None,
     table: Tensor | None,
     impl: str,
-) -> None:
+) -> Tensor:
     if 0 in (k.numel() + v.numel(), k_cache.numel() + v_cache.numel()):
-        return None
+        return cache.lengths_after(lengths, k.shape[1])
+    call = cache.Cache(k, k_cache, v_cache, lengths, rows, table=table)
+    cache.check_values(call, k.shape[1])
     given = (k_cache, v_cache, k, v, lengths, rows, table)
     if impl == "eager":
         return cache.append(*given)
 
-    def run(*given: Any) -> None:
+    def run(*given: Any) -> Tensor:
         from slipstream.kernels.softmax.triton import decode_launch
 
-        decode_launch.append(*given)
+        return decode_launch.append(*given)
 
     return guard.attempt(
         lambda: kind_of_cache("append", k_cache, v_cache, table),
@@ -292,8 +295,8 @@ decode: Callable = define(
 append: Callable = define(
     "softmax_append",
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? rows, "
-    "Tensor? table, str impl) -> ()",
+    "Tensor? table, str impl) -> Tensor",
     _append,
-    lambda *args: None,
+    lambda *args: torch.empty_like(args[4]),
 )
 call_decode = shortcut(decode)

@@ -90,8 +90,13 @@ class Descriptor:
         self.block = block
 
     def part(self, at: list) -> np.ndarray:
-        assert len(at) == len(self.block) and min(int(x) for x in at) >= 0
-        return self.data[tuple(slice(int(x), int(x) + n) for x, n in zip(at, self.block))]
+        """What of a block lies within the tensor, which it may follow or precede as a whole."""
+        begin = [int(x) for x in at]
+        assert len(begin) == len(self.block)
+        if min(begin) < 0:
+            assert any(x + n <= 0 for x, n in zip(begin, self.block))
+            return self.data[:0, : self.block[-1]]
+        return self.data[tuple(slice(x, x + n) for x, n in zip(begin, self.block))]
 
 
 class Buffer:

@@ -55,6 +55,29 @@ def test_latent_attention_has_gradients_in_plain_torch() -> None:
     )
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_latent_attention_reads_no_missing_page(grad: bool) -> None:
+    q, latent, lengths, table = inputs(CALLS[2], torch.float64)
+    assert table is not None
+    q.requires_grad_(grad)
+    given = {"width": 48, "scale": 0.2}
+    unused = table.clone()
+    unused[1, 1:] = len(latent)  # sequence 1 has one key
+    want = latent_attention(q, latent, lengths, table=table, **given)
+    torch.testing.assert_close(
+        latent_attention(q, latent, lengths, table=unused, **given), want, rtol=0, atol=0
+    )
+    missing = table.clone()
+    missing[1] = -1
+    latent[int(table[1, 0])] = torch.nan
+    o = latent_attention(q, latent, lengths, table=missing, **given)
+    torch.testing.assert_close(o[0], want[0], rtol=0, atol=0)
+    assert not o[1].any()
+    missing[0, 1] = len(latent)
+    with pytest.raises(ValueError, match=r"table: want less than the 6 pages of latent, got 6"):
+        latent_attention(q, latent, lengths, table=missing, **given)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_latent_attention_passes_opcheck(call: tuple) -> None:
     q, latent, lengths, table = inputs(call, torch.float32)
@@ -101,3 +124,12 @@ if __name__ == "__main__":
         o = latent_attention(q, latent, lengths, **given)
         right, _ = plain(q, latent, lengths, table, call[5], 0.2)
         torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
+        if table is None:
+            continue
+        from slipstream.kernels.softmax.triton import decode_latent_launch
+
+        table[0, 1], table[1] = -1, len(latent)
+        o, _ = decode_latent_launch.decode(q, latent, lengths, table, call[5], 0.2)
+        right, _ = plain(q, latent, lengths, table, call[5], 0.2)
+        torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
+        assert not o[1].any()

@@ -18,14 +18,20 @@ def found() -> Any:
     return kernel(_NAME)
 
 
-@pytest.mark.parametrize("page", [0, 64, 128])
+@pytest.mark.parametrize(
+    ("page", "missing"), [(0, None), (64, None), (128, None), (64, -1), (128, 10**6)]
+)
 @pytest.mark.parametrize(("T", "H", "shares"), [(1, 7, 2), (3, 30, 1), (1, 128, 3)])
-def test_latent_kernel_matches_plain_torch(T: int, H: int, shares: int, page: int) -> None:
+def test_latent_kernel_matches_plain_torch(
+    T: int, H: int, shares: int, page: int, missing: int | None
+) -> None:
     torch.manual_seed(0)
     B, S = 3, 384
     q = torch.randn(B, T, H, 576, dtype=torch.float64)
     latent = torch.randn(B * S, 576, dtype=torch.float64)
     table = torch.randperm(B * S // page).int().view(B, -1) if page else None
+    if table is not None and missing is not None:  # a page in use, and all of the only one's
+        table[0, 1] = table[1] = missing
     cache = latent.view(-1, page or S, 576)
     lengths = torch.tensor([S, 1, 177], dtype=torch.int32)
     o, lse = plain(q, cache, lengths, table, 512, 0.05)

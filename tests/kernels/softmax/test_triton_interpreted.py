@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.kernels.softmax.cache import Cache, append, gathered
+from slipstream.kernels.softmax.cache import Cache, append, gathered, hidden_keys
 from slipstream.kernels.softmax.eager import forward as eager_forward
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton.plan import HAVE_TRITON
@@ -56,7 +56,21 @@ def caches() -> dict[str, Cache]:
         "rows": Cache(q, cache, cache + 1, lengths, rows=rows, sinks=torch.randn(4)),
         "leftpad": Cache(q, cache, cache + 1, lengths, leftpad=rows + 3, slopes=torch.rand(2, 4)),
         "all": Cache(q, cache, cache + 1),
+        # negative, and too large
+        "missing pages": Cache(q, pages, pages + 1, lengths, table=table * 2 - 2),
+        "missing aligned pages": Cache(q, wide, wide + 1, lengths + 9, table=whole * 3 - 3),
+        "missing rows": Cache(q, cache, cache + 1, lengths, rows=rows - 1),
+        "rows past the cache": Cache(q, cache, cache + 1, lengths, rows=rows * 2),
+        "missing lengths": Cache(q, cache, cache + 1, lengths - 19, rows=rows),
+        "negative padding": Cache(q, cache, cache + 1, lengths, leftpad=rows - 2),
     }
+
+
+def surrounded(x: torch.Tensor) -> torch.Tensor:
+    """x with as much memory before and behind it, which is part of what is compared."""
+    around = torch.full((3 * x.shape[0], *x.shape[1:]), 7.0)
+    around[x.shape[0] : 2 * x.shape[0]] = x
+    return around
 
 
 def check_caches() -> None:
@@ -64,7 +78,7 @@ def check_caches() -> None:
 
     for options in (Options(0.3, -1, 0), Options(-0.3, 6, 0, 3.0)):
         for name, call in caches().items():
-            o, lse = eager_forward(gathered(call), options)
+            o, lse = eager_forward(gathered(call), options, hidden_keys(call))
             right = {"o": o.double(), "lse": lse.double()}
             found = dict(zip(right, decode_launch.decode(call, options)))
             check(found, right, 5e-6, f"{name}, {options}")
@@ -72,9 +86,11 @@ def check_caches() -> None:
         if call.lengths is not None:
             k, v = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2, 16)
             places = (k, v, call.lengths, call.rows, call.table)
-            mine, theirs = ((call.k.clone(), call.v.clone()) for _ in range(2))
-            append(*theirs, *places)
-            decode_launch.append(*mine, *places)
+            mine, theirs = ((surrounded(call.k), surrounded(call.v)) for _ in range(2))
+            n = call.k.shape[0]
+            after = append(*(x[n : 2 * n] for x in theirs), *places)
+            found = decode_launch.append(*(x[n : 2 * n] for x in mine), *places)
+            assert torch.equal(found, after), name
             assert all(torch.equal(x, y) for x, y in zip(mine, theirs)), name
 
 

@@ -51,7 +51,8 @@ def _place(lengths_ptr, sizes, HAS_LENGTHS: gl.constexpr):
 
 @gluon.jit
 def _row_of(table_ptr, i_b, key, sizes, PAGE: gl.constexpr):
-    """Row of the cache that holds a key, the first of a tile."""
+    """Row of the cache that holds a key, the first of a tile. It is outside of the cache where the
+    page is, and TMA reads zeros there."""
     room, stride_table, rows_b = sizes[5], sizes[6], sizes[7]
     row = i_b * rows_b + key
     if PAGE:

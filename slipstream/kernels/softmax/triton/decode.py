@@ -8,6 +8,7 @@ of head r % group. Each share leaves o and lse of its keys, and the second kerne
     lse = log sum_i exp(lse_i)      o = sum_i exp(lse_i - lse) o_i      with the sink as one more
 
 How many shares depends on the size of the cache, not on the lengths, which the programs read.
+Rows and pages outside of the `slots` that the cache has are not read, and hold no keys.
 """
 
 import triton
@@ -15,7 +16,8 @@ import triton.language as tl
 
 from slipstream.kernels.softmax.triton.scores import LN2, LOG2E, finite, scores, sees
 
-_SIZES = ["T", "HKV", "B", "tiles", "shares", "left", "right", "group", "room", "stride_slope"]
+_SIZES = ["T", "HKV", "B", "tiles", "shares", "left", "right", "group", "room", "slots"]
+_SIZES += ["stride_slope"]
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
 
 
@@ -66,6 +68,7 @@ def softmax_decode_kernel(
     right,
     group,
     room,
+    slots,
     stride_slope,
     stride_table,
     stride_qb,
@@ -105,11 +108,13 @@ def softmax_decode_kernel(
         i_kb = tl.load(rows_ptr + i_b).to(tl.int64)
     pad = 0
     if HAS_LEFTPAD:
-        pad = tl.load(leftpad_ptr + i_b).to(tl.int32)
+        pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
     keys = room - pad
     if HAS_LENGTHS:
         keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), room) - pad
     keys = tl.maximum(keys, 0)
+    if HAS_ROWS:
+        keys = tl.where((i_kb >= 0) & (i_kb < slots), keys, 0)
 
     o_m = tile * BM + tl.arange(0, BM)
     o_n = tl.arange(0, BN)
@@ -162,6 +167,8 @@ def softmax_decode_kernel(
     for i in range(tl.cdiv(high - low, BN)):
         j = low + i * BN
         m_n = o_n < keys - j
+        if PAGE != 0:
+            m_n &= (page >= 0) & (page < slots)
         after = pages_of(j + BN, keys, o_n, p_table, PAGE, BN)
         p_k = rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, page, PAGE, BN)
         b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
@@ -242,7 +249,7 @@ def softmax_join_kernel(
     tl.store(lse_ptr + at, tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN2))
 
 
-@triton.jit(do_not_specialize=["T", "HKV", "room", "stride_table", *_STRIDES[3:], "stride_new"])
+@triton.jit(do_not_specialize=["T", "HKV", "room", "slots", "stride_table", *_STRIDES[3:]])
 def softmax_append_kernel(
     k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
     v_ptr,
@@ -251,9 +258,11 @@ def softmax_append_kernel(
     lengths_ptr,  # [B]
     rows_ptr,  # [B]
     table_ptr,  # [B, pages]
+    after_ptr,  # [B], lengths after the new keys
     T,
     HKV,
     room,
+    slots,
     stride_table,
     stride_kb,
     stride_kt,
@@ -267,17 +276,22 @@ def softmax_append_kernel(
     PAGE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """grid (HKV * T * B,): one new key behind those there are; none where there is no room."""
+    """grid (HKV * T * B,): one new key behind those there are; none where there is no room, or the
+    length, row or page is negative or past the cache."""
     pid = tl.program_id(0).to(tl.int64)
     i_h, i_t, i_b = pid % HKV, pid // HKV % T, pid // HKV // T
-    at = tl.load(lengths_ptr + i_b).to(tl.int64) + i_t
-    fits = (at >= 0) & (at < room)
+    length = tl.load(lengths_ptr + i_b)
+    after = tl.where(length < 0, length, length + T)
+    tl.store(after_ptr + i_b, after, mask=(i_h == 0) & (i_t == 0))
+    at = length.to(tl.int64) + i_t
+    fits = (length >= 0) & (at < room)
     row = i_b
     if HAS_ROWS:
         row = tl.load(rows_ptr + i_b).to(tl.int64)
     if PAGE != 0:
         row = tl.load(table_ptr + i_b * stride_table + at // PAGE, mask=fits, other=0).to(tl.int64)
         at = at % PAGE
+    fits &= (row >= 0) & (row < slots)
     o_x = tl.arange(0, BX)
     b_k = tl.load(new_k_ptr + pid * D + o_x, mask=o_x < D, other=0.0)
     b_v = tl.load(new_v_ptr + pid * DV + o_x, mask=o_x < DV, other=0.0)

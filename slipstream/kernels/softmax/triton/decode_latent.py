@@ -15,7 +15,7 @@ import triton.language as tl
 
 from slipstream.kernels.softmax.triton.scores import finite
 
-_SIZES = ["T", "H", "B", "tiles", "shares", "room", "stride_table"]
+_SIZES = ["T", "H", "B", "tiles", "shares", "room", "slots", "stride_table"]
 _STRIDES = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt"]
 
 
@@ -34,6 +34,7 @@ def softmax_latent_decode_kernel(
     tiles,
     shares,
     room,
+    slots,
     stride_table,
     stride_qb,
     stride_qt,
@@ -96,6 +97,8 @@ def softmax_latent_decode_kernel(
         else:
             b_page = tl.load(p_table + at // PAGE, mask=m_n, other=0).to(tl.int64)
             row = b_page * stride_kb + (at % PAGE) * stride_kt
+            # missing pages are read as zeros: a mask of the scores would not fit into registers
+            m_n &= (b_page >= 0) & (b_page < slots)
         p_k = k_ptr + row[:, None]
         b_c = tl.load(p_k + o_r[None, :], mask=m_n[:, None] & (o_r < R)[None, :], other=0.0)
         b_r = tl.load(p_k + R + o_p[None, :], mask=m_n[:, None] & (o_p < P)[None, :], other=0.0)

@@ -112,6 +112,7 @@ def _shares(
         tiles,
         shares,
         room,
+        latent.shape[0],
         0 if table is None else table.stride(0),
         *(s // unit for s in strides),
         R=width,

@@ -81,6 +81,7 @@ def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
             bound(options.right),
             group,
             call.room,
+            k.shape[0],
             H if slopes is not None and slopes.dim() == 2 else 0,
             0 if table is None else table.stride(0),
             *strides,
@@ -129,9 +130,11 @@ def append(
     lengths: Tensor,
     rows: Tensor | None,
     table: Tensor | None,
-) -> None:
-    """Writes k, v [B, T, HKV, ...] behind the `lengths` keys that there are."""
+) -> Tensor:
+    """Writes k, v [B, T, HKV, ...] behind the `lengths` keys that there are, and returns the
+    lengths after that; a negative one stays, and nothing is written for it."""
     B, T, HKV, D = k.shape
+    after = torch.empty_like(lengths)
     DV, size = v.shape[-1], k_cache.shape[1]
     with on(k.device):
         kept(softmax_append_kernel)[(HKV * T * B,)](
@@ -142,9 +145,11 @@ def append(
             lengths,
             rows,
             table,
+            after,
             T,
             HKV,
             size if table is None else size * table.shape[1],
+            k_cache.shape[0],
             0 if table is None else table.stride(0),
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
@@ -154,3 +159,4 @@ def append(
             PAGE=0 if table is None else size,
             HAS_ROWS=rows is not None and table is None,
         )
+    return after
