@@ -20,7 +20,7 @@ def whole(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None = None)
 
 def test_causal_conv1d_fn_matches_torch() -> None:
     x, weight, bias = torch.randn(B, D, T), torch.randn(D, W), torch.randn(D)
-    got = causal_conv1d_fn(x, weight, bias, activation="silu", use_cache=False)
+    got = causal_conv1d_fn(x, weight, bias, activation="silu", use_cache=None)
     torch.testing.assert_close(got, whole(x, weight, bias))
     before, out = torch.randn(B, D, W - 1), torch.empty(B, D, W - 1)
     y, final = causal_conv1d_fn(
@@ -59,6 +59,52 @@ def test_causal_conv1d_update_continues(S: int, indexed: bool) -> None:
     torch.testing.assert_close(state[index] if indexed else state, x[..., -S:])
     if indexed:
         assert torch.equal(state[[1, 3]], pool[[1, 3]])
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "cu_seqlens"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_causal_conv1d_fn_takes_offsets(name: str, flat: bool) -> None:
+    x, weight, bias = torch.randn(1, D, T), torch.randn(D, W), torch.randn(D)
+    before = torch.randn(3, D, W - 1)
+    given: dict[str, Any] = {name: torch.tensor([0, 4, 5, T]), "initial_states": before}
+    y, final = causal_conv1d_fn(
+        x[0] if flat else x, weight, bias, activation="silu", return_final_states=True, **given
+    )
+    want = [whole(p, weight, bias, before[n : n + 1]) for n, p in enumerate(x.split((4, 1, 6), -1))]
+    torch.testing.assert_close(y if flat else y[0], torch.cat(want, -1)[0])
+    ends = [torch.cat([before[n], p[0]], -1) for n, p in enumerate(x.split((4, 1, 6), -1))]
+    torch.testing.assert_close(final, torch.stack([end[:, -W + 1 :] for end in ends]))
+
+
+@pytest.mark.parametrize("S", [W - 1, W, W + 3])
+@pytest.mark.parametrize("pad_slot_id", [None, 3])
+def test_causal_conv1d_update_leaves_missing_states_alone(S: int, pad_slot_id: int | None) -> None:
+    x, weight, pool = torch.randn(B, D, 2), torch.randn(D, W), torch.randn(5, D, S)
+    index = torch.tensor([4, -1 if pad_slot_id is None else pad_slot_id, 2])
+    state, want = pool.clone(), pool.clone()
+    y = causal_conv1d_update(x, state, weight, conv_state_indices=index, pad_slot_id=pad_slot_id)
+    alive = torch.tensor([0, 2])
+    expected = causal_conv1d_update(x[alive], want, weight, conv_state_indices=index[alive])
+    assert torch.equal(y[alive], expected) and not y[1].any()
+    assert torch.equal(state, want)
+
+
+@pytest.mark.parametrize("function", [causal_conv1d_fn, causal_conv1d_update])
+def test_causal_conv1d_refuses_arguments_that_it_would_ignore(function: Any) -> None:
+    x = torch.randn(B, D, T) if function is causal_conv1d_fn else torch.randn(B, D)
+    args = (x, torch.randn(D, W)) if function is causal_conv1d_fn else (
+        x, torch.randn(B, D, W), torch.randn(D, W)
+    )  # fmt: skip
+    want = function(*(y.clone() for y in args))
+    got = function(*(y.clone() for y in args), num_accepted_tokens=None, use_cache=None)
+    assert torch.equal(got, want)
+    with pytest.raises(NotImplementedError, match=r"^num_accepted_tokens: "):
+        function(*args, num_accepted_tokens=torch.ones(B))
+    with pytest.raises(TypeError, match=r"^use_cache: .* has no such argument"):
+        function(*args, use_cache=False)
+    if function is causal_conv1d_update:
+        with pytest.raises(NotImplementedError, match=r"^query_start_loc: "):
+            function(*args, query_start_loc=torch.arange(B + 1))
 
 
 def test_causal_conv1d_rejects_what_does_not_fit() -> None:
