@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks
+from slipstream.core.ids import clamped, expect_ids
+from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.launching import choose_impl, is_triton
 from slipstream.kernels.pointwise.rotary import (
     refuses,
@@ -14,6 +16,7 @@ from slipstream.kernels.pointwise.rotary import (
 )
 
 
+@checks.operator
 def rotary_embedding(
     x: Tensor,
     cos: Tensor,
@@ -32,8 +35,8 @@ def rotary_embedding(
         cos, sin: [S, R/2], a row for each position, R <= D even, D - R features stay; or
             [B or 1, T, R/2], a row for each token, without positions. No gradient reaches them.
         positions: int32 or int64 [T] or [B, T], rows of cos and sin; None is 0, 1, ..., T - 1.
-            On the CPU a position outside of the table is torch's IndexError; the kernel takes the
-            nearest row.
+            One outside of the table is a ValueError on the CPU; on CUDA it takes the nearest row,
+            and the next slipstream call or slipstream.synchronize() raises.
         interleaved: the pairs are (2i, 2i + 1), as GPT-J, not (i, i + R/2), as GPT-NeoX.
         impl: None chooses, under torch.compile a kernel of its own; "eager", "triton" or
             "reference" is used or refused.
@@ -42,7 +45,7 @@ def rotary_embedding(
         y in x's shape and dtype.
 
     Raises:
-        ValueError: shapes do not fit. TypeError: dtypes.
+        ValueError: shapes do not fit, or a position is outside of the table. TypeError: dtypes.
 
     Cost: on CUDA one read and one write of x, elsewhere 3 reads or writes of its size.
     Source: Su et al., RoFormer, 2021, eq. 34.
@@ -63,6 +66,9 @@ def rotary_embedding(
     impl = choose_impl(impl, x, refuses, cos.shape[-1], interleaved)
     if is_triton(impl):
         return turned(x, cos, sin, positions, interleaved, impl)
+    if positions is not None and not torch.compiler.is_compiling():
+        expect_ids("positions", positions, cos.shape[0])
+        positions = clamped(positions, cos.shape[0])
     cos, sin = (table_rows(table, x, positions) for table in (cos, sin))
     run = rotary_reference if impl == "reference" else rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -70,6 +76,7 @@ def rotary_embedding(
     return y.to(x.dtype)
 
 
+@checks.operator
 def rotary_tables(
     positions: Tensor,
     dim: int,
@@ -94,9 +101,11 @@ def rotary_tables(
         cos, sin, each [..., R/2].
 
     Raises:
-        ValueError: dim is odd or negative, or xpos is 0.
+        ValueError: dim is odd or negative, or xpos is 0. TypeError: positions are no numbers.
     Source: Su et al., RoFormer, 2021; Sun et al., A Length-Extrapolatable Transformer, 2022.
     """
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise TypeError(f"positions: want an integer or floating dtype, got {positions.dtype}")
     if dim < 0 or dim % 2:
         raise ValueError(f"dim: want an even number of features, got {dim}")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -111,6 +120,7 @@ def rotary_tables(
     return (angle.cos() * size).to(dtype), (angle.sin() * size).to(dtype)
 
 
+@checks.operator
 def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None = None) -> Tensor:
     """The position of each packed token in its own sequence.
 
@@ -128,10 +138,15 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     Cost: T log N, without a host sync.
     """
     checks.expect_cu_seqlens(cu_seqlens, 1, tokens)
+    if not torch.compiler.is_compiling():
+        check_cu_seqlens_values(cu_seqlens, tokens)
     token = torch.arange(tokens, device=cu_seqlens.device)
     start = cu_seqlens[:-1].long()
     if offsets is not None:
         checks.expect_shape("offsets", offsets, start.shape)
+        checks.expect_one_device({"cu_seqlens": cu_seqlens, "offsets": offsets})
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"offsets: want int32 or int64, got {offsets.dtype}")
         start = start - offsets
     sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
     return (token - start[sequence])[None]

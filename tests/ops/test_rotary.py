@@ -83,3 +83,19 @@ def test_rotary_rejects_faults_by_name() -> None:
     ]:
         with pytest.raises(error, match=word):
             call()
+
+
+@pytest.mark.parametrize("wrong", [-1, 20, 1 << 40])
+def test_rotary_refuses_positions_outside_of_the_table(wrong: int) -> None:
+    cos, sin = rotary_tables(torch.arange(20), 8)
+    x, positions = torch.randn(2, 5, 3, 8), torch.arange(5).repeat(2, 1)
+    positions[1, 2] = wrong
+    word = rf"positions: id {wrong} at position \(1, 2\) is outside the table of 20"
+    with pytest.raises(ValueError, match=word):
+        rotary_embedding(x, cos, sin, positions=positions)
+
+
+@pytest.mark.parametrize("offsets", [[2, 5], [0, 4], [0, 6], [0, 4, 3, 5]])
+def test_packed_positions_refuses_offsets_that_do_not_fit(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens: want offsets"):
+        packed_positions(torch.tensor(offsets), 5)

@@ -22,6 +22,7 @@ from slipstream.core.autograd import (
     once_differentiable,
 )
 from slipstream.core.gradient import set_gradient
+from slipstream.core.ids import SYNC, launched
 from slipstream.core.library import define, shortcut
 from slipstream.core.machine import Kind
 from slipstream.core.plan import OR_PLAIN
@@ -152,7 +153,7 @@ def _rotary(
 
         return turn(*args)
 
-    return guard.attempt(
+    y = guard.attempt(
         lambda: _kind(x, cos.shape[-1], interleaved),
         x.device,
         kernel,
@@ -160,6 +161,8 @@ def _rotary(
         args,
         lambda: _mismatch(x, cos, interleaved),
     )
+    launched()
+    return y
 
 
 def _kind(x: Tensor, half: int, interleaved: bool) -> Kind:
@@ -198,7 +201,7 @@ _ROTARY = define(
     _rotary,
     _fake,
 )
-_call = shortcut(_ROTARY, replays=True)
+_call = shortcut(_ROTARY, replays=not SYNC)
 
 
 def _of_operator(*args: Any) -> Tensor:

@@ -5,7 +5,8 @@
 
     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward with -sin
 
-cos and sin are rows of tables, found by position; one outside of the table is taken as its nearest.
+cos and sin are rows of tables, found by position. Of one outside of the table the nearest row is
+taken, and it is reported (core/ids.py).
 """
 
 import torch
@@ -13,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.core.ids import NAMES, SLOTS, slots_for
+from slipstream.core.ids_triton import report
 from slipstream.kernels.kept import kept
 from slipstream.kernels.launching import on
 
@@ -21,10 +24,10 @@ ELEMENTS = 2048
 
 @triton.jit(do_not_specialize=["T", "S", "stride_cos", "stride_position"])
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr,
+    x_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, slots_ptr,
     stride_b, stride_t, stride_h, stride_cos, stride_position, T, S,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, SLOTS: tl.constexpr, NAME: tl.constexpr,
 ):  # fmt: skip
     """Grid (B T, H / BH). x [B, T, H, D], y the same contiguous; cos, sin [S, HALF], or
     [B or 1, T, HALF] without position [B or 1, T]."""
@@ -33,7 +36,11 @@ def rotary_kernel(
     o_p = tl.arange(0, BP)
     p_table = i_b * stride_cos + i_t * HALF
     if position_ptr is not None:
-        position = tl.load(position_ptr + i_b * stride_position + i_t).to(tl.int64)
+        i_position = i_b * stride_position + i_t
+        position = tl.load(position_ptr + i_position).to(tl.int64)
+        if ((position < 0) | (position >= S)) & (tl.program_id(1) == 0):
+            # a slot of several programs holds one wrong position or parts of two
+            report(slots_ptr, tl.program_id(0) % SLOTS, i_position, position_ptr, S, T, NAME)
         p_table = tl.minimum(tl.maximum(position, 0), S - 1) * HALF
     b_cos = tl.load(cos_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(sin_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
@@ -87,7 +94,8 @@ def turn(
     stride_position = T if positions is not None and positions.shape[0] > 1 else 0
     with on(x.device):
         kept(rotary_kernel)[(B * T, -(-H // BH))](
-            x, cos, sin, positions, y, *x.stride()[:3], stride_cos, stride_position, T,
-            cos.shape[0], H, D, HALF, BH, BP, interleaved, back, num_warps=4,
+            x, cos, sin, positions, y, None if positions is None else slots_for(positions),
+            *x.stride()[:3], stride_cos, stride_position, T, cos.shape[0], H, D, HALF, BH, BP,
+            interleaved, back, SLOTS, NAMES.index("positions"), num_warps=4,
         )  # fmt: skip
     return y
