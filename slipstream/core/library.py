@@ -94,9 +94,9 @@ def shortcut(
     inside = _INSIDE[overload]
 
     def call(*args: Any) -> Any:
-        if not direct(args[0]):
-            return overload(*args)
-        return inside[args[0].device.type](*args)
+        # what has no implementation of its own, such as meta, goes by the dispatcher
+        device_impl = inside.get(args[0].device.type) if direct(args[0]) else None
+        return overload(*args) if device_impl is None else device_impl(*args)
 
     return _replayed(call, inside["cuda"], follows) if replays else call
 

@@ -10,9 +10,14 @@ from slipstream.core import checks
 from slipstream.ops.norm import l2_norm
 
 
-def maybe_l2_norm(flag: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+def maybe_l2_norm(flag: bool, **tensors: Tensor) -> tuple[Tensor, ...]:
     """x / sqrt(sum x^2 + 1e-6) over the last dimension of each, if the flag is set."""
-    return tuple(l2_norm(x) for x in tensors) if flag else tensors
+    if not flag:
+        return tuple(tensors.values())
+    for name, x in tensors.items():
+        checks.expect_rank(name, x, 4, "[B, T, H, K]")
+    checks.expect_floating(tensors)
+    return tuple(l2_norm(x) for x in tensors.values())
 
 
 def delta_gate(
@@ -29,9 +34,9 @@ def delta_gate(
         lower_bound: in [-5, 0).
     """
     check_lower_bound(lower_bound)
-    for name, given in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if given is not None:
-            checks.expect_tensor(name, given)
+    given = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
+    checks.expect_floating(given)
+    checks.expect_one_device(given)
     heads = g.shape[2]
     x = g if g.dtype == torch.float64 else g.float()
     if dt_bias is not None:
@@ -67,5 +72,6 @@ def maybe_sigmoid(beta: Tensor, flag: bool, allow_neg_eigval: bool) -> Tensor:
                 "which is off; pass beta in (0, 2) itself"
             )
         return beta
+    checks.expect_floating({"beta": beta})
     beta = beta.sigmoid() if beta.dtype == torch.float64 else beta.float().sigmoid()
     return 2 * beta if allow_neg_eigval else beta

@@ -22,6 +22,7 @@ ACTIVATIONS = {
 }
 
 
+@checks.operator
 def swiglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     """silu(gate) * up, of two tensors of one shape and dtype.
 
@@ -31,6 +32,7 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     return glu(gate, up, "silu", impl)
 
 
+@checks.operator
 def geglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     """gelu(gate) * up, of two tensors of one shape and dtype; gelu by its tanh form.
 
@@ -40,6 +42,7 @@ def geglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     return glu(gate, up, "gelu", impl)
 
 
+@checks.operator
 def sigmoid_glu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     """sigmoid(gate) * up, of two tensors of one shape and dtype.
 
@@ -49,6 +52,7 @@ def sigmoid_glu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     return glu(gate, up, "sigmoid", impl)
 
 
+@checks.operator
 def squared_relu(x: Tensor, *, impl: str | None = None) -> Tensor:
     """max(x, 0)^2.
 
@@ -59,6 +63,7 @@ def squared_relu(x: Tensor, *, impl: str | None = None) -> Tensor:
     return glu(x, None, "relu2", impl)
 
 
+@checks.operator
 def glu_linear(
     gate: Tensor,
     up: Tensor | None,

@@ -50,6 +50,7 @@ def attention(
     return_lse: Literal[True],
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.operator
 def attention(
     q: Tensor,
     k: Tensor,

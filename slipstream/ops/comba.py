@@ -8,6 +8,7 @@ from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._prologue import beta_or_ones, maybe_l2_norm
 
 
+@checks.operator
 def chunk_comba(
     *,
     q: Tensor,
@@ -68,6 +69,7 @@ def chunk_comba(
     )
 
 
+@checks.operator
 def fused_recurrent_comba(
     *,
     q: Tensor,
@@ -111,7 +113,7 @@ def _terms(
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     beta = beta_or_ones(beta, v)
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(l2_norm, q, k)
+    q, k = maybe_l2_norm(l2_norm, q=q, k=k)
     if p is not None:
-        (p,) = maybe_l2_norm(l2_norm, p)
+        (p,) = maybe_l2_norm(l2_norm, p=p)
     return Terms(q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens)

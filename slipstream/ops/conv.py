@@ -14,6 +14,7 @@ from slipstream.kernels.conv.reference import conv_reference
 from slipstream.kernels.launching import choose_impl, is_triton
 
 
+@checks.operator
 def short_convolution(
     x: Tensor,
     weight: Tensor,
@@ -80,6 +81,7 @@ def short_convolution(
     return y, last_inputs(x, weight.shape[1], state, cu_seqlens)
 
 
+@checks.operator
 def short_convolution_update(
     x: Tensor,
     state: Tensor,
@@ -134,8 +136,8 @@ def short_convolution_update(
     impl = choose_impl(impl, x, op.refuses_update, weight, bias, residual, state)
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
-    traced = torch.compiler.is_compiling() and not needs_autograd(*given[:-1])
-    # which states there are is not known to a trace
+    # which states there are is not known to a trace, or on meta
+    traced = (torch.compiler.is_compiling() and not needs_autograd(*given[:-1])) or x.is_meta
     y = op.update(*given, impl) if traced or is_triton(impl) else plain.update(*given)
     return y.view(x.shape)
 

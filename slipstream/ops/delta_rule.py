@@ -8,6 +8,7 @@ from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._prologue import beta_or_ones, maybe_l2_norm
 
 
+@checks.operator
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -55,7 +56,7 @@ def chunk_delta_rule(
     Length" (2024).
     """
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     return run(
         Terms(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
@@ -63,6 +64,7 @@ def chunk_delta_rule(
     )
 
 
+@checks.operator
 def fused_recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -87,7 +89,7 @@ def fused_recurrent_delta_rule(
 
     Cost: 6 T HV K V flops, one after the other.
     """
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     beta = beta_or_ones(beta, v)
     return run(
         Terms(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),

@@ -11,6 +11,7 @@ from slipstream.kernels.loss import distill
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@checks.operator
 def linear_kl_div(
     student: Tensor,
     student_weight: Tensor,
@@ -75,6 +76,7 @@ def linear_kl_div(
     students = {"student": student, "student_weight": student_weight, "student_bias": student_bias}
     checks.expect_one_device({**students, **teachers, "mask": mask})
     given = {**students, **teachers}
+    checks.expect_floating(given)
     dtype = autocast_dtype(student)
     if dtype is None:
         checks.expect_one_dtype(given)

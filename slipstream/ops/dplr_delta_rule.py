@@ -7,6 +7,7 @@ from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
 
 
+@checks.operator
 def chunk_dplr_delta_rule(
     *,
     q: Tensor,
@@ -71,6 +72,7 @@ def chunk_dplr_delta_rule(
     )
 
 
+@checks.operator
 def fused_recurrent_dplr_delta_rule(
     *,
     q: Tensor,

@@ -7,6 +7,7 @@ from slipstream.core import checks
 from slipstream.kernels.pointwise.embedding import Embedding
 
 
+@checks.operator
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of a table.
 

@@ -14,6 +14,7 @@ from slipstream.ops._prologue import maybe_l2_norm
 _PLANS = Remembered()
 
 
+@checks.operator
 def chunk_gated_delta_product(
     q: Tensor,
     k: Tensor,
@@ -69,12 +70,13 @@ def chunk_gated_delta_product(
     Source: Siems and others, "DeltaProduct: Improving State-Tracking in Linear RNNs via
     Householder Products" (2025).
     """
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=False)
 
 
+@checks.operator
 def fused_recurrent_gated_delta_product(
     q: Tensor,
     k: Tensor,
@@ -97,7 +99,7 @@ def fused_recurrent_gated_delta_product(
     Arguments, result and errors as chunk_gated_delta_product. Cost: 7 T n HV K V flops, one after
     the other.
     """
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=True)

@@ -8,6 +8,7 @@ from slipstream.kernels.linear.terms import Terms
 from slipstream.ops._prologue import beta_or_ones, delta_gate, maybe_l2_norm, maybe_sigmoid
 
 
+@checks.operator
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -66,7 +67,7 @@ def chunk_gated_delta_rule(
     """
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     if use_gate_in_kernel:
         g = delta_gate(g, A_log, dt_bias)
     beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -77,6 +78,7 @@ def chunk_gated_delta_rule(
     )
 
 
+@checks.operator
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -120,8 +122,8 @@ def fused_recurrent_gated_delta_rule(
     checks.expect_rank("q", q, 4, "[B, T, H, K]")
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     if g is not None:
-        checks.expect_rank("g", g, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+        checks.expect_shape("g", g, v.shape[:3])
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g: want a tensor [B, T, HV] with use_gate_in_kernel, got None")

@@ -7,6 +7,7 @@ from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
 
 
+@checks.operator
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -61,6 +62,7 @@ def chunk_gla(
     )
 
 
+@checks.operator
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ States = tuple[Tensor, Tensor]
 _PLANS = Remembered()
 
 
+@checks.operator
 def chunk_gsa(
     q: Tensor,
     k: Tensor,
@@ -76,6 +77,7 @@ def chunk_gsa(
     return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=False)
 
 
+@checks.operator
 def fused_recurrent_gsa(
     q: Tensor,
     k: Tensor,

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from slipstream.core import checks
 from slipstream.kernels.scan.call import run
 
 
+@checks.operator
 def chunk_hgrn(
     x: Tensor,
     g: Tensor,
@@ -42,6 +44,7 @@ def chunk_hgrn(
     return run(x, g, initial_state, output_final_state, reverse, cu_seqlens, impl)
 
 
+@checks.operator
 def fused_recurrent_hgrn(
     x: Tensor,
     g: Tensor,

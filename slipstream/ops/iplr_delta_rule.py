@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from slipstream.core import checks
 from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
 
 
+@checks.operator
 def chunk_iplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -63,6 +65,7 @@ def chunk_iplr_delta_rule(
     )
 
 
+@checks.operator
 def fused_recurrent_iplr_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -13,6 +13,7 @@ from slipstream.ops._prologue import (
 )
 
 
+@checks.operator
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -81,7 +82,7 @@ def chunk_kda(
         raise ValueError(
             "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
         )
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
@@ -91,6 +92,7 @@ def chunk_kda(
     )
 
 
+@checks.operator
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -119,7 +121,7 @@ def fused_recurrent_kda(
     column of the state. Cost: 7 T HV K V flops, one after the other.
     """
     checks.expect_tensor("beta", beta)
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q, k)
+    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from slipstream.core import checks
 from slipstream.ops._per_head import per_head
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
+@checks.operator
 def chunk_lightning_attn(
     q: Tensor,
     k: Tensor,
@@ -71,6 +73,7 @@ def chunk_lightning_attn(
     )
 
 
+@checks.operator
 def fused_recurrent_lightning_attn(
     q: Tensor,
     k: Tensor,

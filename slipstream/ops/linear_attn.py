@@ -19,6 +19,7 @@ LEAST = 1e-10
 State = Tensor | tuple[Tensor, Tensor]
 
 
+@checks.operator
 def chunk_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -76,6 +77,7 @@ def chunk_linear_attn(
     return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=False)
 
 
+@checks.operator
 def fused_recurrent_linear_attn(
     q: Tensor,
     k: Tensor,

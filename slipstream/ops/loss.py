@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core import checks, guard
+from slipstream.core.autocast import autocast_dtype
 from slipstream.kernels.launching import choose_impl
 from slipstream.kernels.loss import op
 from slipstream.kernels.loss.guarded import kind
@@ -14,6 +15,7 @@ from slipstream.kernels.loss.reference import Terms
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@checks.operator
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -85,6 +87,7 @@ def cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+@checks.operator
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -134,10 +137,9 @@ def linear_cross_entropy(
     checks.expect_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
     if bias is not None:
         checks.expect_shape("bias", bias, weight.shape[:1])
-    device = hidden.device.type
     given = {"hidden": hidden, "weight": weight, "bias": bias}
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    checks.expect_floating(given)
+    if (dtype := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     else:

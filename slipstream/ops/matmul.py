@@ -10,6 +10,7 @@ from slipstream.kernels.matmul.config import MatmulConfig as MatmulConfig
 from slipstream.kernels.matmul.terms import ACTIVATIONS, FP8, PRECISIONS, Terms
 
 
+@checks.operator
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -109,7 +110,7 @@ def _scale(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None
     """[] or one for each row."""
     if x is None:
         return None
-    checks.expect_tensor(name, x)
+    checks.expect_floating({name: x})
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(f"{name}: it has no gradient; detach it, or multiply outside")
     if x.numel() == 1 and tuple(x.shape) != shape:

@@ -38,6 +38,7 @@ def rms_norm(
     zero_centered: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.operator
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -109,6 +110,7 @@ def layer_norm(
     zero_centered: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@checks.operator
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -137,6 +139,7 @@ def layer_norm(
     return (y, h) if prenorm else y
 
 
+@checks.operator
 def l2_norm(x: Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Tensor:
     """Scales the last dimension to length one.
 
@@ -159,6 +162,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Tensor:
     return run(x, None, None, None, None, Norm(eps, l2=True), impl)[0]
 
 
+@checks.operator
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -198,6 +202,7 @@ def group_norm(
     return run(x, weight, bias, None, None, n, impl)[0]
 
 
+@checks.operator
 def rms_norm_gated(
     x: Tensor,
     gate: Tensor,
@@ -235,8 +240,10 @@ def rms_norm_gated(
     Cost: on CUDA 3 reads or writes of x's size forward and 5 backward, elsewhere about twice that.
     """
     _check(x, weight, bias, None)
-    checks.expect_shape("gate", gate, x.shape)
-    checks.expect_floating({"gate": gate})
+    if not _fits(gate, x, x.shape):
+        checks.expect_shape("gate", gate, x.shape)
+        checks.expect_floating({"gate": gate})
+        checks.expect_one_device({"x": x, "gate": gate})
     if activation not in ACTIVATIONS:
         known = ", ".join(repr(name) for name in ACTIVATIONS)
         raise ValueError(f"activation: want one of {known}, got {activation!r}")

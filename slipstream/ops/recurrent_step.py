@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from slipstream.core import checks
 from slipstream.kernels.linear.step import Pool, run
 from slipstream.kernels.linear.terms import Terms
 
 
+@checks.operator
 def recurrent_step(
     q: Tensor,
     k: Tensor,

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from slipstream.core import checks
 from slipstream.ops._per_head import per_head
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
+@checks.operator
 def chunk_retention(
     q: Tensor,
     k: Tensor,
@@ -67,6 +69,7 @@ def chunk_retention(
     )
 
 
+@checks.operator
 def fused_recurrent_retention(
     q: Tensor,
     k: Tensor,

@@ -9,6 +9,7 @@ from slipstream.kernels.linear.terms import Terms
 _NAMES = {"q": "r", "g": "w"}
 
 
+@checks.operator
 def chunk_rwkv6(
     *,
     r: Tensor,
@@ -67,6 +68,7 @@ def chunk_rwkv6(
     )
 
 
+@checks.operator
 def fused_recurrent_rwkv6(
     *,
     r: Tensor,

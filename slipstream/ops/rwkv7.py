@@ -10,6 +10,7 @@ from slipstream.ops.dplr_delta_rule import check_promised_bound
 _NAMES = {"q": "r", "g": "w"}
 
 
+@checks.operator
 def chunk_rwkv7(
     *,
     r: Tensor,
@@ -74,6 +75,7 @@ def chunk_rwkv7(
     )
 
 
+@checks.operator
 def fused_recurrent_rwkv7(
     *,
     r: Tensor,

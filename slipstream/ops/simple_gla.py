@@ -7,6 +7,7 @@ from slipstream.kernels.linear.call import Options, run
 from slipstream.kernels.linear.terms import Terms
 
 
+@checks.operator
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -63,6 +64,7 @@ def chunk_simple_gla(
     )
 
 
+@checks.operator
 def fused_recurrent_simple_gla(
     q: Tensor,
     k: Tensor,

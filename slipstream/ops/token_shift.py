@@ -8,6 +8,7 @@ from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.pointwise.token_shift import previous
 
 
+@checks.operator
 def token_shift(
     x: Tensor,
     *,

@@ -1,0 +1,303 @@
+"""Wrong arguments of every public operator: an error that names the argument, and no number.
+
+The operators and their arguments come from the table of slipstream/cli/samples.py; what it lacks,
+which is mostly optional arguments and indices, is added here. Small calls on the CPU.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.cli.samples import SAMPLES, Sample, Shape, flat
+
+Args = dict[str, Any]
+SHAPE = Shape(B=2, T=5, H=2, K=8, V=8, dtype=torch.float32, state=True)
+ERRORS = (ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A valid call of an operator.
+
+    indices: integer arguments, and for each of them the number that its values stay below.
+    """
+
+    sample: Sample
+    indices: Mapping[str, tuple[Tensor, int | None]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        names = [word.partition("=")[0] for word in self.sample.tensors.split()]
+        return f"{self.sample.op}-{'-'.join([*names, *self.indices])}"
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Those that take tensors."""
+        takes = self.sample.takes.items()
+        return {name: x for name, x in takes if "Tensor" in str(x.annotation)}
+
+    def args(self, shape: Shape = SHAPE) -> Args:
+        args = self.sample.inputs(shape, torch.device("cpu"))
+        return args | {name: x.clone() for name, (x, _) in self.indices.items()}
+
+    def call(self, args: Args) -> list[Tensor]:
+        return flat(self.sample.fn(**args, **self.sample.options))
+
+
+_ROWS = torch.arange(2, dtype=torch.int32)
+_TABLE = torch.arange(4, dtype=torch.int32).view(2, 2)
+_LENGTHS = torch.tensor([3, 4], dtype=torch.int32)
+_CACHES = "q=BTHK k_cache={0}RHK v_cache={0}RHV k=BTHK v=BTHV"
+_STEP = "q=BTHK k=BTHK v=BTGV state=NGKV"
+_GATED = "q=BTHK:unit k=BTHK:unit v=BTGV g=BTG{0}:gate beta=BTG:beta A_log=G dt_bias=G{0}"
+_RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+_RAW |= {"use_beta_sigmoid_in_kernel": True}
+
+MORE = [
+    Case(Sample("attention", "q=BTGK k=BTHK v=BTHV g=BTG:gate sinks=G alibi_slopes=G:beta"),
+         {"key_lengths": (_LENGTHS, None)}),
+    Case(Sample("flash_attn_func", "q=BTGK k=BTHK v=BTHV alibi_slopes=G:beta")),
+    Case(Sample("flash_attn_varlen_func", "q=THK k=RHK v=RHV"),
+         {"cu_seqlens_q": (torch.tensor([0, 2, 5]), None),
+          "cu_seqlens_k": (torch.tensor([0, 7, 10]), None)}),
+    Case(Sample("flash_attn_varlen_func", "q=THK k=RRHK v=RRHV"),
+         {"cu_seqlens_q": (torch.tensor([0, 2, 5]), None),
+          "cu_seqlens_k": (torch.tensor([0, 7, 10]), None), "block_table": (_TABLE, 10)}),
+    Case(Sample("flash_attn_with_kvcache",
+                _CACHES.format("N") + " rotary_cos=RP rotary_sin=RP alibi_slopes=H:beta sinks=H",
+                grouped=False),
+         {"cache_seqlens": (_LENGTHS, 6), "cache_batch_idx": (_ROWS, 2),
+          "cache_leftpad": (torch.zeros(2, dtype=torch.int32), 11)}),
+    Case(Sample("flash_attn_with_kvcache", _CACHES.format("R"), grouped=False),
+         {"cache_seqlens": (_LENGTHS, 16), "block_table": (_TABLE, 10)}),
+    Case(Sample("latent_attention", "q=BTHQ latent=RRQ",
+                options={"width": 512, "scale": 0.05}, grouped=False),
+         {"lengths": (_LENGTHS, None), "table": (_TABLE, 10)}),
+    Case(Sample("recurrent_step", f"{_STEP} g=BTGK:gate gv=BTGV:gate u=GK"),
+         {"state_indices": (_ROWS, 2)}),
+    Case(Sample("recurrent_step", f"{_STEP} beta=BTG:beta p=BTHK g=BTG:gate")),
+    Case(Sample("recurrent_step", f"{_STEP} a=BTHK b=BTHK")),
+    Case(Sample("chunk_gla", "q=BTHK k=BTHK v=BTGV g=BTGK:gate gv=BTGV:gate", "NGKV")),
+    Case(Sample("chunk_gated_delta_rule", _GATED.format(""), "NGKV", options=_RAW)),
+    Case(Sample("fused_recurrent_gated_delta_rule",
+                _GATED.format("") + " gk=BTGK:gate gv=BTGV:gate", "NGKV", options=_RAW)),
+    Case(Sample("chunk_kda", _GATED.format("K"), "NGKV", options=_RAW)),
+    Case(Sample("causal_conv1d_fn", "x=BDT weight=DW bias=D"),
+         {"seq_idx": (torch.zeros(2, 5, dtype=torch.int32), None)}),
+    Case(Sample("causal_conv1d_fn", "x=1DT weight=DW bias=D"),
+         {"query_start_loc": (torch.tensor([0, 2, 5]), None)}),
+    Case(Sample("causal_conv1d_update", "x=ND conv_state=NDW weight=DW bias=D"),
+         {"conv_state_indices": (_ROWS, 2)}),
+    Case(Sample("short_convolution", "x=BTD weight=DW bias=D residual=BTD", "NDW")),
+    Case(Sample("short_convolution_update", "x=ND state=NDW weight=DW bias=D residual=ND"),
+         {"state_indices": (_ROWS, 2)}),
+    Case(Sample("rotary_embedding", "x=BTHK cos=RP sin=RP"),
+         {"positions": (torch.arange(5).repeat(2, 1), 10)}),
+    Case(Sample("rotary_tables", "", options={"dim": 8}), {"positions": (torch.arange(5), None)}),
+    Case(Sample("packed_positions", "", options={"tokens": 5}),
+         {"cu_seqlens": (torch.tensor([0, 2, 5]), None), "offsets": (_LENGTHS, None)}),
+    Case(Sample("rms_norm", "x=BTD weight=D:one bias=D residual=BTD")),
+    Case(Sample("matmul", "a=TD b=DC bias=C residual=TC scale_a=T scale_b=C")),
+    Case(Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:ids bias=Z")),
+    Case(Sample("linear_kl_div", "student=TD student_weight=ZD teacher=TD teacher_weight=ZD "
+                "student_bias=Z teacher_bias=Z", fixed="teacher teacher_weight"),
+         {"mask": (torch.ones(5, dtype=torch.bool), None)}),
+    Case(Sample("glu_linear", "gate=BTC up=BTC weight=DC bias=D")),
+    Case(Sample("token_shift", "x=BTD", "ND")),
+]  # fmt: skip
+# samples that differ in the dtype of a gate, or in what is too wide for one tile, are the same here
+_NOT_HERE = ("1TL", "BTX", "narrow", "lengths")
+CASES = [Case(x) for x in SAMPLES if not any(word in x.tensors for word in _NOT_HERE)] + MORE
+CASES = list({case.name: case for case in CASES}.values())
+# arguments of which several ranks, or any number of rows, are right
+ANY_RANK = {
+    "embedding": "input_ids weight", "glu_linear": "weight", "l2_norm": "x",
+    "matmul": "a b scale_a scale_b",
+    "rotary_tables": "positions", "squared_relu": "x", "rms_norm": "x", "layer_norm": "x",
+    "group_norm": "x", "cross_entropy": "", "linear_cross_entropy": "weight",
+    "rotary_embedding": "x", "token_shift": "x", "causal_conv1d_fn": "x",
+    "causal_conv1d_update": "x", "recurrent_step": "g",
+    "fused_recurrent_gated_delta_rule": "beta A_log dt_bias", "chunk_kda": "A_log dt_bias",
+    "chunk_gated_delta_rule": "A_log dt_bias", "latent_attention": "latent",
+    "flash_attn_with_kvcache": "k_cache v_cache", "flash_attn_varlen_func": "k v",
+}  # fmt: skip
+WRONG_TYPES = (3, 3.5, "x", [1.0], object())
+WRONG_DTYPES = (torch.int8, torch.complex64, torch.bool)
+OTHER_SHAPES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "one more before": lambda x: x[None],
+    "one more behind": lambda x: x[..., None],
+    "one less": lambda x: x[..., 0],
+    "none": lambda x: x.flatten()[0],
+    "a row less": lambda x: x[:-1],
+}
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda x: x.name)
+
+
+def each(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """Of a state that is several tensors, each."""
+    return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
+
+
+def assert_refused(case: Case, args: Args, words: str) -> None:
+    """The call raises what a user may be told, and says one of the words."""
+    with pytest.raises(ERRORS, match=rf"\b({words})\b"):
+        case.call(args)
+
+
+def test_every_operator_is_here() -> None:
+    public = {name for name, fn in vars(ops).items() if inspect.isfunction(fn)}
+    assert public == {case.sample.op for case in CASES}
+
+
+@every_case
+def test_operator_refuses_what_is_no_tensor(case: Case) -> None:
+    args = case.args()
+    case.call(case.args())
+    for name, parameter in case.parameters.items():
+        wrong = [x for x in WRONG_TYPES if "int" not in str(parameter.annotation) or x != 3]
+        if "None" not in str(parameter.annotation):
+            wrong.append(None)
+        for x in wrong:
+            with pytest.raises(TypeError, match=rf"^{name}: want .*, got {type(x).__name__}"):
+                case.call({**args, name: x})
+
+
+@every_case
+def test_operator_refuses_dtypes_by_name(case: Case) -> None:
+    args = case.args()
+    for name in args:
+        for dtype in WRONG_DTYPES:
+            if name == "mask" and dtype == torch.bool:
+                continue
+            if name == "positions" and case.sample.op == "rotary_tables" and dtype == torch.int8:
+                continue  # any numbers
+            wrong = each(lambda x, dtype=dtype: x.to(dtype), args[name])
+            assert_refused(case, {**args, name: wrong}, name)
+
+
+@every_case
+def test_operator_refuses_tensors_of_two_devices(case: Case) -> None:
+    args = case.args()
+    if len(args) > 1:
+        for name, x in args.items():
+            wrong = each(lambda x: x.to("meta"), x)
+            assert_refused(case, {**args, name: wrong}, "device")
+
+
+@every_case
+def test_operator_refuses_shapes_by_name(case: Case) -> None:
+    """Of two arguments that do not fit each other either one is named."""
+    args = case.args()
+    any_rank = ANY_RANK.get(case.sample.op, "").split()
+    for name, x in args.items():
+        if name not in any_rank:
+            for what, change in OTHER_SHAPES.items():
+                wrong = each(change, x)
+                if what == "a row less" and each(torch.numel, x) == each(torch.numel, wrong):
+                    continue
+                assert_refused(case, {**args, name: wrong}, "|".join(args))
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if any(y for _, y in x.indices.values())], ids=lambda x: x.name
+)
+def test_operator_refuses_indices_past_the_pool(case: Case) -> None:
+    for name, (_, size) in case.indices.items():
+        if size is not None:
+            for past in (size, 1 << 30):
+                args = case.args()
+                args[name].view(-1)[0] = past
+                before = {name: y.clone() for name, y in args.items() if isinstance(y, Tensor)}
+                assert_refused(case, args, name)
+                # nothing has been written
+                assert all(torch.equal(args[name], y) for name, y in before.items())
+
+
+@every_case
+def test_operator_makes_meta_tensors_of_meta_tensors(case: Case) -> None:
+    """As models on the meta device are traced: the right shapes and dtypes, gradients too."""
+    want = case.call(case.args())
+    args = {name: each(lambda x: x.to("meta"), x) for name, x in case.args().items()}
+    got = case.call(args)
+    for x, y in zip(got, want, strict=True):
+        assert (x.device.type, x.shape, x.dtype) == ("meta", y.shape, y.dtype)
+    in_place = "step" in case.sample.op or "update" in case.sample.op
+    if in_place or "cache" in case.sample.op:
+        return
+    alone = {*case.sample.fixed.split(), "teacher_bias", "scale_a", "scale_b"}
+    for name, x in args.items():
+        if name not in alone:
+            each(lambda x: x.requires_grad_(x.is_floating_point()), x)
+    outputs = [x for x in case.call(args) if x.requires_grad]
+    torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+    for name, x in args.items():
+        if isinstance(x, Tensor) and x.grad is not None:
+            assert (x.grad.device.type, x.grad.shape) == ("meta", x.shape), name
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0, 3, 6), (0, 3, 4), (1, 3, 5), (0, 4, 3, 5)], ids=lambda x: "-".join(map(str, x))
+)
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if "cu_seqlens" in x.sample.takes], ids=lambda x: x.name
+)
+def test_operator_refuses_offsets_that_do_not_fit(case: Case, offsets: tuple[int, ...]) -> None:
+    """They go from 0 to the number of tokens, and never fall."""
+    shape = Shape(B=1, T=5, H=2, K=8, V=8, dtype=torch.float32)
+    taken = {"cache_seqlens", "key_lengths", "state_indices", "seq_idx", "query_start_loc"}
+    args = {name: x for name, x in case.args(shape).items() if name not in taken}
+    if case.sample.op == "recurrent_step":
+        args["state"] = args["state"].expand(len(offsets) - 1, -1, -1, -1).clone()
+    if "offsets" in args:
+        args["offsets"] = torch.zeros(len(offsets) - 1, dtype=torch.int32)
+    assert_refused(case, {**args, "cu_seqlens": torch.tensor(offsets)}, "cu_seqlens")
+
+
+def _fuzz(data: st.DataObject) -> None:
+    """Another argument is wrong in another way, at other sizes."""
+    case = data.draw(st.sampled_from([x for x in CASES if not x.indices]))
+    size = st.integers(1, 9)
+    B, T, H, K, V = (data.draw(size) for _ in "BTHKV")
+    shape = Shape(B, T, H, 2 * K, 2 * V, data.draw(st.booleans()), dtype=torch.float32)
+    args = case.args(shape)
+    case.call(case.args(shape))
+    name = data.draw(st.sampled_from(list(args)))
+    change: Callable[[Tensor], Any] = data.draw(
+        st.sampled_from([
+            lambda x: None,
+            lambda x: "x",
+            lambda x: x.to(torch.int8),
+            lambda x: x.to(torch.complex64),
+            lambda x: x[(None,) * 5],
+            lambda x: x.to("meta") if len(args) > 1 else None,
+        ])
+    )  # fmt: skip
+    wrong = change(args[name])
+    if wrong is None and case.parameters[name].default is None:
+        return
+    any_rank = name in ANY_RANK.get(case.sample.op, "").split()
+    if any_rank and isinstance(wrong, Tensor) and wrong.dim() > args[name].dim():
+        return
+    assert_refused(case, {**args, name: wrong}, "|".join(args))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_operator_refuses_what_is_wrong_at_any_size(data: st.DataObject) -> None:
+    _fuzz(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_operator_refuses_what_is_wrong_at_any_size_often(data: st.DataObject) -> None:
+    _fuzz(data)
