@@ -1,0 +1,94 @@
+"""Indices that are negative or too large, on a GPU: no foreign memory is read or written."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream import ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+D, PAGE, N = 64, 16, 4
+MISSING = [-1, N, 1 << 20, -(1 << 20)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_pending() -> Iterator[None]:
+    yield
+    slipstream.synchronize()
+
+
+def surrounded(n: int) -> tuple[Tensor, Tensor]:
+    """A cache [n, PAGE, 2, D] and the memory around it, of which all the rest is 7."""
+    around = torch.full((3 * n, PAGE, 2, D), 7.0, device="cuda", dtype=torch.bfloat16)
+    cache = around[n : 2 * n]
+    cache.normal_()
+    return cache, around
+
+
+@pytest.mark.parametrize(
+    ("named", "missing"),
+    [
+        *((name, x) for name in ("cache_batch_idx", "block_table") for x in MISSING),
+        ("cache_seqlens", -1),
+        ("cache_seqlens", -(1 << 20)),
+    ],
+)
+def test_cache_leaves_what_is_missing_alone(named: str, missing: int) -> None:
+    (k_cache, k_around), (v_cache, v_around) = surrounded(N), surrounded(N)
+    q = torch.randn(2, 1, 4, D, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 1, 2, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    given: dict[str, Any] = {"cache_seqlens": torch.tensor([5, 9]).int().cuda()}
+    if named == "block_table":
+        given[named] = torch.tensor([[2], [0]]).int().cuda()
+    else:
+        given["cache_batch_idx"] = torch.tensor([2, 0]).int().cuda()
+    given[named][1] = missing
+    before = k_around.clone(), v_around.clone()
+    o = ops.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, causal=True, impl="triton", **given)
+    torch.cuda.synchronize()
+    for x, y, new in zip((k_around, v_around), before, (k, v)):
+        y[N + 2, 5] = new[0, 0]
+        assert torch.equal(x, y)
+    assert not o[1].any()
+    keys, values = k_cache[2:3, :6], v_cache[2:3, :6]
+    want = ops.attention(q[:1], keys, values, impl="eager")
+    torch.testing.assert_close(o[:1], want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@pytest.mark.parametrize("page", [16, 64])
+def test_latent_attention_reads_no_missing_page(page: int, missing: int) -> None:
+    latent = torch.randn(8, page, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(2, 1, 16, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.tensor([[3, 1, 5], [7, 0, 2]]).int().cuda()
+    table[1] = missing
+    lengths = torch.tensor([2 * page + 3, 2 * page]).int().cuda()
+    o = ops.latent_attention(q, latent, lengths, width=512, scale=0.05, table=table, impl="triton")
+    assert not o[1].any()
+    want = ops.latent_attention(
+        q, latent, lengths, width=512, scale=0.05, table=table, impl="eager"
+    )
+    torch.testing.assert_close(o, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_rotary_position_outside_of_the_table_is_reported(calls: int) -> None:
+    """Also where the call is played from a record."""
+    cos, sin = (x.cuda() for x in ops.rotary_tables(torch.arange(20), D))
+    x = torch.randn(2, 5, 3, D, device="cuda")
+    positions = torch.arange(5, device="cuda").repeat(2, 1)
+    for _ in range(calls - 1):
+        ops.rotary_embedding(x, cos, sin, positions=positions)
+    positions[1, 2] = 20
+    y = ops.rotary_embedding(x, cos, sin, positions=positions)
+    with pytest.raises(ValueError, match=r"positions: id 20 at position \(1, 2\) is outside the"):
+        slipstream.synchronize()
+    want = ops.rotary_embedding(x, cos, sin, positions=positions.clamp(max=19))
+    assert torch.equal(y, want)
