@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-D, PAGE, N = 64, 16, 4
+D, PAGE, N = 64, 16, 8
 MISSING = [-1, N, 1 << 20, -(1 << 20)]
 
 
@@ -65,7 +65,7 @@ def test_cache_leaves_what_is_missing_alone(named: str, missing: int) -> None:
 @pytest.mark.parametrize("missing", MISSING)
 @pytest.mark.parametrize("page", [16, 64])
 def test_latent_attention_reads_no_missing_page(page: int, missing: int) -> None:
-    latent = torch.randn(8, page, 576, device="cuda", dtype=torch.bfloat16)
+    latent = torch.randn(N, page, 576, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(2, 1, 16, 576, device="cuda", dtype=torch.bfloat16)
     table = torch.tensor([[3, 1, 5], [7, 0, 2]]).int().cuda()
     table[1] = missing
