@@ -56,10 +56,10 @@ def call(case: str, T: int, device: Any, double: bool = False) -> list[Tensor]:
 
 
 def parameters(ptx: str) -> list[str]:
-    return re.findall(r"^\s*\.param (.*?) \w+_param_\d+(\[\d+\])?,?$", ptx, re.M)
+    return re.findall(r"^\s*\.param (.*?) \w+_param_\d+", ptx, re.M)
 
 
-def compile_all(folder: Path, releases: list[str]) -> None:
+def compile_all(folder: Path, *releases: str) -> None:
     from slipstream.core.machine import cache_dir
     from slipstream.core.releases import install
     from slipstream.core.trace import trace
@@ -94,19 +94,19 @@ def compile_here(folder: Path, release: str) -> None:
         print(release, job.name, about, flush=True)
 
 
-def replacing(folder: Path, replaced: list[str]) -> None:
-    """From here on Triton launches what is in the folder, where it has a kernel's job."""
+def replacing(folder: Path) -> list[str]:
+    """From here on Triton launches what is in the folder, where it has a kernel; their names."""
     from triton.compiler.compiler import CompiledKernel, make_backend
 
     from slipstream.core.aot import job_of
     from slipstream.core.hooks import before_compiling
 
     keys: list[str] = []
+    replaced: list[str] = []
+    first = CompiledKernel.__init__
 
     def note(*, fn: Any, compile: Any, **_: Any) -> None:
         keys[:] = [job_of(fn.module, fn.name, compile, "sm_90").key]
-
-    first = CompiledKernel.__init__
 
     def made(kernel: Any, *args: Any) -> None:
         first(kernel, *args)
@@ -114,8 +114,8 @@ def replacing(folder: Path, replaced: list[str]) -> None:
         if not file.with_suffix(".json").exists():
             return
         about, wanted = json.loads(file.with_suffix(".json").read_text())
-        assert [list(x) for x in parameters(kernel.asm["ptx"])] == wanted, kernel.name
-        assert kernel.metadata.num_warps == about["num_warps"], kernel.name
+        mine = [kernel.metadata.num_warps, parameters(kernel.asm["ptx"])]
+        assert mine == [about["num_warps"], wanted], kernel.name
         kernel.metadata = kernel.metadata._replace(**about)
         backend: Any = make_backend(kernel.metadata.target)
         kernel.packed_metadata = backend.pack_metadata(kernel.metadata)
@@ -124,14 +124,13 @@ def replacing(folder: Path, replaced: list[str]) -> None:
 
     before_compiling(note)
     setattr(CompiledKernel, "__init__", made)  # noqa: B010
+    return replaced
 
 
 def measure(folder: Path, case: str, release: str) -> None:
     from triton.testing import do_bench
 
-    replaced: list[str] = []
-    if release:
-        replacing(folder / release, replaced)
+    replaced = replacing(folder / release) if release else []
     device = torch.device("cuda")
     want, got = call(case, 300, device, True), call(case, 300, device)
     errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, want)]
@@ -146,13 +145,10 @@ def measure(folder: Path, case: str, release: str) -> None:
 
 def main() -> None:
     what, folder, *rest = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
-    if what == "compile":
-        compile_all(folder, rest)
-    elif what == "child":
-        compile_here(folder, rest[0])
-    elif what == "measure":
-        measure(folder, *rest)
-    for case in CASES if what == "run" else ():
+    if what != "run":
+        {"compile": compile_all, "child": compile_here, "measure": measure}[what](folder, *rest)
+        return
+    for case in CASES:
         for release in ("", *sorted(x.name for x in folder.iterdir() if x.is_dir())):
             command = [sys.executable, __file__, "measure", str(folder), case, release]
             subprocess.run(command, check=False)
