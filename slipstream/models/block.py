@@ -4,6 +4,8 @@ h <- h + mixer(rms_norm(h))
 h <- h + swiglu(rms_norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -41,6 +43,7 @@ class Block(GradientCheckpointingLayer):
         first_value: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> tuple[Tensor, State | None, Tensor | None]:
@@ -49,7 +52,8 @@ class Block(GradientCheckpointingLayer):
 
         first_value is positional, since reentrant checkpointing gives gradients to nothing else.
         """
-        options = {"cu_seqlens": cu_seqlens, "state": state, "use_cache": use_cache}
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "positions": positions}
+        options |= {"state": state, "use_cache": use_cache}
         x, value = self.mixer_norm(h), None
         if not self.mixer.takes_first_value:
             y, state = self.mixer(x, **options)

@@ -14,10 +14,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.core.ids import clamped, expect_ids
+from slipstream.models.arguments import PACKING, check_arguments
 from slipstream.models.block import Block, Dense, RMSNorm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.packing import Unpadded, packed_by_positions, unpadded
+from slipstream.models.packing import (
+    Sequences,
+    find_sequences,
+    given_offsets,
+    next_tokens,
+    text_positions,
+)
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -31,6 +38,30 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     _is_stateful = True  # a recurrent state cannot be rolled back: no assisted decoding
+
+    def _sequences(
+        self,
+        batch: int,
+        tokens: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: StateCache | None,
+        cu_seqlens: Tensor | None,
+        others: dict[str, Any],
+    ) -> Sequences | None:
+        """Where the sequences of the arguments of a forward lie; `others` has those of PACKING."""
+        packing = check_arguments(others)
+        offsets = given_offsets(batch, tokens, cu_seqlens, **packing)
+        continued = cache is not None and cache.get_seq_length() > 0
+        return find_sequences(
+            batch,
+            tokens,
+            attention_mask,
+            position_ids,
+            offsets,
+            packing.get("seq_idx"),
+            continued,
+        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -52,14 +83,22 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         input_ids [B, T], or inputs_embeds [B, T, D].
         attention_mask [B, T] or, with a cache, [B, past + T]: 0 where there is padding, on
             either side. Not looked at in a decoding step (T = 1 after the first call).
-        position_ids [1, T]: only says where packed sequences begin, by falling back to 0.
-        cu_seqlens int32 or int64 [N+1]: the same as offsets; wins over position_ids.
+        position_ids [1 or B, T]: positions of the tokens, for layers that use them. Without
+            offsets and seq_idx a new sequence begins in a row where position_ids[t] is not
+            position_ids[t - 1] + 1. A tensor [3, 1 or B, T] must hold one table three times.
+        cu_seqlens int32 or int64 [N+1]: offsets of sequences packed in a batch of one.
+        cu_seq_lens_q, cu_seq_lens_k: the same, as transformers' collators call them.
+        seq_idx [B, T]: the number of each token's sequence; one begins where it changes.
         cache, or past_key_values, its name before transformers 5.24: the StateCache of an earlier
             call, changed in place.
         use_cache: return a StateCache; None means config.use_cache when not training.
+        sequences: what find_sequences made of the arguments above, which are not looked at then.
+        Others that callers pass, and that do nothing here: arguments.py.
 
     Raises:
         ValueError: an id outside the vocabulary, with its position; on CUDA in the next call.
+            Offsets and seq_idx that do not agree; position_ids of another shape.
+        TypeError: an argument that is not known. NotImplementedError: output_attentions=True.
     """
 
     def __init__(self, config: SlipstreamConfig) -> None:
@@ -82,6 +121,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
+        sequences: Sequences | None = None,
+        **others: Any,
     ) -> BaseModelOutputWithPast:
         cache = the_cache(cache, past_key_values)
         h = self._embed(input_ids, inputs_embeds)
@@ -92,17 +133,26 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             expect_cache(cache, len(self.layers))
         elif use_cache:
             cache = StateCache(len(self.layers))
-        places = None
-        if cu_seqlens is None:
-            cu_seqlens, places = _ragged(h, attention_mask, position_ids, cache)
-        if places is not None:
-            h = places.pack(h)
-        h, every = self._run(h, cu_seqlens, cache, bool(output_hidden_states))
+        position_ids = text_positions(position_ids, batch, tokens)
+        if sequences is None:
+            sequences = self._sequences(
+                batch, tokens, attention_mask, position_ids, cache, cu_seqlens, others
+            )
+        else:
+            check_arguments(others)
+        cu_seqlens = None
+        if sequences is not None:
+            h, cu_seqlens = sequences.pack(h), sequences.cu_seqlens
+            if position_ids is not None:
+                position_ids = sequences.pack(position_ids.expand(batch, -1))
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        h, every = self._run(h, cu_seqlens, cache, bool(output_hidden_states), position_ids)
         if cache is not None:
             for layer in cache.layers:
                 layer.seen += tokens
-        if places is not None:
-            h, *every = (places.unpack(x, batch, tokens) for x in (h, *every))
+        if sequences is not None:
+            h, *every = (sequences.unpack(x, batch, tokens) for x in (h, *every))
         return BaseModelOutputWithPast(
             last_hidden_state=h,
             **named(cache if use_cache else None),
@@ -126,7 +176,12 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return table(input_ids)
 
     def _run(
-        self, h: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None, keep: bool
+        self,
+        h: Tensor,
+        cu_seqlens: Tensor | None,
+        cache: StateCache | None,
+        keep: bool,
+        positions: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blocks and the last norm; `keep` also collects what goes into each block."""
         every, first_value = [], None
@@ -135,7 +190,12 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 every.append(h)
             state = None if cache is None else cache.layers[i].state
             h, state, value = block(
-                h, first_value, cu_seqlens=cu_seqlens, state=state, use_cache=cache is not None
+                h,
+                first_value,
+                cu_seqlens=cu_seqlens,
+                positions=positions,
+                state=state,
+                use_cache=cache is not None,
             )
             first_value = value if first_value is None else first_value
             if cache is not None:
@@ -144,35 +204,16 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return h, [*every, h] if keep else []
 
 
-def _ragged(
-    h: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: StateCache | None,
-) -> tuple[Tensor | None, Unpadded | None]:
-    """cu_seqlens, and places if they come from padding that has to be taken out."""
-    batch, tokens = h.shape[:2]
-    begun = cache is not None and cache.get_seq_length() > 0
-    if begun and tokens == 1:
-        return None, None  # one real token per sequence; looking at the mask would be a sync
-    if attention_mask is not None:
-        places = unpadded(attention_mask, batch, tokens)
-        if places is not None:
-            return places.cu_seqlens, places
-    if position_ids is not None and not begun:
-        return packed_by_positions(position_ids, batch, tokens), None
-    return None, None
-
-
 class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
     """The language model with its head.
 
     Args of forward, besides those of SlipstreamModel:
-        labels [B, T]: input_ids again, -100 where there is no loss; shifted here, and the first
-            token of a packed sequence is nobody's label. The loss never holds all logits.
+        labels [B, T]: input_ids again, -100 where there is no loss; shifted here, and never across
+            the border of two sequences. The loss itself holds no logits.
         num_items_in_batch: divides the summed loss; None is the number of labels that count.
-        logits_to_keep: how many last positions get logits, or which; 0 is all of them. With
-            labels, logits are only made if this is given.
+        logits_to_keep: how many last positions get logits, or which; 0 is all of them.
+        skip_logits: return no logits. None skips them in training with labels, unless
+            logits_to_keep is given; a model in eval mode returns them, as those of transformers do.
     """
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -203,30 +244,41 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
+        skip_logits: bool | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
         if use_cache is None and labels is not None:
             use_cache = False
-        if cu_seqlens is None and position_ids is not None and labels is not None:
-            cu_seqlens = packed_by_positions(position_ids, *labels.shape)
+        cache, sequences = the_cache(cache, past_key_values), None
+        if labels is not None:
+            position_ids = text_positions(position_ids, *labels.shape)
+            sequences = self._sequences(
+                *labels.shape, attention_mask, position_ids, cache, cu_seqlens, others
+            )
+            others = {name: x for name, x in others.items() if name not in PACKING}
+            attention_mask = cu_seqlens = None
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=the_cache(cache, past_key_values),
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             output_hidden_states=output_hidden_states,
+            sequences=sequences,
+            **others,
         )
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            target = _next_tokens(labels, cu_seqlens, attention_mask)
+            target = next_tokens(labels, sequences, IGNORED)
             loss = self._loss(h, target, num_items_in_batch)
-        if labels is None or logits_to_keep is not None:
+        if skip_logits is None:
+            skip_logits = self.training and labels is not None and logits_to_keep is None
+        if not skip_logits:
             keep = 0 if logits_to_keep is None else logits_to_keep
-            kept = h[:, -keep:] if isinstance(keep, int) else h[:, keep]
-            logits = self.lm_head(kept)
+            logits = self.lm_head(h[:, -keep:] if isinstance(keep, int) else h[:, keep])
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
@@ -248,21 +300,3 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         else:
             loss = cross_entropy(head(h), target, **options)
         return loss if num_items is None else loss / num_items
-
-
-def _next_tokens(
-    labels: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None
-) -> Tensor:
-    """Each position's target: the label after it, if both lie in the same sequence."""
-    if attention_mask is not None:
-        padding = attention_mask[:, -labels.shape[1] :] == 0
-        labels = labels.masked_fill(padding, IGNORED)
-    target = labels.roll(-1, 1)
-    target[:, -1] = IGNORED
-    if attention_mask is not None:
-        target = target.masked_fill(padding, IGNORED)
-    if cu_seqlens is not None:
-        # an empty sequence at the front has its last token at -1: that is the row's, ignored too
-        last = (cu_seqlens[1:].long() - 1) % labels.shape[1]
-        target = target.index_fill(1, last, IGNORED)
-    return target

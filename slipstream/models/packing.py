@@ -1,7 +1,15 @@
-"""Padded batches and packed ones: where the tokens lie.
+"""Padded batches and packed ones: where the sequences of a batch lie.
 
-Layers know one kind of raggedness: sequences packed one after another in a batch of one, with
-offsets cu_seqlens [N+1]. A padded batch is turned into it and back.
+Layers know one form of ragged batches: sequences packed one after another in a batch of one, with
+offsets cu_seqlens [N+1]. Padding and several sequences in a row are brought into that form and
+back. What says where sequences begin, the first that is given:
+
+    cu_seqlens, cu_seq_lens_q    offsets in a batch of one
+    seq_idx [B, T]               the number of each token's sequence: it begins where that changes
+    position_ids [1 or B, T]     it begins where position_ids[t] != position_ids[t - 1] + 1
+
+Every row begins a sequence. Of the first two, several must agree; tensors on a GPU are not
+compared, which would wait for it. Beside them, position_ids are nothing but positions.
 """
 
 from typing import NamedTuple
@@ -11,24 +19,86 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Unpadded(NamedTuple):
-    """index [total]: places of the real tokens in the flattened [B * T]; cu_seqlens [B+1]."""
+class Sequences(NamedTuple):
+    """cu_seqlens [N+1]: offsets of the sequences, packed one after another. index [total]: places
+    of their tokens in the flattened [B * T]; None is all of them."""
 
-    index: Tensor
     cu_seqlens: Tensor
+    index: Tensor | None = None
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [1, total, D]"""
-        return x.flatten(0, 1)[self.index][None]
+        """[B, T, ...] -> [1, total, ...]"""
+        flat = x.flatten(0, 1)
+        return (flat if self.index is None else flat[self.index])[None]
 
-    def unpack(self, x: Tensor, batch: int, tokens: int) -> Tensor:
-        """[1, total, D] -> [B, T, D], zeros at the padding"""
-        y = x.new_zeros(batch * tokens, x.shape[-1])
-        return y.index_copy(0, self.index, x[0]).view(batch, tokens, -1)
+    def unpack(self, x: Tensor, batch: int, tokens: int, fill: int = 0) -> Tensor:
+        """[1, total, ...] -> [B, T, ...], `fill` at the padding"""
+        flat = x[0]
+        if self.index is not None:
+            flat = x.new_full((batch * tokens, *x.shape[2:]), fill).index_copy(0, self.index, flat)
+        return flat.unflatten(0, (batch, tokens))
 
 
-def unpadded(attention_mask: Tensor, batch: int, tokens: int) -> Unpadded | None:
-    """Places of the last `tokens` columns' real tokens; None if all of them are."""
+def next_tokens(labels: Tensor, sequences: Sequences | None, ignored: int) -> Tensor:
+    """Each position's target [B, T]: the label of the token after it in the same sequence."""
+    if sequences is None:
+        return F.pad(labels[:, 1:], (0, 1), value=ignored)
+    target = F.pad(sequences.pack(labels)[:, 1:], (0, 1), value=ignored)
+    if target.shape[1]:
+        # an empty sequence at the front has its last token at -1: that is the row's, ignored too
+        last = (sequences.cu_seqlens[1:].long() - 1) % target.shape[1]
+        target = target.index_fill(1, last, ignored)
+    return sequences.unpack(target, *labels.shape, fill=ignored)
+
+
+def find_sequences(
+    batch: int,
+    tokens: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    continued: bool,
+) -> Sequences | None:
+    """None where each row is one sequence without padding.
+
+    Args:
+        position_ids: as text_positions returns them. cu_seqlens: as given_offsets does.
+        continued: whether a cache holds earlier tokens, one sequence in each row.
+    """
+    if continued and tokens == 1:
+        # one real token per sequence; looking at the mask would be a sync
+        return None if cu_seqlens is None else Sequences(cu_seqlens)
+    real = None if attention_mask is None else _real_tokens(attention_mask, batch, tokens)
+    if cu_seqlens is not None:
+        return _without_padding(cu_seqlens, real)
+    if real is None and position_ids is None and seq_idx is None:
+        return None
+    index, rows = _real_places(real, batch, tokens, (position_ids, seq_idx))
+    breaks = None
+    if seq_idx is not None:
+        breaks = seq_idx.flatten()[index].diff() != 0
+    elif position_ids is not None:
+        step = position_ids.expand(batch, -1).flatten()[index].diff()
+        # positions may count the padding between two tokens, or not
+        breaks = (step != 1) & (step != index.diff())
+    if breaks is None:
+        return Sequences(rows, index)
+    breaks = breaks & (index // tokens).diff().eq(0)
+    begin = breaks.nonzero()[:, 0].to(torch.int32) + 1
+    if begin.shape[0] == 0:
+        return None if real is None else Sequences(rows, index)
+    if continued:
+        raise ValueError(
+            "position_ids (or seq_idx): want consecutive tokens of one sequence in each row beside "
+            f"a cache that holds earlier ones, got a new sequence inside a row of {tokens} tokens"
+        )
+    begin = torch.cat([rows, begin]).sort().values
+    return Sequences(begin, None if real is None else index)
+
+
+def _real_tokens(attention_mask: Tensor, batch: int, tokens: int) -> Tensor | None:
+    """Which of the last `tokens` columns are no padding, bool [B, T]; None if all are."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
         raise ValueError(
             f"attention_mask: want shape ({batch}, tokens), got {tuple(attention_mask.shape)}"
@@ -39,22 +109,101 @@ def unpadded(attention_mask: Tensor, batch: int, tokens: int) -> Unpadded | None
             f"got {attention_mask.shape[1]}"
         )
     real = attention_mask[:, -tokens:].ne(0)
-    if bool(real.all()):
-        return None
-    lengths = real.sum(1, dtype=torch.int32)
-    return Unpadded(real.flatten().nonzero()[:, 0], offsets(lengths))
+    return None if bool(real.all()) else real
 
 
-def packed_by_positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor | None:
-    """cu_seqlens of a batch of one whose position_ids fall back to 0; None if they do not."""
-    if batch != 1 or position_ids.shape[-1] != tokens:
+def _real_places(
+    real: Tensor | None, batch: int, tokens: int, like: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:
+    """Places of the real tokens in the flattened [B * T], and the rows' offsets among them."""
+    if real is not None:
+        return real.flatten().nonzero()[:, 0], offsets(real.sum(1, dtype=torch.int32))
+    device = next(x.device for x in like if x is not None)
+    rows = torch.arange(batch + 1, device=device, dtype=torch.int32) * tokens
+    return torch.arange(batch * tokens, device=device), rows
+
+
+def _without_padding(cu_seqlens: Tensor, real: Tensor | None) -> Sequences:
+    if real is None:
+        return Sequences(cu_seqlens)
+    before = F.pad(real.flatten().cumsum(0, dtype=torch.int32), (1, 0))
+    return Sequences(before[cu_seqlens.long()], real.flatten().nonzero()[:, 0])
+
+
+def text_positions(position_ids: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """position_ids as [1 or B, T], of [T], of that or of [R, 1 or B, T] with R equal tables."""
+    if position_ids is None:
         return None
-    start = position_ids.reshape(-1).eq(0)
-    start[0] = True
-    begin = start.nonzero()[:, 0].to(torch.int32)
-    if begin.shape[0] == 1:
+    if position_ids.is_floating_point() or position_ids.is_complex():
+        raise TypeError(f"position_ids: want integers, got {position_ids.dtype}")
+    positions = position_ids
+    if positions.dim() == 3 and positions.shape[0] > 0:
+        first = positions[0]
+        if not bool((positions == first).all()):
+            raise ValueError(
+                "position_ids: want the same positions in every table of a 3-dimensional tensor, "
+                f"since this model has one position per token, got {tuple(positions.shape)} with "
+                "tables that differ"
+            )
+        positions = first
+    if positions.dim() == 1:
+        positions = positions[None]
+    if positions.dim() != 2 or positions.shape not in ((1, tokens), (batch, tokens)):
+        raise ValueError(
+            f"position_ids: want shape (1, {tokens}) or ({batch}, {tokens}), "
+            f"got {tuple(position_ids.shape)}"
+        )
+    return positions
+
+
+def given_offsets(
+    batch: int,
+    tokens: int,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor | None:
+    """The offsets of a batch of one that are given, under one name or several.
+
+    Raises:
+        ValueError: two of them do not agree, or seq_idx is not of shape [B, T].
+    """
+    given = {
+        "cu_seqlens": cu_seqlens,
+        "cu_seq_lens_q": cu_seq_lens_q,
+        "cu_seq_lens_k": cu_seq_lens_k,
+    }
+    if seq_idx is not None and seq_idx.shape not in ((batch, tokens), (1, tokens)):
+        raise ValueError(f"seq_idx: want shape ({batch}, {tokens}), got {tuple(seq_idx.shape)}")
+    names = [name for name, x in given.items() if x is not None]
+    if not names:
         return None
-    return F.pad(begin, (0, 1), value=tokens)
+    first = given[names[0]]
+    assert first is not None
+    if batch != 1:
+        raise ValueError(f"{names[0]}: want a batch of one beside offsets, got {batch} rows")
+    if torch.compiler.is_compiling():
+        return first
+    if seq_idx is not None:
+        given["seq_idx"] = _offsets_of(seq_idx[0])
+    for name, x in given.items():
+        if x is None or x is first or x.device.type != "cpu" or first.device.type != "cpu":
+            continue
+        # an empty sequence repeats an offset
+        if x.unique().tolist() != first.unique().tolist():
+            raise ValueError(
+                f"{name}: want the sequences of {names[0]}, {first.tolist()}, got {x.tolist()}"
+            )
+    return first
+
+
+def _offsets_of(seq_idx: Tensor) -> Tensor | None:
+    """Of the numbers [T] of a row's sequences; None on a GPU, where it would wait for them."""
+    if seq_idx.device.type != "cpu":
+        return None
+    begin = seq_idx.diff().ne(0).nonzero()[:, 0] + 1
+    return torch.cat([begin.new_zeros(1), begin, begin.new_full((1,), seq_idx.shape[0])])
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class LMTrainer(Trainer):
         for batch in self.get_eval_dataloader(eval_dataset):
             tally: Tally = batch.pop("tally")
             with torch.no_grad(), self.compute_loss_context_manager():
-                loss = self.model(**self._prepare_inputs(batch)).loss
+                loss = self.model(**self._prepare_inputs(batch), skip_logits=True).loss
             nats += loss.item() * tally.targets
             targets, text = targets + tally.targets, text + tally.text_bytes
         self.model.train(was_training)

@@ -229,8 +229,14 @@ def test_model_loss_is_the_cross_entropy_of_the_next_token() -> None:
     want = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     out = m(ids, labels=labels)
     torch.testing.assert_close(out.loss, want)
-    assert out.logits is None
+    assert_same(out.logits, logits)
     assert out.past_key_values is None
+    assert m(ids, labels=labels, skip_logits=True).logits is None
+    m.train()
+    trained = m(ids, labels=labels)
+    torch.testing.assert_close(trained.loss, want)
+    assert trained.logits is None
+    assert_same(m(ids, labels=labels, skip_logits=False).logits, logits)
     some = m(ids, labels=labels, logits_to_keep=2, num_items_in_batch=10)
     torch.testing.assert_close(some.loss, want * 13 / 10)
     assert_same(some.logits, logits[:, -2:])

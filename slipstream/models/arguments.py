@@ -1,0 +1,34 @@
+"""Arguments of the models' forward that transformers, PEFT and TRL pass to every model.
+
+    output_attentions            None or False: the mixers make no attention weights
+    cache_position               the cache itself counts its tokens
+    token_type_ids               the model has no embedding of segments
+    max_length_q, max_length_k   follow from the offsets
+    cu_seq_lens_q, cu_seq_lens_k, seq_idx   where packed sequences begin: packing.py
+
+Any other one is an error unless it is None: a misspelled argument would do nothing otherwise.
+"""
+
+from typing import Any
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_WITHOUT_EFFECT = ("cache_position", "token_type_ids", "max_length_q", "max_length_k")
+
+
+def check_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of PACKING among them, if the others may be left out of account.
+
+    Raises:
+        NotImplementedError: output_attentions. TypeError: an argument that is not known.
+    """
+    for name, value in given.items():
+        if value is None or name in (*PACKING, *_WITHOUT_EFFECT):
+            continue
+        if name != "output_attentions":
+            raise TypeError(f"{name}: unexpected argument of the model, got {value!r}")
+        if value:
+            raise NotImplementedError(
+                "output_attentions: want None or False, since the mixers make no attention "
+                f"weights, got {value!r}"
+            )
+    return {name: given[name] for name in PACKING if given.get(name) is not None}
