@@ -1,9 +1,18 @@
-"""Configuration of the language model: its sizes and one mixer per layer."""
+"""Configuration of the language model: its sizes and one mixer per layer.
 
+A saved configuration names the classes of a checkpoint in `auto_map`, and save_pretrained writes
+the file that it refers to. With trust_remote_code=True, transformers' auto classes then load the
+checkpoint in a process that has not imported slipstream.
+"""
+
+import difflib
+from dataclasses import fields
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 MIXERS = {
     "retention": "MultiScaleRetention",
@@ -16,6 +25,40 @@ MIXERS = {
     "mla": "MLA",
 }
 """Name in a config -> class in slipstream.layers."""
+
+REMOTE_CODE = "modeling_slipstream"
+AUTO_MAP = {
+    "AutoConfig": f"{REMOTE_CODE}.SlipstreamConfig",
+    "AutoModel": f"{REMOTE_CODE}.SlipstreamModel",
+    "AutoModelForCausalLM": f"{REMOTE_CODE}.SlipstreamForCausalLM",
+}
+REMOTE_CODE_TEXT = '''"""Lets transformers load this checkpoint with trust_remote_code=True.
+
+The model itself is in the package slipstream, which has to be installed.
+"""
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, SlipstreamModel
+
+__all__ = ["SlipstreamConfig", "SlipstreamForCausalLM", "SlipstreamModel"]
+'''
+
+# Keys that transformers takes or writes beside the fields of PreTrainedConfig; it also drops, and
+# saves no longer, parameters of generation.
+_OF_TRANSFORMERS = (
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "is_decoder",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "quantization_config",
+    "tie_last_hidden_states",
+    "tokenizer_class",
+    "torch_dtype",
+    "use_return_dict",
+)
 
 
 @strict
@@ -33,7 +76,9 @@ class SlipstreamConfig(PreTrainedConfig):
         tie_word_embeddings: the head is the embedding, transposed.
 
     Raises:
-        ValueError: `mixers` is empty, names an unknown mixer or has a dict without "type".
+        ValueError: `mixers` is empty, names an unknown mixer or has a dict without "type";
+            num_hidden_layers is given and is not how many there are.
+        TypeError: a key that is neither one of these nor one of transformers' PreTrainedConfig.
     """
 
     model_type = "slipstream"
@@ -58,13 +103,42 @@ class SlipstreamConfig(PreTrainedConfig):
             self.mixers = ["gated_deltanet", "gated_deltanet", "gated_deltanet", "attention"]
         if self.intermediate_size is None:
             self.intermediate_size = (self.hidden_size * 8 // 3 + 31) // 32 * 32
-        # an older checkpoint's own copy is derived from `mixers`, never set
-        kwargs.pop("num_hidden_layers", None)
+        # an older checkpoint has its own copy of what is derived from `mixers`
+        layers = kwargs.pop("num_hidden_layers", None)
+        kwargs.pop("auto_map", None)  # to_diff_dict has it
+        self._refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
         if not self.mixers:
             raise ValueError("mixers: want one entry per layer, got an empty list")
+        if layers not in (None, len(self.mixers)):
+            raise ValueError(
+                f"num_hidden_layers: want the {len(self.mixers)} entries of mixers, got {layers}"
+            )
         for i in range(len(self.mixers)):
             self.mixer(i)
+
+    @classmethod
+    def _refuse_unknown(cls, given: dict[str, Any]) -> None:
+        own = [f.name for f in fields(cls)] + [*cls.attribute_map, "num_hidden_layers"]
+        generation = vars(GenerationConfig())
+        for name in given:
+            if name.startswith("_") or name in (*own, *_OF_TRANSFORMERS, *generation):
+                continue
+            close = difflib.get_close_matches(name, own, 1)
+            hint = f"did you mean {close[0]}?" if close else f"want one of {', '.join(own)}"
+            raise TypeError(f"{name}: no such key of SlipstreamConfig; {hint}")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: save_pretrained would copy this file, and AUTO_MAP names the classes."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What save_pretrained writes."""
+        return {**super().to_diff_dict(), "auto_map": dict(AUTO_MAP)}
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        Path(save_directory, f"{REMOTE_CODE}.py").write_text(REMOTE_CODE_TEXT, encoding="utf-8")
 
     @property
     def num_hidden_layers(self) -> int:

@@ -39,6 +39,10 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     _is_stateful = True  # a recurrent state cannot be rolled back: no assisted decoding
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: save_pretrained would copy this file, and config.AUTO_MAP names the classes."""
+
     def _sequences(
         self,
         batch: int,
@@ -251,9 +255,10 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
             use_cache = False
         cache, sequences = the_cache(cache, past_key_values), None
         if labels is not None:
-            position_ids = text_positions(position_ids, *labels.shape)
+            batch, tokens = labels.shape
+            position_ids = text_positions(position_ids, batch, tokens)
             sequences = self._sequences(
-                *labels.shape, attention_mask, position_ids, cache, cu_seqlens, others
+                batch, tokens, attention_mask, position_ids, cache, cu_seqlens, others
             )
             others = {name: x for name, x in others.items() if name not in PACKING}
             attention_mask = cu_seqlens = None

@@ -1,0 +1,118 @@
+"""Saved checkpoints in processes that do not import slipstream.models; keys of the config."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+ROOT = Path(__file__).parents[2]
+LOAD = """
+import sys
+from pathlib import Path
+{first}
+from transformers import AutoConfig, AutoModelForCausalLM
+{then}
+assert "slipstream.models" not in sys.modules
+for path in sys.argv[1:]:
+    m = AutoModelForCausalLM.from_pretrained(path{options})
+    assert type(m).__module__ == "slipstream.models.model", type(m)
+    print(repr(sum(p.double().sum().item() for p in m.parameters())))
+m.save_pretrained(Path(path).parent / "again")
+"""
+
+
+def small() -> SlipstreamForCausalLM:
+    config = SlipstreamConfig(
+        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"]
+    )
+    return SlipstreamForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "options"),
+    [
+        pytest.param("import slipstream", "", "", marks=()),
+        pytest.param("", "import slipstream", "", marks=pytest.mark.slow),
+        pytest.param("", "", ", trust_remote_code=True", marks=()),
+    ],
+    ids=["imported before", "imported after", "remote code"],
+)
+def test_auto_classes_load_a_saved_model(
+    tmp_path: Path, first: str, then: str, options: str
+) -> None:
+    m = small()
+    m.save_pretrained(tmp_path / "run")
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD.format(first=first, then=then, options=options)]
+        + [str(tmp_path / "run")],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    want = sum(p.double().sum().item() for p in m.parameters())
+    assert float(result.stdout.split()[-1]) == pytest.approx(want, rel=1e-9, abs=1e-9)
+    for name in ("config.json", "modeling_slipstream.py"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "run" / name).read_text()
+
+
+def test_config_refuses_unknown_keys() -> None:
+    with pytest.raises(TypeError, match=r"hidden_sise.*did you mean hidden_size\?"):
+        SlipstreamConfig(hidden_sise=256)
+    with pytest.raises(TypeError, match="nonsense: no such key"):
+        SlipstreamConfig(nonsense=5)
+    with pytest.raises(ValueError, match="num_hidden_layers: want the 1 entries"):
+        SlipstreamConfig(mixers=["gla"], num_hidden_layers=2)
+
+
+def test_config_takes_the_keys_of_transformers() -> None:
+    config = SlipstreamConfig(
+        mixers=["gla"],
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_labels=3,
+        torch_dtype="bfloat16",
+        name_or_path="here",
+        output_hidden_states=True,
+        attn_implementation="eager",
+        temperature=0.7,
+        id2label={0: "a", 1: "b", 2: "c"},
+        quantization_config=None,
+    )
+    assert config.num_heads == 8 and config.dtype is torch.bfloat16 and config.num_labels == 3
+    again = SlipstreamConfig(**config.to_dict())
+    assert again.to_dict() == config.to_dict()
+
+
+@torch.no_grad()
+def test_model_and_config_are_copied_and_pickled() -> None:
+    m, ids = small(), torch.randint(17, (2, 5))
+    want = m(ids).logits
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(other(ids).logits, want)
+        assert other.lm_head.weight is other.model.embed_tokens.weight
+        assert other.model.embed_tokens.weight is not m.model.embed_tokens.weight
+    for other in (copy.deepcopy(m.config), pickle.loads(pickle.dumps(m.config))):
+        assert other.to_dict() == m.config.to_dict()
+
+
+@torch.no_grad()
+def test_functional_call_takes_other_weights() -> None:
+    m, ids = small(), torch.randint(17, (2, 5))
+    other = {n: torch.randn_like(p) for n, p in m.named_parameters()}
+    got = torch.func.functional_call(m, other, (ids,)).logits
+    for n, p in m.named_parameters():
+        p.copy_(other[n])
+    torch.testing.assert_close(got, m(ids).logits)
