@@ -27,7 +27,8 @@ def mismatch(
     def run(*impls: str) -> Callable[[probe.Given], Any]:
         return lambda given: softmax(Terms(**given), near, *impls)
 
-    kernels = run(f"{impl}|eager", f"{of_gradients}|eager")
+    backward = of_gradients if of_gradients == "eager" else f"{of_gradients}|eager"
+    kernels = run(f"{impl}|eager", backward)
     return probe.mismatch(kernels, run("eager"), like(terms)._asdict())
 
 
