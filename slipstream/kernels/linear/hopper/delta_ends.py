@@ -102,7 +102,7 @@ def delta_ends_sm90_kernel(
         far = far | decayed
     gl.store(far_ptr + (slot * HV + i_h), far.to(gl.int32), mask=tile == 0)
     skip = n - need
-    n = gl.where(last | (of_m & far), 0, need)
+    n = uniform(gl.where(last | (of_m & far), 0, need))
     chunk += skip * HV
     row += skip * C
     length -= skip * C
