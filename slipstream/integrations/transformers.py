@@ -1,45 +1,51 @@
-"""attn_implementation="slipstream": softmax attention of any transformers model by ops.attention.
+"""attn_implementation="slipstream": softmax attention of transformers' models by ops.attention.
 
 Importing this registers two functions. transformers calls the first once a forward pass, to make
-what it calls a mask, and the second in every layer, which gets that mask. Ours is never dense where
-the keys that a query sees are consecutive; it is an int32 tensor of four dimensions, for that is
-what every model passes on untouched, and its shape says what it holds:
+a mask, and the second in every layer, with that mask. masks.py says what a mask holds: it alone
+decides which keys a query sees, and attributes of a layer (is_causal, sliding_window) are not read.
+A mask that masks.py cannot write in a few numbers goes through plain torch, dense.
 
-    None            every key is real, and the last query stands on the last one
-    [B, 1, 1, 1]    how many of a row's keys are in use: a static cache
-    [B, 1, 1, 2]    the first key in use and the one past the last: padding
-    [1, 1, N+1, 1]  offsets of N sequences, if the B rows are laid one behind the other: packed
-
-Windows, softcap and sinks come to the second function from the layer. What is none of these, such
-as a mask of the user's own, goes through plain torch with a dense mask.
+A model whose layers do not use transformers' AttentionInterface keeps its own attention, and a
+warning names it: PreTrainedModel.get_correct_attn_implementation is wrapped to that end.
 """
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from slipstream.integrations.masks import (
+    Query,
+    Rule,
+    build_mask,
+    is_rule_mask,
+    modeling_source,
+    pattern_of,
+    traced_pattern_of,
+    visible,
+)
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
 
 NAME = "slipstream"
-# more queries than this are no decoding step: the kernel for that reads the keys for all at once
-MOST_DECODED = 16
-# transformers' functions of (batch, head, query, key) and how they are put together: those that let
-# a query see consecutive keys and that the second function knows of, and those that cut a row up
-_CONSECUTIVE = (
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-)
-_CUTS = ("packed_sequence_mask_function", "chunked_overlay")
-_WRAPPERS = ("and_masks", "remap_positions_for_packed_sequence")
+# with more queries than this, reading all keys for all of them at once does not pay
+DECODED_QUERIES = 16
+# arguments that change no result; is_causal and sliding_window are in the mask
+UNREAD = frozenset(
+    (
+        "cache_position", "deterministic", "is_causal", "max_length_k", "max_length_q",
+        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+        "position_ids", "return_dict", "sliding_window", "use_cache",
+    )
+)  # fmt: skip
+# models that compute with the entries of a mask
+DENSE_MODELS: frozenset[str] = frozenset()
 
 logger = logging.getLogger(__name__)
 
@@ -52,38 +58,46 @@ def slipstream_mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
+    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What a layer has to know about who sees whom, as this file's head says.
+    """Which keys each query sees, as masks.py writes it.
 
     Args:
         q_length, kv_length: T queries and S keys, with key 0 at token kv_offset and query 0 at
             q_offset; on a device if the cache is static.
         mask_function: (batch, head, query, key) -> whether it is seen, padding apart.
         attention_mask: bool [B, tokens], False where there is padding.
-        allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller wants to look into
-            the mask.
+        local_size: the window or the size of the chunks in mask_function.
+        allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller computes with the
+            entries of the mask.
+        use_vmap: mask_function takes numbers, not tensors.
     """
-    names = {""} if use_vmap else _names(mask_function)
-    known = names <= {*_CONSECUTIVE, *_CUTS}
-    cuts = known and not names.isdisjoint(_CUTS)
-    square = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask[:, kv_offset : kv_offset + kv_length]
-    if cuts and square and (mask is None or _all(mask)):
-        return _offsets(mask_function, batch_size, q_length, device)
-    causal = "causal_mask_function" in names
-    may_skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
-    if known and not cuts and (may_skip or q_length == 1):
-        stand = q_offset + q_length - kv_offset
-        used = _in_use(batch_size, stand, kv_length, mask, square, causal, device)
-        if used is not _IRREGULAR:
-            return used  # pyright: ignore[reportReturnType]
+    if use_vmap or getattr(config, "model_type", None) in DENSE_MODELS:
+        pattern = None
+    elif torch.compiler.is_compiling():
+        pattern = traced_pattern_of(
+            mask_function, local_size, config, allow_is_bidirectional_skip, allow_is_causal_skip
+        )
+    else:
+        pattern = pattern_of(mask_function)
+    if pattern is not None:
+        causal = pattern.rule.right == 0
+        may_skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
+        # transformers does not allow to skip these either, though nothing computes with them
+        may_skip = may_skip or pattern.cuts or q_length == 1
+        padding = None
+        if attention_mask is not None:
+            padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        call = Query(batch_size, q_length, kv_length, q_offset, kv_offset, padding, device)
+        mask = build_mask(pattern, mask_function, call) if may_skip else False
+        if not isinstance(mask, bool):
+            return mask
     if not torch.compiler.is_compiling():
         _say_dense()
     return sdpa_mask(
@@ -100,71 +114,6 @@ def slipstream_mask(
     )
 
 
-_IRREGULAR = object()
-
-
-def _in_use(
-    batch: int,
-    stand: int | Tensor,
-    keys: int,
-    mask: Tensor | None,
-    square: bool,
-    causal: bool,
-    device: torch.device | str,
-) -> Tensor | object | None:
-    """The keys in use, of which the last query stands on number stand - 1, or on padding behind
-    the last; None if it is all of them, _IRREGULAR if they are not consecutive."""
-    exact = isinstance(stand, int)
-    if mask is None:
-        return None if exact and stand == keys else _counts(stand, batch, device)
-    if not (square or causal):
-        return None if exact and stand == keys and _all(mask) else _IRREGULAR
-    begin = mask.int().argmax(1)
-    if square:
-        end = mask.shape[1] - mask.flip(1).int().argmax(1)
-        real = mask.sum(1)
-    else:
-        end = begin * 0 + stand
-        # what the mask is too short for counts as padding
-        real = (mask & (torch.arange(mask.shape[1], device=mask.device) < end[:, None])).sum(1)
-    if not torch.compiler.is_compiling():
-        whole = (begin == 0) & (real == end)
-        if exact and stand == keys:
-            whole &= end == keys
-        regular, whole = torch.stack([(real == end - begin).all(), whole.all()]).tolist()
-        # a row that is all padding is nobody's
-        if not regular and not bool(((real == end - begin) | (real == 0)).all()):
-            return _IRREGULAR
-        if whole:
-            return None if exact and stand == keys else _counts(stand, batch, device)
-    return torch.stack([begin, end], 1).int()[:, None, None, :]
-
-
-def _counts(stand: int | Tensor, batch: int, device: torch.device | str) -> Tensor:
-    counts = torch.as_tensor(stand, dtype=torch.int32, device=device)
-    return counts.expand(batch).clone()[:, None, None, None]
-
-
-def _offsets(
-    mask_function: Callable, batch: int, tokens: int, device: torch.device | str
-) -> Tensor | None:
-    """Where sequences begin: at tokens that do not see the one before them."""
-    row = torch.arange(batch, device=device)[:, None]
-    token = torch.arange(1, tokens, device=device)[None]
-    begins = ~mask_function(row, row * 0, token, token - 1).expand(batch, tokens - 1)
-    begins = torch.cat([begins.new_ones(batch, 1), begins], 1).flatten()
-    end = batch * tokens
-    if torch.compiler.is_compiling():  # as many as there can be, empty ones at the end
-        place = torch.arange(end, device=device)
-        found = torch.where(begins, place, end).sort().values
-    else:
-        found = begins.nonzero()[:, 0]
-        if found.shape[0] == batch:
-            return None
-    offsets = torch.cat([found, found.new_full((1,), end)])
-    return offsets.int()[None, None, :, None]
-
-
 def slipstream_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -173,51 +122,72 @@ def slipstream_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
-    is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer: query [B, H, T, D], key [B, HKV, S, D], value [B, HKV, S, DV] -> [B, T, H, DV].
 
+    Args:
+        attention_mask: as masks.py has it, or dense, [B or 1, H or 1, T, S], bool or added.
+        s_aux: [H], sinks. position_bias: [B or 1, H or 1, T, S], added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, with the B rows one behind the
+            other; they cut what the mask lets see each other.
+
     Raises:
-        NotImplementedError: dropout, a bias by position, or a cache of pages.
+        NotImplementedError: an argument that is not known here.
+        ValueError: offsets beside a mask that they cannot cut, or a mask of another shape.
     """
-    _refuse(dropout, kwargs)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    for name, given in kwargs.items():
+        if given is not None and name not in UNREAD:
+            raise NotImplementedError(
+                f"{name}: attn_implementation={NAME!r} does not take this argument of "
+                f"{type(module).__name__}; use another attn_implementation"
+            )
     # norms in float32 leave q and k wider than v
     query, key = query.to(value.dtype), key.to(value.dtype)
-    options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux}
-    if attention_mask is not None and attention_mask.dtype != torch.int32:
-        return _dense(query, key, value, attention_mask, scaling, **options), None
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if sliding_window is None:
-        window = (-1, -1)
-    else:  # of that many keys, its own included; without causal on either side
-        window = (sliding_window - 1, 0) if is_causal else (sliding_window, sliding_window)
-    options |= {"scale": scaling, "causal": is_causal, "window_size": window}
-    offsets = kwargs.get("cu_seq_lens_q")
-    if offsets is None and attention_mask is not None and attention_mask.shape[-2] > 1:
-        offsets = attention_mask.flatten()
-    if offsets is not None:
-        o = _packed(q, k, v, offsets, kwargs.get("cu_seq_lens_k"), options)
-    elif attention_mask is None:
-        o = _plain(q, k, v, None, None, options)
-    else:
-        used = attention_mask[:, 0, 0].expand(q.shape[0], -1).unbind(1)
-        begin, end = used if len(used) == 2 else (None, used[0])
-        o = _plain(q, k, v, begin, end, options)
-    return o, None
+    options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout_p": float(dropout)}
+    ruled = attention_mask is None or is_rule_mask(attention_mask)
+    if cu_seq_lens_q is not None and (not ruled or position_bias is not None):
+        raise ValueError("cu_seq_lens_q: want no dense mask and no position_bias beside it")
+    if not ruled or position_bias is not None:
+        return _dense(query, key, value, attention_mask, position_bias, scaling, **options), None
+    # learned queries of one row are every row's
+    q, k, v = (x.transpose(1, 2) for x in (query.expand(key.shape[0], -1, -1, -1), key, value))
+    rule = Rule() if attention_mask is None else Rule.of_size(attention_mask.shape[1])
+    options |= {"scale": scaling, "causal": False, "window_size": tuple(rule)}
+    cuts = None
+    if attention_mask is not None and attention_mask.shape[2] > 1:
+        cuts = attention_mask[0, 0, :, 0]
+    if cu_seq_lens_q is not None:
+        _check_cuts(attention_mask, rule, q, k)
+        if cuts is None:
+            same = cu_seq_lens_k is None
+            return _packed(q, k, v, cu_seq_lens_q, None if same else cu_seq_lens_k, options), None
+        cuts = torch.cat([cuts, cu_seq_lens_q.to(cuts.dtype)]).sort().values
+    if cuts is not None:
+        return _packed(q, k, v, cuts, None, options), None
+    if attention_mask is None or attention_mask.shape[3] == 0:
+        return _plain(q, k, v, None, None, options), None
+    used = attention_mask[:, 0, 0].expand(q.shape[0], -1).unbind(1)
+    begin, end = used if len(used) == 2 else (None, used[0])
+    return _plain(q, k, v, begin, end, options), None
 
 
-def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        raise NotImplementedError(f"dropout: want 0, got {dropout}; set attention_dropout to 0")
-    for name in ("position_bias", "cache"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{name}: not taken; use another attn_implementation")
+def _check_cuts(mask: Tensor | None, rule: Rule, q: Tensor, k: Tensor) -> None:
+    """Whether offsets may cut what a mask lets see each other."""
+    if mask is not None and mask.shape[2] == 1 and mask.shape[3]:
+        raise ValueError("cu_seq_lens_q: want no padding beside it")
+    if mask is not None and mask.shape[2] > 1 and mask.shape[3] == 2:
+        raise ValueError(
+            "cu_seq_lens_q: want position_ids of the packed sequences beside it and "
+            "use_cache=False, so that chunks are counted from the start of a sequence"
+        )
+    if rule.positioned and q.shape[1] != k.shape[1]:
+        raise ValueError(f"cu_seq_lens_q: want as many keys as queries, got {q.shape}, {k.shape}")
 
 
 def _plain(
@@ -231,9 +201,10 @@ def _plain(
     """[B, T, H, D] and keys [begin, end) of [B, S, HKV, ...]."""
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     T, S = q.shape[1], k.shape[1]
-    few = T <= MOST_DECODED and T < S and not grads
+    few = T <= DECODED_QUERIES and T < S and not grads and not options["dropout_p"]
     if few and (begin is not None or q.is_cuda):
         renamed = {("softmax_scale" if x == "scale" else x): y for x, y in options.items()}
+        del renamed["dropout_p"]
         renamed["softcap"] = options["softcap"] or 0.0
         o = flash_attn_with_kvcache(q, k, v, cache_seqlens=end, cache_leftpad=begin, **renamed)
         assert isinstance(o, Tensor)
@@ -250,12 +221,12 @@ def _padded(
     """Rows one behind the other; each is three sequences: padding, what is real, what is left."""
     (B, T), S = q.shape[:2], k.shape[1]
     row = torch.arange(B, device=q.device, dtype=torch.int32)
-    if T == S:
-        cu_q = cu_k = _bounds(row, begin, end, S)
-    else:
-        before = (begin - (end - T)).clamp(0, T)  # queries that stand on padding
-        cu_q = _bounds(row, before, before * 0 + T, T)
-        cu_k = _bounds(row, begin, end, S)
+    # queries that stand on padding, if it matters where they stand
+    before = begin * 0
+    if tuple(options["window_size"]) != (-1, -1):
+        before = (begin - (end - T)).clamp(0, T)
+    cu_q = _bounds(row, before, begin * 0 + T, T)
+    cu_k = _bounds(row, begin, end, S)
     return _packed(q, k, v, cu_q, cu_k, options)
 
 
@@ -285,51 +256,52 @@ def _dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    dropout_p: float,
 ) -> Tensor:
-    """Plain torch, [B, H, T, D] -> [B, T, H, DV]; mask bool, or added to the scores."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    x = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        x = softcap * (x / softcap).tanh()
-    mask = mask[..., : k.shape[2]]
-    if mask.dtype == torch.bool:
-        # finite, so that a query that sees nothing has no NaN
-        x = x.masked_fill(~mask, torch.finfo(x.dtype).min)
-    else:
-        x = x + mask
-    if sinks is not None:
-        beside = sinks.to(x.dtype)[:, None, None].expand(*x.shape[:-1], 1)
-        x = torch.cat([x, beside], -1)
-    p = x.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return (p @ v).transpose(1, 2).contiguous()
+    """Plain torch, [B, H, T, D] -> [B, T, H, DV], in float32 or wider."""
+    S, dtype = k.shape[2], v.dtype
+    mask = _dense_mask(mask, q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        if dtype != torch.float64:
+            q, k, v = (x.float() for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        x = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+        if softcap:
+            x = softcap * (x / softcap).tanh()
+        if bias is not None:
+            x = x + bias[..., :S]
+        if mask is not None and mask.dtype == torch.bool:
+            # finite, so that a query that sees nothing has no NaN
+            x = x.masked_fill(~mask, torch.finfo(x.dtype).min)
+        elif mask is not None:
+            x = x + mask
+        if sinks is not None:
+            beside = sinks.to(x.dtype)[:, None, None].expand(*x.shape[:-1], 1)
+            x = torch.cat([x, beside], -1)
+        p = F.dropout(x.softmax(-1)[..., :S], dropout_p)
+        return (p @ v).transpose(1, 2).contiguous().to(dtype)
 
 
-def _names(function: Callable) -> set[str]:
-    """Of the functions that a mask function is made of; of one that is not transformers', ""."""
-    if function is causal_mask_function:  # torch.compile knows its name only by this
-        return {"causal_mask_function"}
-    if getattr(function, "__module__", "") != sdpa_mask.__module__:
-        return {""}
-    name = function.__qualname__.split(".")[0]
-    if name not in _WRAPPERS:
-        return {name}
-    if torch.compiler.is_compiling():
-        # torch.compile does not look inside; what cuts a row up is found by asking about each token
-        return {_CUTS[0]} if name == "and_masks" else {""}
-    parts: list[Callable] = []
-    for cell in function.__closure__ or ():
-        x = cell.cell_contents
-        parts += [y for y in (x if isinstance(x, tuple | list) else (x,)) if callable(y)]
-    return set().union(*(_names(x) for x in parts if not isinstance(x, Tensor)))
-
-
-def _all(mask: Tensor) -> bool:
-    """Whether no key is padding; not known while torch.compile traces."""
-    return not torch.compiler.is_compiling() and bool(mask.all())
+def _dense_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """[B or 1, H or 1, T or 1, S], bool or floating."""
+    if mask is None:
+        return None
+    (B, H, T, _), S = q.shape, k.shape[2]
+    if is_rule_mask(mask):
+        return visible(mask, k.shape[0], T, S)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attention_mask: want bool or floating, got {mask.dtype}")
+    mask = mask[..., :S]
+    if any(n not in (1, m) for n, m in zip(mask.shape, (max(B, k.shape[0]), H, T, S))):
+        raise ValueError(
+            f"attention_mask: want [{B} or 1, {H} or 1, {T} or 1, {S}], got {tuple(mask.shape)}"
+        )
+    return mask
 
 
 @cache
@@ -337,5 +309,43 @@ def _say_dense() -> None:
     logger.warning("slipstream: a mask that is not causal, windowed, padded or packed is dense")
 
 
+def uses_interface(model: type[PreTrainedModel]) -> bool:
+    """Whether the attention of a class of models is looked up in transformers' AttentionInterface.
+
+    It is not where a class has attention of its own, or a dictionary of them by name.
+    """
+    if not model._can_set_attn_implementation():
+        return False
+    return "_CLASSES[config._attn_implementation]" not in modeling_source(model.__module__)
+
+
+@cache
+def _say_own(model: str, own: str) -> None:
+    logger.warning(
+        "slipstream: %s does not use transformers' AttentionInterface and keeps its own "
+        "attention, %r",
+        model,
+        own,
+    )
+
+
+def _keep_own_attention() -> None:
+    """Lets models that do not use the interface keep what transformers would choose for them."""
+    choose = PreTrainedModel.get_correct_attn_implementation
+
+    @wraps(choose)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        if requested_attention != NAME or uses_interface(type(self)):
+            return choose(self, requested_attention, is_init_check)
+        own = choose(self, None, is_init_check)
+        _say_own(type(self).__name__, own)
+        return own
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
 AttentionInterface.register(NAME, slipstream_attention)
 AttentionMaskInterface.register(NAME, slipstream_mask)
+_keep_own_attention()

@@ -1,5 +1,7 @@
 """attention: softmax attention in the layout [B, T, H, D]."""
 
+import logging
+from functools import cache
 from typing import Literal, overload
 
 import torch
@@ -10,6 +12,8 @@ from slipstream.core.autocast import autocast_dtype
 from slipstream.core.varlen import check_cu_seqlens_values
 from slipstream.kernels.softmax.call import run
 from slipstream.kernels.softmax.terms import Options, Terms
+
+logger = logging.getLogger(__name__)
 
 
 @overload
@@ -28,6 +32,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
     impl: str | None = None,
 ) -> Tensor: ...
@@ -47,6 +52,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[True],
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -66,6 +72,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,7 +80,7 @@ def attention(
 
         x_ts = f(scale q_t . k_s) - slope |t - s| + g_{s+1} + ... + g_t      f(x) = c tanh(x / c)
         lse_t = log(exp(sink) + sum_s exp(x_ts))        over the keys s that t sees
-        o_t = sum_s exp(x_ts - lse_t) v_s               each part only if given
+        o_t = sum_s m_ts exp(x_ts - lse_t) v_s          each part only if given
 
     The last query stands on the last key: with T queries and S keys, query t is at position
     S - T + t, and causal means that it sees keys up to there.
@@ -96,6 +103,9 @@ def attention(
         cu_seqlens_k: int32 or int64 [N+1], offsets of the keys packed in [1, S, ...].
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are real,
             the first ones; the last query stands on the last of them. None is all.
+        dropout_p: each weight is dropped with this probability, else divided by 1 - dropout_p: m is
+            0 or 1 / (1 - dropout_p). Drawn by torch's generator of q's device, again in every call;
+            the backward drops the same. Plain torch, on CUDA too.
         return_lse: return lse too.
         impl: None chooses; "hopper", "triton", "eager" or "reference" is used or refused.
 
@@ -105,7 +115,8 @@ def attention(
         Gradients flow through both, to q, k, v, g and sinks.
 
     Raises:
-        ValueError: shapes do not fit, an empty window, or cu_seqlens are no offsets.
+        ValueError: shapes do not fit, an empty window, dropout_p is no probability, or cu_seqlens
+            are no offsets.
         TypeError: dtypes. NotImplementedError: impl cannot do it.
 
     Cost: 2 B H T S (D + DV) flops, of which those that no query sees are skipped; memory linear
@@ -124,8 +135,10 @@ def attention(
         checks.expect_one_dtype({"q": q, "k": k, "v": v})
     factor = scale_of(scale, q)
     check_softcap(softcap)
-    terms = Terms(q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths)
-    o, lse = run(terms, Options(factor, left, right, float(softcap or 0.0)), return_lse, impl)
+    seed = _seed(dropout_p, q)
+    terms = Terms(q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed)
+    options = Options(factor, left, right, float(softcap or 0.0), float(dropout_p))
+    o, lse = run(terms, options, return_lse, impl)
     return o if lse is None else (o, lse)
 
 
@@ -169,6 +182,24 @@ def scale_of(scale: float | None, q: Tensor) -> float:
 def check_softcap(softcap: float | None) -> None:
     if softcap is not None and not softcap >= 0:
         raise ValueError(f"softcap: want a positive number or None, got {softcap}")
+
+
+def _seed(dropout_p: float, q: Tensor) -> Tensor | None:
+    """int64 [1] by torch's generator, so that checkpointing and manual_seed repeat it."""
+    if not isinstance(dropout_p, int | float):
+        raise TypeError(f"dropout_p: want a number, got {type(dropout_p).__name__}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p: want a probability from 0 to 1, got {dropout_p}")
+    if not dropout_p:
+        return None
+    if q.is_cuda and not torch.compiler.is_compiling():
+        _say_dropout()
+    return torch.randint(2**62, (1,), device=q.device)
+
+
+@cache
+def _say_dropout() -> None:
+    logger.warning("slipstream: attention with dropout_p > 0 runs in plain torch, not by kernels")
 
 
 def _check(

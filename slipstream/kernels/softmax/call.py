@@ -15,17 +15,30 @@ from slipstream.kernels.softmax.reference import softmax_reference
 from slipstream.kernels.softmax.terms import Options, Terms
 from slipstream.kernels.softmax.triton.plan import kind, refuses
 
+NO_DROPOUT = "it has no dropout"
+
+
+def _refuses_hopper(call: tuple[Terms, Options]) -> str | None:
+    return NO_DROPOUT if call[1].dropout else hopper_refuses(*call)
+
 
 def _refuses(call: tuple[Terms, Options]) -> str | None:
     terms, options = call
+    if options.dropout:
+        return NO_DROPOUT
     return refuses(terms[:3]) or guard.objection(lambda: kind(terms, options), terms.q.device)
 
 
 CANDIDATES = (
-    Candidate("hopper", "kernels for sm_90", lambda call: hopper_refuses(*call)),
+    Candidate("hopper", "kernels for sm_90", _refuses_hopper),
     Candidate("triton", "kernels for any CUDA device", _refuses),
     Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "dense, the oracle of the tests", by_name_only=True),
+    Candidate(
+        "reference",
+        "dense, the oracle of the tests",
+        lambda call: NO_DROPOUT if call[1].dropout else None,
+        by_name_only=True,
+    ),
 )
 
 

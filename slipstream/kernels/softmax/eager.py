@@ -41,7 +41,9 @@ def torch_takes(terms: Terms, options: Options) -> bool:
     """Whether scaled_dot_product_attention does it in linear memory and returns all there is."""
     left, right = options.left, options.right
     q, k, v = terms[:3]
-    if any(x is not None for x in terms[3:6]) or options.softcap or q.shape[-1] != v.shape[-1]:
+    if any(x is not None for x in terms[3:6]) or options.softcap or options.dropout:
+        return False
+    if q.shape[-1] != v.shape[-1]:
         return False
     if terms.simple and (left < 0 or left >= k.shape[1] - 1) and k.shape[1] > 0:
         # the only query, standing on the last key, sees all that is left to it
@@ -100,6 +102,7 @@ def forward(terms: Terms, options: Options, hidden: Tensor | None = None) -> tup
     (B, T, H, _), DV = terms.q.shape, terms.v.shape[-1]
     o = terms.q.new_empty(B, T, H, DV)
     lse = terms.q.new_empty(B, H, T, dtype=terms.dtype)
+    generator = _generator(terms)
     for part, (qb, q_rows, kb, k_rows) in _parts(terms):
         if hidden is not None:
             part = _hide(part, hidden[kb, k_rows])
@@ -110,6 +113,8 @@ def forward(terms: Terms, options: Options, hidden: Tensor | None = None) -> tup
                 x = torch.cat([x, part.sinks[:, None, None].expand(*x.shape[:-1], 1)], -1)
             total = x.logsumexp(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
             p = (x - _finite(total)[..., None]).exp_()[..., : keys.stop - keys.start]
+            if generator is not None:
+                p *= _dropout_factor(p, options, generator)
             y = _grouped(p, part) @ part.v[:, :, keys]
             o_part[:, rows] = _heads(y, part).transpose(1, 2).to(o.dtype)
             lse_part[:, :, rows] = total
@@ -133,8 +138,9 @@ def backward(
     delta = torch.einsum("bthv,bthv->bht", do.to(terms.dtype), o.to(terms.dtype))
     if dlse is not None:
         delta = delta - dlse.to(terms.dtype)
+    generator = _generator(terms)
     for part, places_of in _parts(terms):
-        _part_backward(part, places_of, options, lse, delta, do, grads)
+        _part_backward(part, places_of, options, lse, delta, do, grads, generator)
     if terms.sinks is not None:
         p = (terms.sinks.to(terms.dtype)[:, None] - _finite(lse)).exp()
         p = p.masked_fill(lse == -torch.inf, 0.0)
@@ -150,6 +156,7 @@ def _part_backward(
     delta: Tensor,
     do: Tensor,
     grads: dict[str, Tensor],
+    generator: torch.Generator | None,
 ) -> None:
     """Adds one part's gradients to `grads`."""
     qb, q_rows, kb, k_rows = places_of
@@ -164,8 +171,12 @@ def _part_backward(
         p = (x - _finite(lse[..., rows])[..., None]).exp_()
         b_q, b_do = part.q[..., rows, :].flatten(2, 3), do[..., rows, :].flatten(2, 3)
         dp = _heads(b_do @ part.v[:, :, keys].mT, part)
+        weights = p
+        if generator is not None:
+            factor = _dropout_factor(p, options, generator)
+            weights, dp = p * factor, dp * factor
         dx = p * (dp - delta[..., rows, None])
-        dv[:, :, keys] += _grouped(p, part).mT @ b_do
+        dv[:, :, keys] += _grouped(weights, part).mT @ b_do
         if dG is not None:
             dG[..., keys] -= dx.sum(-2)
             at = part.where.q_key[:, None, rows].expand(*dx.shape[:-1])
@@ -182,6 +193,19 @@ def _part_backward(
     for name, x in found.items():  # reshaped where all sequences' keys were one
         to = grads[name][kb, k_rows]
         to.copy_(x.transpose(1, 2).reshape(to.shape))
+
+
+def _generator(terms: Terms) -> torch.Generator | None:
+    """What the weights that are dropped are drawn from, the same in forward and backward."""
+    if terms.seed is None:
+        return None
+    return torch.Generator(terms.q.device).manual_seed(int(terms.seed.item()))
+
+
+def _dropout_factor(p: Tensor, options: Options, generator: torch.Generator) -> Tensor:
+    """0 for a weight that is dropped, else 1 / (1 - dropout). Blocks draw theirs in turn."""
+    keep = 1.0 - options.dropout
+    return torch.empty_like(p).bernoulli_(keep, generator=generator).div_(keep or 1.0)
 
 
 def _parts(terms: Terms) -> Iterator[tuple[Part, Slices]]:

@@ -21,12 +21,14 @@ from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Options, Terms
 from slipstream.kernels.softmax.triton.plan import kind, kind_of_cache
 
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
-_OPTIONS = "float scale, int left, int right, float softcap, str impl"
+_OPTIONS = "float scale, int left, int right, float softcap, float dropout, str impl"
 _COUNT = len(Terms._fields)
+# the options and impl, at the end of the arguments
+_TAIL = len(Options._fields) + 1
 
 
 def _split(args: tuple) -> tuple[Terms, Options, str]:
-    return Terms(*args[:_COUNT]), Options(*args[-5:-1]), args[-1]
+    return Terms(*args[:_COUNT]), Options(*args[-_TAIL:-1]), args[-1]
 
 
 def _launches(impl: str) -> Any:
@@ -100,7 +102,7 @@ def _blind(terms: Terms) -> tuple[Tensor, Tensor]:
 
 def _backward(*args: Any) -> list[Tensor]:
     terms, options, impl = _split(args)
-    o, lse, do, dlse = args[_COUNT:-5]
+    o, lse, do, dlse = args[_COUNT:-_TAIL]
     if 0 in (terms.v.numel(), terms.q.numel(), terms.sequences):
         grads = {n: x.new_zeros(x.shape) for n, x in terms._asdict().items() if x is not None}
         if terms.sinks is not None and dlse is not None:
@@ -223,7 +225,7 @@ _CACHE = ", ".join(
 
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
-    call, options, impl = cache.Cache(*args[:-5]), Options(*args[-5:-1]), args[-1]
+    call, options, impl = cache.Cache(*args[:-_TAIL]), Options(*args[-_TAIL:-1]), args[-1]
     cache.check_values(call)
     if 0 in (call.v.numel(), call.q.numel()):
         return _blind(Terms(call.q, call.k, call.v, sinks=call.sinks))

@@ -24,6 +24,7 @@ class Terms(NamedTuple):
     cu_q: Tensor | None = None  # [N + 1]
     cu_k: Tensor | None = None  # [N + 1]
     lengths: Tensor | None = None  # [N], how many of its keys a sequence uses, the first ones
+    seed: Tensor | None = None  # int64 [1], of the dropout
 
     @property
     def sequences(self) -> int:
@@ -41,12 +42,16 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """left, right: how far a query sees, -1 without bound. softcap: 0 for none."""
+    """left, right: how far a query sees, -1 without bound. softcap: 0 for none.
+
+    dropout: the probability with which a weight is dropped; Terms.seed is given beside it.
+    """
 
     scale: float
     left: int = -1
     right: int = -1
     softcap: float = 0.0
+    dropout: float = 0.0
 
 
 # by whose name gradients are returned, in the order of Terms
