@@ -15,6 +15,7 @@ it could mix this tensor up with scores of its own. Every other mask is dense an
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -290,6 +291,12 @@ def traced_pattern_of(
 def _has_blocks(config_module: str) -> bool:
     """Whether the models of a configuration let blocks of tokens see each other."""
     return "block_sequence_ids" in modeling_source(config_module)
+
+
+@torch._dynamo.assume_constant_result
+def wants_entries(config_module: str) -> bool:
+    """Whether the models of a configuration always want to compute with the entries of a mask."""
+    return re.search(r"allow_is_causal_skip\W+False", modeling_source(config_module)) is not None
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from slipstream.integrations.masks import (
     Query,
@@ -29,6 +29,7 @@ from slipstream.integrations.masks import (
     pattern_of,
     traced_pattern_of,
     visible,
+    wants_entries,
 )
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
@@ -39,13 +40,18 @@ DECODED_QUERIES = 16
 # arguments that change no result; is_causal and sliding_window are in the mask
 UNREAD = frozenset(
     (
-        "cache_position", "deterministic", "is_causal", "max_length_k", "max_length_q",
+        "cache_position", "deterministic", "is_causal", "logits_to_keep", "max_length_k", "max_length_q",
         "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
         "position_ids", "return_dict", "sliding_window", "use_cache",
     )
 )  # fmt: skip
-# models that compute with the entries of a mask
-DENSE_MODELS: frozenset[str] = frozenset()
+# models that compute with the entries of a mask without a word to the mask interface, by what makes
+# the mask that they want: bool, or to be added
+DENSE_MODELS: dict[str, Callable] = {
+    "deepseek_v4": eager_mask,
+    "parakeet_encoder": sdpa_mask,
+    "nemotron_asr_streaming_encoder": sdpa_mask,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +84,8 @@ def slipstream_mask(
             entries of the mask.
         use_vmap: mask_function takes numbers, not tensors.
     """
-    if use_vmap or getattr(config, "model_type", None) in DENSE_MODELS:
+    dense = DENSE_MODELS.get(getattr(config, "model_type", ""))
+    if use_vmap or dense is not None:
         pattern = None
     elif torch.compiler.is_compiling():
         pattern = traced_pattern_of(
@@ -89,8 +96,9 @@ def slipstream_mask(
     if pattern is not None:
         causal = pattern.rule.right == 0
         may_skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
-        # transformers does not allow to skip these either, though nothing computes with them
-        may_skip = may_skip or pattern.cuts or q_length == 1
+        # packed rows and a step on a static cache: transformers allows no None there
+        step = q_length == 1 and causal and not wants_entries(type(config).__module__)
+        may_skip = may_skip or pattern.cuts or step
         padding = None
         if attention_mask is not None:
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -100,17 +108,18 @@ def slipstream_mask(
             return mask
     if not torch.compiler.is_compiling():
         _say_dense()
-    return sdpa_mask(
+    return (dense or sdpa_mask)(
         batch_size,
         q_length,
         kv_length,
-        q_offset,  # pyright: ignore[reportArgumentType]
+        q_offset,
         kv_offset,
         mask_function,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
         use_vmap=use_vmap,
         device=device,
+        **kwargs,
     )
 
 

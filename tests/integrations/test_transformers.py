@@ -213,15 +213,6 @@ def test_bidirectional_attention_matches_eager() -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_is_refused() -> None:
-    _, model = make("llama")
-    model.train()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(NotImplementedError, match="dropout: want 0"):
-        model(torch.ones(1, 3, dtype=torch.int64))
-
-
 def test_a_mask_function_of_unknown_make_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_say_dense", lambda: None)
     every: Callable = lambda batch, head, q, k: (q + k) % 2 == 0  # noqa: E731
@@ -236,7 +227,7 @@ def test_chunks_are_packed_sequences() -> None:
     chunks = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
     mask = ours.slipstream_mask(2, 10, 10, mask_function=chunks)
     assert mask is not None
-    assert mask.flatten().tolist() == [0, 4, 8, 10, 14, 18, 20] and mask.dtype == torch.int32
+    assert mask[0, 0, :, 0].tolist() == [0, 4, 8, 10, 14, 18, 20] and mask.dtype == torch.int32
 
 
 @pytest.mark.slow

@@ -1,0 +1,243 @@
+"""attn_implementation="slipstream" in models that differ in what their attention asks for."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import masking_utils as hf
+
+from slipstream.integrations import transformers as ours
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "vocab_size": 61, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA4: dict[str, Any] = {
+    **TEXT, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48,
+    "layer_types": ["chunked_attention", "full_attention"],
+}  # fmt: skip
+
+
+def pair(name: str, config: Any) -> tuple[Any, Any]:
+    """The same random model with "eager" and with ours."""
+    cls = getattr(transformers, name)
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in eager.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.25)
+    slip = cls._from_config(copy.deepcopy(config), attn_implementation="slipstream").eval()
+    slip.load_state_dict(eager.state_dict())
+    return eager, slip
+
+
+def ids(rows: int, tokens: int) -> Tensor:
+    return torch.randint(3, 61, (rows, tokens))
+
+
+def first(output: Any) -> Tensor:
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def assert_same(models: tuple[Any, Any], live: Tensor | None = None, **inputs: Any) -> None:
+    want, got = (first(model(**inputs)) for model in models)
+    if live is not None:
+        want, got = want[live], got[live]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("source", "target"), [(13, 7), (9, 9), (5, 8)])
+def test_cross_attention_sees_the_keys_of_the_encoder(source: int, target: int) -> None:
+    models = pair("BartForConditionalGeneration", transformers.BartConfig(**BART))
+    given = {"input_ids": ids(2, source), "decoder_input_ids": ids(2, target)}
+    assert_same(models, **given)
+    for side in (slice(0, 3), slice(-3, None)):
+        mask = torch.ones(2, source, dtype=torch.int64)
+        mask[1, side] = 0
+        assert_same(models, attention_mask=mask, **given)
+        assert_same(models, decoder_attention_mask=torch.ones(2, target), attention_mask=mask, **given)  # fmt: skip # noqa: E501
+
+
+def test_bidirectional_windows_are_those_of_the_mask_function() -> None:
+    config = transformers.ModernBertConfig(
+        **{**TEXT, "local_attention": 8, "num_hidden_layers": 3, "cls_token_id": 1,
+           "sep_token_id": 2, "global_attn_every_n_layers": 3}
+    )  # fmt: skip
+    models = pair("ModernBertModel", config)
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[1, -5:] = 0
+    assert_same(models, input_ids=ids(2, 24))
+    assert_same(models, live=mask.bool(), input_ids=ids(2, 24), attention_mask=mask)
+
+
+def test_t5gemma_matches_eager() -> None:
+    part = {**TEXT, "sliding_window": 4, "attention_dropout": 0.0, "query_pre_attn_scalar": 8}
+    config = transformers.T5GemmaConfig(encoder=part, decoder=dict(part), dropout_rate=0.0)
+    models = pair("T5GemmaForConditionalGeneration", config)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :3] = 0
+    for padding in (None, mask):
+        assert_same(
+            models, input_ids=ids(2, 12), attention_mask=padding, decoder_input_ids=ids(2, 12)
+        )
+
+
+def test_chunks_stay_within_packed_sequences() -> None:
+    """As DataCollatorWithFlattening returns them with return_flash_attn_kwargs."""
+    models = pair("Llama4ForCausalLM", transformers.Llama4TextConfig(**LLAMA4))
+    lengths, given = (3, 9, 6), ids(1, 18)
+    assert_same(models, input_ids=given)
+    at = torch.cat([torch.arange(n) for n in lengths])[None]
+    offsets = torch.tensor([0, 3, 12, 18], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}  # fmt: skip # noqa: E501
+    assert_same(models, input_ids=given, position_ids=at, use_cache=False, **packed)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: want position_ids"):
+        models[1](given, use_cache=False, **packed)
+
+
+def test_offsets_cut_a_model_that_takes_no_positions() -> None:
+    """With a cache transformers does not look at position_ids; the offsets alone cut."""
+    _, model = pair("LlamaForCausalLM", transformers.LlamaConfig(**TEXT))
+    given, offsets = ids(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    at = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    got = model(given, position_ids=at, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).logits
+    want = [model(given[:, a:b]).logits for a, b in ((0, 5), (5, 12))]
+    torch.testing.assert_close(got, torch.cat(want, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_position_bias_matches_eager() -> None:
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0, dropout_rate=0.0,
+    )  # fmt: skip
+    models = pair("T5ForConditionalGeneration", config)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, -3:] = 0
+    for padding in (None, mask):
+        assert_same(
+            models, input_ids=ids(2, 9), attention_mask=padding, decoder_input_ids=ids(2, 9)
+        )
+
+
+def attend(**kwargs: Any) -> Tensor:
+    q = torch.randn(1, 2, 4, 8)
+    return ours.slipstream_attention(torch.nn.Identity(), q, q, q, None, **kwargs)[0]
+
+
+def test_unknown_arguments_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"indices: .* of Identity"):
+        attend(indices=torch.zeros(1, 4, 2, dtype=torch.int64))
+    attend(indices=None, output_attentions=False)
+
+
+def test_attributes_of_a_layer_change_nothing() -> None:
+    """Who sees whom is in the mask alone: without one, every query sees every key."""
+    q = torch.randn(1, 2, 4, 8)
+    module = torch.nn.Identity()
+    want, _ = ours.slipstream_attention(module, q, q, q, None)
+    module.is_causal, module.sliding_window = True, 2  # pyright: ignore
+    got, _ = ours.slipstream_attention(module, q, q, q, None, sliding_window=2)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 61}),
+        ("FalconForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}),  # noqa: E501
+        ("GPTNeoForCausalLM", {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "vocab_size": 61}),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_models_without_the_interface_keep_their_attention(
+    name: str, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours._say_own.cache_clear()
+    made = getattr(transformers, name).config_class(**config)
+    with caplog.at_level(logging.WARNING):
+        models = pair(name, made)
+    assert models[1].config._attn_implementation in ("eager", "sdpa")
+    assert sum(name in record.getMessage() for record in caplog.records) == 1
+    assert_same(models, input_ids=ids(2, 9))
+
+
+def test_gpt2_trains_at_its_default_dropout() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
+        eos_token_id=2, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    eager, slip = pair("GPT2LMHeadModel", config)
+    given = ids(2, 12)
+    assert config.attn_pdrop == 0.1
+    with torch.no_grad():
+        want = eager(given).logits
+        slip.train()
+        torch.manual_seed(0)
+        draws = torch.stack([slip(given).logits for _ in range(40)])
+    assert draws.std(0).max() > 1e-3
+    # near the mean: dropout is unbiased in attention's output, though not in the logits
+    assert (draws.mean(0) - want).abs().mean() < 0.5 * draws.std(0).mean()
+    grads = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            slip.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(1)
+        loss = slip(given, labels=given, use_cache=False).loss
+        grads.append(torch.autograd.grad(loss, list(slip.parameters())))
+    for got, first_grad in zip(grads[1], grads[0]):
+        torch.testing.assert_close(got, first_grad)
+
+
+def dense(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """By ours, by torch, and in float64, under a mask that has to be dense."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 32, dtype=torch.float64) for _ in range(3))
+    q, k, v = (scale * q).to(dtype), (scale * k).to(dtype), v.to(dtype)
+    mask = torch.rand(1, 1, 64, 64) < 0.7
+    got, _ = ours.slipstream_attention(torch.nn.Identity(), q, k, v, mask)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    want = sdpa(*(x.double() for x in (q, k, v)), attn_mask=mask)
+    return got.transpose(1, 2), sdpa(q, k, v, attn_mask=mask), want
+
+
+def test_dense_scores_do_not_overflow_in_float16() -> None:
+    got, _, want = dense(torch.float16, 60.0)
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dense_error_in_bfloat16_is_that_of_torch(autocast: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        got, by_torch, want = dense(torch.bfloat16, 1.0)
+    error, allowed = ((x.double() - want).norm() for x in (got, by_torch))
+    assert error <= 1.1 * allowed
+
+
+def test_masks_of_another_shape_or_dtype_are_refused() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    for mask, error in (
+        (torch.ones(1, 1, 4, 3, dtype=torch.bool), ValueError),
+        (torch.ones(1, 3, 4, 4), ValueError),
+        (torch.ones(1, 1, 4, 4, dtype=torch.int64), TypeError),
+    ):
+        with pytest.raises(error, match="attention_mask: want"):
+            ours.slipstream_attention(torch.nn.Identity(), q, q, q, mask)
+
+
+def test_window_is_in_the_mask() -> None:
+    mask = ours.slipstream_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3))
+    assert mask is not None and ours.Rule.of_size(mask.shape[1]) == (2, 0)
