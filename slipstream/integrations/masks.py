@@ -306,7 +306,7 @@ def modeling_source(config_module: str) -> str:
     module = sys.modules.get(name)
     try:
         return "" if module is None else inspect.getsource(module)
-    except OSError:
+    except (OSError, TypeError):  # no file: an interactive session, or a builtin
         return ""
 
 

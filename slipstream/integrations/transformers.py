@@ -40,9 +40,9 @@ DECODED_QUERIES = 16
 # arguments that change no result; is_causal and sliding_window are in the mask
 UNREAD = frozenset(
     (
-        "cache_position", "deterministic", "is_causal", "logits_to_keep", "max_length_k", "max_length_q",
-        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
-        "position_ids", "return_dict", "sliding_window", "use_cache",
+        "cache_position", "deterministic", "is_causal", "logits_to_keep", "max_length_k",
+        "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states",
+        "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
     )
 )  # fmt: skip
 # models that compute with the entries of a mask without a word to the mask interface, by what makes
@@ -112,7 +112,7 @@ def slipstream_mask(
         batch_size,
         q_length,
         kv_length,
-        q_offset,
+        q_offset,  # pyright: ignore[reportArgumentType]
         kv_offset,
         mask_function,
         attention_mask=attention_mask,

@@ -60,7 +60,7 @@ def test_mask_lets_through_what_the_mask_function_does(name: str, static: bool) 
         )
         want = hf.sdpa_mask(*call, allow_is_causal_skip=False).expand(ROWS, 1, T, S)
         live = torch.ones(ROWS, T, dtype=torch.bool)
-        if padding is not None and causal or "window" in name:
+        if (padding is not None and causal) or "window" in name:
             # what a query on padding sees does not matter where positions do
             place = torch.arange(T) + q0
             at = torch.ones(ROWS, q0 + T + k0 + S, dtype=torch.bool)

@@ -142,7 +142,11 @@ def inputs_of(model: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
         given["input_features"] = torch.randn(ROWS, mels, min(positions, 256))
     else:
         raise NotImplementedError(f"no inputs are made for {main}")
-    if "pixel_values" in accepted and main == "input_ids" and "get_image_features" not in dir(model):
+    if (
+        "pixel_values" in accepted
+        and main == "input_ids"
+        and "get_image_features" not in dir(model)
+    ):
         required = accepted["pixel_values"].default is inspect.Parameter.empty
         if required:
             given["pixel_values"] = torch.randn(ROWS, channels or 3, size, size)
@@ -282,7 +286,7 @@ def eager_runs(name: str, other: dict[str, Any]) -> tuple[Any, PreTrainedConfig,
     want = runs_of(eager, inputs)
     torch.manual_seed(1)
     with torch.no_grad():
-        again = {n: x for n, x in tensors_of(eager(**inputs))}
+        again = dict(tensors_of(eager(**inputs)))
     if different := difference({"forward": again}, {"forward": want["forward"]}):
         raise NotImplementedError(f"two runs of it differ: {different}")
     return cls, config, eager.state_dict(), inputs, want
