@@ -1,28 +1,26 @@
-"""The command `slipstream`: one file per subcommand, each importing what it needs when it runs."""
+"""The command `slipstream`, in the package's optional dependencies [lm]."""
 
-import typer
+import sys
 
-from slipstream.cli.doctor import doctor
-from slipstream.cli.explain import explain
-from slipstream.cli.generate import generate
-from slipstream.cli.matrix import matrix
-from slipstream.cli.precompile import precompile
-from slipstream.cli.train import train
-
-app = typer.Typer(
-    help="Attention kernels for PyTorch, and the language models built from them.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
-for command in (train, generate, doctor, explain, matrix, precompile):
-    app.command()(command)
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps subcommands subcommands, however few there are."""
+LM = "pip install 'slipstream[lm]'"
 
 
 def main() -> None:
+    try:
+        from slipstream.cli.commands import app
+    except ModuleNotFoundError as error:
+        sys.exit(not_installed(error))
     app()
+
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """One line, with the way out.
+
+    Raises:
+        ModuleNotFoundError: a module of our own is missing, which no installation mends.
+    """
+    name = (error.name or "").partition(".")[0]
+    if name in ("", "slipstream"):
+        raise error
+    extra = "pip install 'slipstream[cuda]'" if name == "triton" else LM
+    return f"error: the command wants {name}, which is not installed: {extra}"

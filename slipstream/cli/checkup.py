@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from slipstream import __version__
 from slipstream.cli.filling import stale
 from slipstream.cli.plans import find
-from slipstream.cli.samples import Sample, Shape, chosen, flat
+from slipstream.cli.samples import SAMPLES, Sample, Shape, chosen, flat
 from slipstream.core import guard, machine, matrix, toolchain
 from slipstream.core.faults import INTERPRETER, applying
 
@@ -116,8 +117,10 @@ def _faults(here: machine.Machine | None, triton: str | None) -> Sequence[Any]:
 
 
 def _places() -> dict[str, str]:
-    triton = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton/cache")
-    return {"triton cache": triton, "slipstream cache": str(machine.cache_dir())}
+    return {
+        "triton cache": str(machine.triton_cache()),
+        "slipstream cache": str(machine.cache_dir()),
+    }
 
 
 def examine(
@@ -289,29 +292,54 @@ def _error(got: Tensor, want: Tensor) -> float:
     return error / max(size, 1e-30) if error > 0 else 0.0
 
 
-def interpreted(names: Sequence[str], shown: Callable[[Check], None] | None = None) -> list[Check]:
-    """The kernels in Triton's interpreter, in a child: it has to be chosen before the import."""
+def interpreted(
+    samples: Sequence[Sample], shown: Callable[[Check], None] | None = None
+) -> Iterator[Check]:
+    """The kernels in Triton's interpreter, in a child: it has to be chosen before the import.
+
+    The child writes a line for each check as soon as it has it.
+    """
     if INTERPRETED or toolchain.triton_version() is None:
-        return []
-    command = [sys.executable, "-c", "from slipstream.cli import main; main()", "doctor", *names]
+        return
+    numbers = [SAMPLES.index(x) for x in samples]
+    code = f"from slipstream.cli.checkup import stream; stream({numbers})"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=env)
-    try:
-        rows = json.loads(done.stdout)["checks"]
-    except ValueError:
-        words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return [Check("interpreter", "triton", "", ok=False, error=words)]
-    found = [replace(from_json(x), impl="interpreted") for x in rows]
-    if shown is not None:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=env,
+        ) as child,
+    ):
+        assert child.stdout is not None
+        lines = iter(child.stdout.readline, "")
+        found = (replace(from_json(json.loads(x)), impl="interpreted") for x in lines)
         for check in found:
-            shown(check)
-    return found
+            if shown is not None:
+                shown(check)
+            yield check
+        if child.wait() != 0:
+            errors.seek(0)
+            words = (errors.read().strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+            check = Check("interpreter", "triton", "", ok=False, error=words)
+            if shown is not None:
+                shown(check)
+            yield check
+
+
+def stream(numbers: Sequence[int]) -> None:
+    """What the child does."""
+    for check in examine([SAMPLES[i] for i in numbers], full=False):
+        print(json.dumps(as_json(check), allow_nan=False), flush=True)
 
 
 def show(about: Mapping[str, Any]) -> None:
     """The report without its checks, for people."""
     for key in ("slipstream", "python", "torch", "triton", "cuda"):
-        print(f"{key:11} {about[key] or 'none'}")
+        print(f"{key:11} {about[key] or 'none'}", flush=True)
     device, ptxas = about["device"], about["ptxas"]
     if device is None:
         print("device      none: plain torch, and the kernels in Triton's interpreter")

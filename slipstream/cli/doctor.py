@@ -17,6 +17,10 @@ def doctor(
     interpreted: Annotated[
         bool, typer.Option(help="without a GPU, run the kernels in Triton's interpreter")
     ] = True,
+    thorough: Annotated[
+        bool,
+        typer.Option(help="in the interpreter every operator, not one for each kind of kernel"),
+    ] = False,
     forget: Annotated[bool, typer.Option(help="forget what guarded compilation learnt")] = False,
 ) -> None:
     """Versions, known faults, every operator against its oracle; exit status 1 on a mismatch."""
@@ -35,10 +39,11 @@ def doctor(
             checkup.show(about)
         found = []
         if checks:
-            names = [x.op for x in samples]
-            found = list(checkup.examine(samples, full, None if json else checkup.show_check))
+            shown = None if json else checkup.show_check
+            found = list(checkup.examine(samples, full, shown))
             if interpreted and about["device"] is None:
-                found += checkup.interpreted(names, None if json else checkup.show_check)
+                some = samples if operators or thorough else chosen(list(QUICK))
+                found += checkup.interpreted(some, shown)
         bad = [x for x in found if not x.ok]
         if json:
             rows = [checkup.as_json(x) for x in found]

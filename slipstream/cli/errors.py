@@ -5,11 +5,16 @@ from contextlib import contextmanager
 
 import typer
 
+from slipstream.cli import not_installed
+
 
 @contextmanager
 def reported() -> Iterator[None]:
     try:
         yield
+    except ModuleNotFoundError as error:
+        typer.secho(not_installed(error), fg="red", err=True)
+        raise typer.Exit(1) from error
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+        typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
         raise typer.Exit(2) from error

@@ -15,7 +15,8 @@ from rich.markup import escape
 from slipstream import __version__
 from slipstream.cli.plans import find
 from slipstream.cli.samples import LONG, Sample, Shape
-from slipstream.core import matrix, toolchain
+from slipstream.core import machine, matrix, toolchain
+from slipstream.core.files import write_text
 
 MANIFEST = "slipstream.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -73,7 +74,7 @@ def fill(
 ) -> bool:
     """Compiles into `cache`; whether all of it compiled. Says where it is and who can read it."""
     console = Console()
-    place = Path(cache or os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
+    place = cache or machine.triton_cache()
     place.mkdir(parents=True, exist_ok=True)
     selected = toolchain.select_ptxas((arch,))
     if cache is not None:
@@ -89,7 +90,7 @@ def fill(
     for name, reason in found.without.items():
         console.print(f"[dim]{name}: nothing to compile ({reason})[/]")
     made = made_by(arch)
-    (place / MANIFEST).write_text(json.dumps(made, indent=1) + "\n")
+    write_text(place / MANIFEST, json.dumps(made, indent=1) + "\n")
     console.print(
         f"{len(rows) - len(failed)} kernels for {arch} in {place}. Triton finds them under the"
         f" same wheel only: {', '.join(f'{k} {v}' for k, v in made.items())}"

@@ -37,6 +37,7 @@ def matrix(
         from slipstream.cli import support
         from slipstream.cli.samples import FURTHER, REPRESENTATIVE, chosen
         from slipstream.core.arch import ARCHS, named
+        from slipstream.core.files import write_text
         from slipstream.core.matrix import as_json
 
         if shapes < 1:
@@ -58,7 +59,7 @@ def matrix(
             if record and not run.failures:
                 support.record(found, run)
         if out is not None:
-            out.write_text(json.dumps([as_json(x) for x in rows], indent=1) + "\n")
+            write_text(out, json.dumps([as_json(x) for x in rows], indent=1) + "\n")
         if record and run.failures:
             typer.secho("not recorded: what could not be traced is missing", fg="red", err=True)
         if run.failures or any(x.status in ("crash", "hang") for x in rows):

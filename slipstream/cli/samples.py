@@ -86,10 +86,12 @@ FILL: Mapping[str, Callable[[list[int], torch.device], Tensor]] = {
     "one": lambda shape, device: 1 + 0.1 * torch.randn(shape, device=device),
     "ids": lambda shape, device: torch.randint(0, 1000, shape, device=device),
     "lengths": lambda shape, device: torch.randint(0, 50, shape, device=device).int(),
+    # of a cache with twice as many rows as there are new keys, one or more
+    "prefixes": lambda shape, device: torch.randint(0, 2, shape, device=device).int(),
 }
 # Fills that are float32 whatever the operator computes in.
 _WIDE = ("gate", "bounded", "state")
-_INTEGERS = {"ids": torch.int64, "lengths": torch.int32}
+_INTEGERS = {"ids": torch.int64, "lengths": torch.int32, "prefixes": torch.int32}
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ SAMPLES = [
     Sample("attention", "q=BTGK k=BTHK v=BTHV", options={"window_size": (60, 9), "causal": False}),
     Sample(
         "flash_attn_with_kvcache",
-        "q=BTHK k_cache=BRHK v_cache=BRHV k=BTHK v=BTHV cache_seqlens=B:lengths",
+        "q=BTHK k_cache=BRHK v_cache=BRHV k=BTHK v=BTHV cache_seqlens=B:prefixes",
         options={"causal": True},
         grouped=False,
         fixed="q k_cache v_cache k v",

@@ -23,6 +23,7 @@ from slipstream.core import machine, matrix
 from slipstream.core.aot import Job
 from slipstream.core.arch import ARCHS
 from slipstream.core.faults import applying, version
+from slipstream.core.files import write_text
 from slipstream.core.releases import install
 from slipstream.core.worker import Worker
 
@@ -170,8 +171,8 @@ def record(rows: Sequence[matrix.Row], run: Run) -> None:
             "kernels": len(found),
         }
         data.setdefault(release, {})[arch] = {**about, "operators": cells}
-    DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(json.loads(DATA.read_text())))
+    write_text(DATA, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    write_text(PAGE, page(json.loads(DATA.read_text())))
     _trust(rows)
 
 
@@ -194,7 +195,7 @@ def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -
         for key in sorted(families)
     ]
     lines = ",\n".join(json.dumps(x) for x in rows)
-    VERIFIED.write_text(f"[\n{lines}\n]\n")
+    write_text(VERIFIED, f"[\n{lines}\n]\n")
     machine.verified.cache_clear()
 
 

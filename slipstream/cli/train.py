@@ -1,5 +1,6 @@
 """slipstream train CONFIG.yaml [section.key=value ...]"""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,8 @@ def train(
         from slipstream.training.config import load
         from slipstream.training.run import train as run
 
-        console = Console()
+        # torchrun numbers its processes: the first one speaks
+        console = Console(quiet=os.environ.get("RANK", "0") != "0")
         result = run(load(config, overrides or ()), interrupt, console, fresh)
         if result.held_out is None:
             console.print(

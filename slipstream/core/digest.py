@@ -8,13 +8,12 @@ files that it is of; where none of these has changed, Triton is told what it fou
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.files import write_text
 from slipstream.core.machine import cache_dir
 
 # What it is of, in Triton's folder: everything that can be imported, and the compiler.
@@ -70,6 +69,4 @@ def _read() -> dict[str, str]:
 def _write(found: dict[str, str]) -> None:
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(found, file)
-    os.replace(file.name, path)
+    write_text(path, json.dumps(found))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.core import machine as machines
+from slipstream.core import plan
 from slipstream.core.faults import applying
 from slipstream.core.ids import WrongId, raise_pending
 from slipstream.core.machine import Guarded, Kind, Machine, Unusable, in_words, machine
@@ -56,7 +57,7 @@ def attempt(
         probe: compares a small fresh problem of the kind with plain torch; says what differs.
 
     Raises:
-        NotImplementedError: it failed, and there is no `instead`.
+        NotImplementedError: it failed, and there is no `instead` or SLIPSTREAM_FALLBACK=error.
         ValueError: as core.ids.raise_pending.
     """
     raise_pending()
@@ -64,6 +65,7 @@ def attempt(
     if here is None:
         return run(*args)
     kind: Kind = ()
+    lasting = True
     try:
         if not here.quiet:
             kind = kind_of()
@@ -75,10 +77,14 @@ def attempt(
         kind = kind or kind_of()
         if reason is None or kind in here.probing:
             raise
+        # a folder that cannot be written, or no child to compile in, is nothing of the kernels
+        lasting = getattr(error, "lasting", not isinstance(error, OSError))
     if here.unusable(kind) is None:
-        here.demote(kind, reason)
+        here.demote(kind, reason, lasting)
     if instead is None:
         raise NotImplementedError(f"{in_words(kind)}: {reason}; impl=None chooses another")
+    if plan.fallback_is_error():
+        raise NotImplementedError(f"{in_words(kind)}: {reason}; {plan.FALLBACK}=error")
     here.say(kind, reason)
     return instead(*args)
 
@@ -87,6 +93,8 @@ def _blame(error: Exception) -> str | None:
     """What a compiler did, None if it was not the compiler."""
     if isinstance(error, Unusable):
         return str(error)
+    if isinstance(error, OSError):  # of Triton's files: nothing else here has any
+        return f"{type(error).__name__}: {error}"
     own = type(error).__module__.partition(".")[0] == "triton"
     if own or (type(error) is RuntimeError and "PassManager" in str(error)):
         words = str(error).strip().splitlines() or [""]
@@ -110,7 +118,8 @@ def _admit(
             raise  # of an earlier call, found meanwhile
         except Exception as error:
             if reason := _blame(error):
-                raise Unusable(reason) from error
+                lasting = getattr(error, "lasting", not isinstance(error, OSError))
+                raise Unusable(reason, lasting) from error
             found = None  # no memory for it, say: the call itself may still run
             text = f"{in_words(kind)} could not be probed: {type(error).__name__}: {error}"
             warnings.warn(text, Guarded, stacklevel=4)

@@ -28,6 +28,7 @@ from slipstream.core import arch as arches
 from slipstream.core import toolchain
 from slipstream.core.aot import cached, job_of
 from slipstream.core.faults import INTERPRETER, Fault, applying, blocking, suspected, version
+from slipstream.core.files import write_text
 from slipstream.core.hooks import before_compiling
 from slipstream.core.kinds import CORE, TRAITS, family, in_words, triggers
 from slipstream.core.kinds import Kind as Kind
@@ -45,7 +46,14 @@ _NARROW = frozenset((torch.float16, torch.bfloat16))
 
 
 class Unusable(RuntimeError):
-    """A kernel that this machine's compilers cannot make, or make wrong; its text says why."""
+    """A kernel that this machine's compilers cannot make, or make wrong; its text says why.
+
+    lasting: whether it holds for later processes, too.
+    """
+
+    def __init__(self, reason: str, lasting: bool = True) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
 
 
 class Guarded(RuntimeWarning):
@@ -56,7 +64,51 @@ def cache_dir() -> Path:
     """Where verdicts are remembered: $SLIPSTREAM_CACHE_DIR, or slipstream in the user's cache."""
     if given := os.environ.get("SLIPSTREAM_CACHE_DIR"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "slipstream"
+
+
+def home() -> Path:
+    """The user's folder; where there is no such user, as in a container with any uid, one in the
+    folder for temporary files.
+
+    Raises:
+        OSError: there is neither.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        place = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    if place.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{place} belongs to another user")  # who could leave kernels there
+    return place
+
+
+def triton_cache() -> Path:
+    """Where Triton leaves what it compiles."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home() / ".triton/cache")
+
+
+def select_cache() -> None:
+    """Gives Triton a folder for temporary files where its own cannot be written."""
+    place = None
+    try:
+        place = triton_cache()
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+        # Triton itself knows no home but the user's
+        if not os.path.isabs(os.path.expanduser("~")):
+            os.environ["TRITON_CACHE_DIR"] = str(place)
+    except OSError as error:
+        try:
+            instead = tempfile.mkdtemp(prefix="slipstream-triton-")
+        except OSError:
+            return  # what needs to be compiled then runs in plain torch
+        os.environ["TRITON_CACHE_DIR"] = instead
+        text = f"Triton's cache {place or ''} cannot be written ({error}); {instead} is used"
+        warnings.warn(text, Guarded, stacklevel=3)
 
 
 def verdicts_file() -> Path:
@@ -159,8 +211,9 @@ class Machine:
         self.probes = not passive and _wants("SLIPSTREAM_PROBE", "once", unknown or doubted)
         self.admitted: set[Kind] = set()
         self.probing: set[Kind] = set()
-        self._worker: Worker | None = None
+        self._worker = Worker()
         self._said: set[Kind] = set()
+        self._passing = False  # whether something is unusable in this process alone
         self._reasons: dict[Kind, str | None] = {}
         self._verdicts: dict[str, dict[str, str]] = {}
         if remembers:
@@ -173,7 +226,11 @@ class Machine:
 
     def _settle(self) -> None:
         self.quiet = not (
-            self.guards or self.probes or self._blocked or self._verdicts.get("unusable")
+            self.guards
+            or self.probes
+            or self._blocked
+            or self._passing
+            or self._verdicts.get("unusable")
         )
 
     @property
@@ -216,10 +273,15 @@ class Machine:
         """ "unusable" and "probed": kind, in words -> why."""
         return self._verdicts
 
-    def demote(self, kind: Kind, reason: str) -> None:
+    def demote(self, kind: Kind, reason: str, lasting: bool = True) -> None:
+        """lasting: for later processes, too."""
         self._reasons[kind] = reason
         self.admitted.discard(kind)
-        self._learn("unusable", kind, reason)
+        if lasting:
+            self._learn("unusable", kind, reason)
+        else:
+            self._passing = True
+            self._settle()
 
     def wants_probe(self, kind: Kind) -> bool:
         """Whether a probe is still to be made."""
@@ -251,9 +313,10 @@ class Machine:
         job = job_of(module, name, compile, self.arch)
         if cached(job):
             return
-        if self._worker is None:
-            self._worker = Worker()
         outcome = self._worker.compile(job, TIMEOUT)
+        if outcome.status == "absent":
+            advice = "SLIPSTREAM_GUARD=off compiles without one"
+            raise Unusable(f"{name}: {outcome.reason}; {advice}", lasting=False)
         if outcome.status != "ok":
             raise Unusable(f"{name}: {outcome.reason}")
 
@@ -268,9 +331,9 @@ class Machine:
 
         self._verdicts.setdefault(what, {})[in_words(kind)] = text
         self._settle()
-        path = verdicts_file()
-        # a read-only home must not stop the work: then it is learnt anew by each process
+        # a read-only home must not stop the work: then each process learns it again
         with contextlib.suppress(OSError):
+            path = verdicts_file()
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock"), timeout=LOCKED):
                 everything = self._read()  # others learn, too
@@ -278,9 +341,7 @@ class Machine:
                 for name, known in self._verdicts.items():
                     mine[name] = {**mine.get(name, {}), **known}
                 self._verdicts = mine
-                with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                    json.dump(everything, file, indent=1)
-                os.replace(file.name, path)
+                write_text(path, json.dumps(everything, indent=1))
 
     @staticmethod
     def _read() -> dict[str, dict[str, dict[str, str]]]:
@@ -328,6 +389,7 @@ def machine(device: torch.device) -> Machine | None:
 
 @cache
 def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> Machine:
+    select_cache()
     path = toolchain.ptxas_path(arch)
     found = Machine(arch, triton, (path and toolchain.ptxas_version(path)) or "")
     if found.guards:

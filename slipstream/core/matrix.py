@@ -114,6 +114,8 @@ def attempt(worker: Worker, task: Task, timeout: float) -> Row:
     """One row; where shared memory does not suffice, the nearest number of stages that fits."""
     job, operators = task
     outcome = worker.compile(job, timeout)
+    if outcome.status == "absent":
+        raise ChildProcessError(outcome.reason)
     status, reason = judge(job, outcome)
     if outcome.compiled is not None and outcome.compiled.shared > ARCHS[job.arch].shared:
         reason = _too_large(worker, job, outcome.compiled, timeout)

@@ -27,7 +27,8 @@ _SERVE = "from slipstream.core.worker import serve; serve()"
 @dataclass(frozen=True)
 class Outcome:
     """status: "ok", "refused" (the compiler raised, or made what reads tiles that are overwritten),
-    "crash" (it died) or "hang"."""
+    "crash" (it died), "hang", or "absent" (no child could be started: this says nothing of the
+    job)."""
 
     status: str
     reason: str = ""
@@ -36,6 +37,8 @@ class Outcome:
 
 class Worker:
     """Compiles jobs one after another in a child, which starts with the first and restarts.
+
+    Threads wait for each other: an answer is always that to the caller's own job.
 
     Args:
         path: folders that go before the parent's sys.path, such as another Triton's.
@@ -49,26 +52,45 @@ class Worker:
         self._process: subprocess.Popen | None = None
         self._answers: queue.Queue = queue.Queue()
         self._log: Any = None
+        self._lock = threading.Lock()
         self.about: Mapping[str, str] = {}
         atexit.register(self.close)
 
     def compile(self, job: Job, timeout: float = TIMEOUT) -> Outcome:
         """The outcome of one job; never raises for what the compiler does."""
+        with self._lock:
+            try:
+                self._start()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+                self.close()
+                return Outcome("absent", f"no process to compile in: {error}")
+            return self._ask(job, timeout)
+
+    def _ask(self, job: Job, timeout: float) -> Outcome:
+        assert self._process is not None and self._process.stdin is not None
         try:
-            self.start()
-            assert self._process is not None and self._process.stdin is not None
             pickle.dump(job, self._process.stdin)
             self._process.stdin.flush()
             answer = self._answers.get(timeout=timeout)
         except queue.Empty:
             self.close()
             return Outcome("hang", f"the compiler had not finished after {timeout:g} s")
-        except (BrokenPipeError, ChildProcessError) as error:
+        except BrokenPipeError as error:
             return Outcome("crash", self._epitaph() or str(error))
+        if answer is None and self._process is None:
+            return Outcome("absent", "no process to compile in: it was closed meanwhile")
         return Outcome("crash", self._epitaph()) if answer is None else answer
 
     def start(self) -> None:
-        """Starts the child if there is none; `about` then has its versions."""
+        """Starts the child if there is none; `about` then has its versions.
+
+        Raises:
+            OSError: it cannot be started, or ends at once.
+        """
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -86,20 +108,26 @@ class Worker:
             target=_pump, args=(self._process.stdout, self._answers), daemon=True
         )
         reader.start()
-        about = self._answers.get(timeout=_START)
+        try:
+            about = self._answers.get(timeout=_START)
+        except queue.Empty:
+            raise ChildProcessError(f"it had not started after {_START:g} s") from None
         if about is None:
-            raise ChildProcessError(f"no compiler process: {self._epitaph()}")
+            raise ChildProcessError(self._epitaph())
         self.about = about
 
     def close(self) -> None:
         process, self._process = self._process, None
+        log, self._log = self._log, None
         if process is None:
+            if log is not None:
+                log.close()
             return
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for stream in (process.stdin, process.stdout, self._log):
+        for stream in (process.stdin, process.stdout, log):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
@@ -112,11 +140,12 @@ class Worker:
 
     def _epitaph(self) -> str:
         """How the child ended, and its last words."""
-        if self._process is None:
+        process, log = self._process, self._log
+        if process is None or log is None:
             return ""
-        code = self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        code = process.wait()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
         telling = [x for x in lines if any(y in x for y in ("ERROR", "Assert", "error:"))]
         words = (telling or lines or [""])[-1].strip()[:300]
         how = f"exit status {code}"

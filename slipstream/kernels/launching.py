@@ -59,7 +59,8 @@ def choose_impl(
         return "eager"
     if _refuses(x, refuses, given) is None:
         return OR_PLAIN
-    return choose(_NAMED, (x, refuses, given), None).tries
+    family = refuses.__module__.split(".")[2]
+    return choose(_NAMED, (x, refuses, given), None, family, x).tries
 
 
 def is_triton(impl: str) -> bool:

@@ -1,25 +1,85 @@
-"""Which checkpoint of a run to continue from."""
+"""Which checkpoint of a run to continue from.
+
+A checkpoint's trainer_state.json is the last of its files to be written, and lists the size of
+every other one: where it can be read and all are there at that size, the checkpoint is whole.
+"""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 STATE = "trainer_state.json"
-"""Written last of all a checkpoint's files: where it is whole, so is the checkpoint."""
+EXPORTED = "Place"
+"""The callback of training/trainer.py whose state is in STATE."""
 
 
-def last_checkpoint(directory: Path) -> Path | None:
-    """The newest complete one."""
-    whole = [p.parent for p in directory.glob(f"checkpoint-*/{STATE}") if _is_whole(p)]
-    return max(whole, key=step_of, default=None)
+class Search(NamedTuple):
+    """newest: the newest whole checkpoint. skipped: those after it, each with what is wrong.
+
+    damaged: whether one of them was whole once.
+    """
+
+    newest: Path | None
+    skipped: tuple[tuple[Path, str], ...]
+    damaged: bool
+
+
+class Incomplete(ValueError):
+    """A checkpoint whose saving was interrupted."""
+
+
+class Damaged(ValueError):
+    """A checkpoint that has lost something since it was saved."""
+
+
+def search(directory: Path) -> Search:
+    """Looks at a run's checkpoints from the newest on, until one is whole."""
+    skipped: list[tuple[Path, str]] = []
+    damaged = False
+    folders = [p for p in directory.glob("checkpoint-*") if re.fullmatch(r"\D+-\d+", p.name)]
+    for checkpoint in sorted(folders, key=step_of, reverse=True):
+        try:
+            expect_whole(checkpoint)
+        except (Incomplete, Damaged) as error:
+            skipped.append((checkpoint, str(error)))
+            damaged |= isinstance(error, Damaged)
+        else:
+            return Search(checkpoint, tuple(skipped), damaged)
+    return Search(None, tuple(skipped), damaged)
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _is_whole(state: Path) -> bool:
+def expect_whole(checkpoint: Path) -> None:
+    """
+    Raises:
+        Incomplete: its saving was interrupted.
+        Damaged: a file is missing or has another size than when it was saved.
+    """
     try:
-        json.loads(state.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return True
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        sizes = exported(state)["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Incomplete(f"its {STATE} is not there or cannot be read") from error
+    for name, size in sizes.items():
+        try:
+            now = (checkpoint / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{name} is missing") from error
+        if now != size:
+            raise Damaged(f"{name} has {now:,} bytes, and had {size:,} when it was saved")
+
+
+def exported(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the callback EXPORTED has left in a trainer_state.json."""
+    return state["stateful_callbacks"][EXPORTED]["attributes"]
+
+
+def sizes(checkpoint: Path) -> dict[str, int]:
+    """Bytes of each file but STATE."""
+    files = sorted(p for p in checkpoint.glob("*") if p.is_file() and p.name != STATE)
+    return {p.name: p.stat().st_size for p in files}

@@ -10,12 +10,15 @@ muon: {learning_rate: 0.02}                      Muon below, if the matrices are
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
+
+from slipstream.core.files import write_text
+from slipstream.training.values import checked, expect_keys
 
 PACKINGS = ("separator", "reset")
 
@@ -35,7 +38,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Data:
-    """files: files, directories and globs; {stdlib} stands for Python's own library.
+    """files: files, directories and globs, or a single one; {stdlib} stands for Python's library.
 
     suffixes: which files of a directory are text.
     exclude: globs, matched against the path below its directory, of files to leave out.
@@ -92,7 +95,7 @@ class RunConfig:
 
     def dump(self, path: Path) -> None:
         text = yaml.safe_dump(self.plain(), sort_keys=False, default_flow_style=None)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
 
     def plain(self) -> dict[str, Any]:
         """As YAML has it: dicts and lists."""
@@ -106,42 +109,59 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConf
         overrides: "section.key=value", the value in YAML: "data.row_tokens=256".
 
     Raises:
-        ValueError: a key that does not exist or a value that cannot be.
+        ValueError: YAML that cannot be read, a key that does not exist or a value that cannot be.
+        TypeError: a value of another type.
     """
-    raw = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader) or {}
+    raw = read_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+    if raw is None:
+        raw = {}
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: want a mapping of sections, got {type(raw).__name__}")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"{override}: want key=value, such as training.max_steps=100")
-        _set(raw, key.strip().split("."), yaml.load(value, _Loader))
+        _set(raw, key.strip().split("."), read_yaml(value, override))
     return from_dict(raw)
 
 
-def from_dict(raw: dict[str, Any]) -> RunConfig:
-    raw = dict(raw)
-    _expect_keys("", raw, [f.name for f in fields(RunConfig)])
-    if "output_dir" not in raw:
+def from_dict(raw: Mapping[str, Any]) -> RunConfig:
+    expect_keys("", raw, [f.name for f in fields(RunConfig)])
+    if raw.get("output_dir") is None:
         raise ValueError("output_dir: want a directory for the run, got none")
-    raw["tokenizer"] = _section("tokenizer", Tokenizer, raw.get("tokenizer") or {})
-    raw["data"] = _section("data", Data, raw.get("data") or {})
+    sections: dict[str, Any] = {"output_dir": checked("output_dir", raw["output_dir"], str)}
+    sections["tokenizer"] = _section("tokenizer", Tokenizer, raw.get("tokenizer") or {})
+    sections["data"] = _section("data", Data, raw.get("data") or {})
     if raw.get("muon") is not None:
-        raw["muon"] = _section("muon", Muon, raw["muon"])
+        sections["muon"] = _section("muon", Muon, raw["muon"])
     for name in ("model", "training"):
-        raw[name] = dict(raw.get(name) or {})
-    return RunConfig(**raw)
+        sections[name] = dict(_mapping(name, raw.get(name) or {}))
+    return RunConfig(**sections)
 
 
-def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
-    _expect_keys(f"{name}.", values, [f.name for f in fields(cls)])
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+def read_yaml(text: str, source: str) -> Any:
+    """YAML 1.2 as far as numbers go.
+
+    Raises:
+        ValueError: it is no YAML; names the source and the line.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"{source}: cannot be read as YAML: {words}") from error
 
 
-def _expect_keys(prefix: str, values: dict[str, Any], known: list[str]) -> None:
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{prefix}{key}: no such key; want one of {', '.join(known)}")
+def _section(name: str, cls: Any, values: Any) -> Any:
+    hints = get_type_hints(cls)
+    expect_keys(f"{name}.", _mapping(name, values), list(hints))
+    return cls(**{k: checked(f"{name}.{k}", v, hints[k]) for k, v in values.items()})
+
+
+def _mapping(name: str, values: Any) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name}: want a mapping of keys to values, got {values!r}")
+    return values
 
 
 def _set(raw: dict[str, Any], keys: list[str], value: Any) -> None:

@@ -71,8 +71,24 @@ class Corpus:
             f.seek(offset)
             for line in f:
                 if line.strip() and self._takes(f"{file.name}#{offset}"):
-                    yield Piece(offset, json.loads(line)[self.text_field], ends=True)
+                    yield Piece(offset, self._text(file, offset, line), ends=True)
                 offset += len(line)
+
+    def _text(self, file: File, offset: int, line: bytes) -> str:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{_line(file, offset)}: no JSON: {error}") from error
+        if not isinstance(row, dict) or self.text_field not in row:
+            has = f"its keys are {', '.join(row)}" if isinstance(row, dict) else f"got {row!r:.60}"
+            field = f"data.text_field is {self.text_field!r}"
+            raise ValueError(f"{_line(file, offset)}: want an object with text, {field}; {has}")
+        text = row[self.text_field]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{_line(file, offset)}: {self.text_field}: want text, got {text!r:.60}"
+            )
+        return text
 
     def _takes(self, name: str) -> bool:
         return is_held_out(name, self.held_out) == self.want_held_out
@@ -139,6 +155,13 @@ def glob_root(pattern: str) -> str:
     parts = Path(pattern).parts
     magic = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts))
     return str(Path(*parts[:magic])) if magic else "."
+
+
+def _line(file: File, offset: int) -> str:
+    """Path and line number of a byte; found out only for an error."""
+    with file.path.open("rb") as f:
+        number = f.read(offset).count(b"\n") + 1
+    return f"{file.path}, line {number}"
 
 
 def _decode(raw: bytes) -> str:

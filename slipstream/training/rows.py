@@ -7,13 +7,13 @@ from different documents.
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.training.corpus import Corpus
@@ -125,6 +125,30 @@ class Rows(IterableDataset):
         if self.seed is None:
             return list(files)
         return np.random.default_rng([self.seed, epoch, lane]).permutation(files).tolist()
+
+
+class Batches(IterableDataset):
+    """Lists of `size` rows: of each group of `ranks` lists, one for every rank, that of this rank.
+
+    The workers of a DataLoader take turns, as the DataLoader does when it reads from them: so the
+    batches are the same, in the same order, with any number of workers. Each worker reads all of
+    the text. The cursor of the rows is the one after their group.
+    """
+
+    def __init__(self, rows: Rows, size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.rows, self.size, self.rank, self.ranks = rows, size, rank, ranks
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rows = iter(self.rows)
+        begin, end = self.rank * self.size, (self.rank + 1) * self.size
+        for i in count():
+            group = list(islice(rows, self.size * self.ranks))
+            if i % workers == number and (batch := group[begin:end]):
+                yield [{**row, "cursor": group[-1]["cursor"]} for row in batch]
+            if len(group) < self.size * self.ranks:
+                return
 
 
 class Tally(NamedTuple):

@@ -3,26 +3,29 @@
 import json
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import transformers
-import yaml
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from slipstream.core.files import write_text
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.training import corpus, tokenizer
-from slipstream.training.checkpoints import STATE, last_checkpoint, step_of
-from slipstream.training.config import RunConfig
+from slipstream.training import corpus, ranks, tokenizer
+from slipstream.training.checkpoints import STATE, exported, search, step_of
+from slipstream.training.config import RunConfig, read_yaml
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
+from slipstream.training.values import checked, expect_keys
 
 DEFAULTS = {
     "per_device_train_batch_size": 8,
@@ -52,8 +55,71 @@ FORCED = {
 }
 """What the machinery here relies on: it finds its own place in the data and has its own output."""
 
+UNUSED = {
+    "num_train_epochs": "training.max_steps says how long a run is",
+    "resume_from_checkpoint": "a run continues from what is in its output_dir",
+    "save_only_model": "a run could not continue from such a checkpoint",
+    "dataloader_drop_last": "rows are a stream, which has no last batch",
+    "dataloader_in_order": "batches are always in order",
+    "train_sampling_strategy": "data.lanes says how rows are mixed",
+    "data_seed": "training.seed shuffles the files",
+    "do_train": "the command trains",
+    "do_eval": "training.eval_strategy says when",
+    "do_predict": "the command trains",
+}
+"""Options of TrainingArguments that would do nothing or harm here, and why."""
+
+CHANGEABLE = (
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "bf16",
+    "bf16_full_eval",
+    "dataloader_multiprocessing_context",
+    "dataloader_num_workers",
+    "dataloader_persistent_workers",
+    "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "ddp_backend",
+    "ddp_broadcast_buffers",
+    "ddp_bucket_cap_mb",
+    "ddp_find_unused_parameters",
+    "ddp_static_graph",
+    "ddp_timeout",
+    "eval_delay",
+    "eval_on_start",
+    "eval_steps",
+    "eval_strategy",
+    "fp16_full_eval",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "log_level",
+    "log_level_replica",
+    "log_on_each_node",
+    "logging_first_step",
+    "logging_nan_inf_filter",
+    "logging_steps",
+    "logging_strategy",
+    "max_grad_norm",
+    "max_steps",
+    "per_device_eval_batch_size",
+    "per_device_train_batch_size",
+    "run_name",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+    "skip_memory_metrics",
+    "tf32",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "torch_empty_cache_steps",
+    "use_cpu",
+)
+"""Options that a resumed run takes from its config; of all others its checkpoint decides."""
 
 RESULT = "result.json"
+RUN = "run.yaml"
 
 
 @dataclass(frozen=True)
@@ -72,26 +138,25 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     Args:
         fresh: refuse to continue; an unfinished run in the directory is an error.
 
+    Under torchrun every rank calls this; the first writes the files and prints.
+
     Raises:
-        ValueError: the directory holds a run of another model or other data.
+        ValueError: a key or value that cannot be; the directory holds a run of another config.
     """
-    directory = Path(config.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = last_checkpoint(directory)
-    if checkpoint is not None and fresh:
-        raise ValueError(f"output_dir: {directory} holds a run; delete it or name another")
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     args = arguments(config)
-    _claim(config, directory, resuming=checkpoint is not None)
+    _expect_model(config.model)
+    directory = Path(config.output_dir)
+    checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
     begun = 0 if checkpoint is None else step_of(checkpoint)
-    if begun >= args.max_steps and (directory / RESULT).is_file():
+    if begun >= args.max_steps and (result := _read_result(directory)) is not None:
         console.print(f"{directory} is finished; delete it to train anew", highlight=False)
-        return _read_result(directory)
+        return result
     set_seed(args.seed)
     trainer = _trainer(config, args, directory, interrupt, console)
     _announce(console, trainer, checkpoint)
-    if interrupt.requested is not None:
+    if ranks.any_of(interrupt.requested is not None, args.device):
         return Result(directory, begun, None, 0.0)
     _train_on(trainer, checkpoint)
     step, rate = trainer.state.global_step, trainer.speed.mean_rate()
@@ -102,42 +167,115 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
 
 def arguments(config: RunConfig) -> TrainingArguments:
     """transformers' TrainingArguments of the config's section `training`."""
-    known = TrainingArguments.__dataclass_fields__
+    hints = get_type_hints(TrainingArguments)
+    settable = [x for x in hints if x not in {*FORCED, *UNUSED, "output_dir"}]
     for key in config.training:
-        if key not in known or key in FORCED or key == "output_dir":
-            raise ValueError(f"training.{key}: no such option, or one that is not for setting")
-    options: dict[str, Any] = {**DEFAULTS, **config.training, **FORCED}
+        if key in UNUSED:
+            raise ValueError(f"training.{key}: has no use here: {UNUSED[key]}")
+        if key in FORCED or key == "output_dir":
+            raise ValueError(f"training.{key}: is not for setting; the run sets it")
+    expect_keys("training.", config.training, settable)
+    given = {k: checked(f"training.{k}", v, hints[k]) for k, v in config.training.items()}
+    options: dict[str, Any] = {**DEFAULTS, **given, **FORCED}
     options.setdefault("per_device_eval_batch_size", options["per_device_train_batch_size"])
     args = TrainingArguments(output_dir=config.output_dir, **options)
     if args.max_steps <= 0:
         raise ValueError(f"training.max_steps: want more than 0 steps, got {args.max_steps}")
-    if args.world_size * max(args.n_gpu, 1) > 1:
+    if config.muon is not None and "optim" in given:
+        raise ValueError("training.optim: has no use with the section muon, which names another")
+    if args.n_gpu > 1:
         raise NotImplementedError(
-            "training: one device only as yet; set CUDA_VISIBLE_DEVICES to one of them"
+            f"training: one process trains on one device, and sees {args.n_gpu}; set "
+            f"CUDA_VISIBLE_DEVICES to one of them, or start "
+            f"torchrun --nproc-per-node {args.n_gpu} -m slipstream train"
         )
     return args
 
 
+def _expect_model(options: Mapping[str, Any]) -> None:
+    """Refuses a section `model` that makes no model, before anything is written.
+
+    Raises:
+        ValueError: a key or a value that cannot be.
+    """
+    expect_keys("model.", options, [f.name for f in fields(SlipstreamConfig)])
+    try:
+        with torch.device("meta"):
+            SlipstreamForCausalLM(SlipstreamConfig(**options))
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ValueError(f"model: {' '.join(str(error).split())}") from error
+
+
+def _begin(config: RunConfig, directory: Path, console: Console, fresh: bool) -> Path | None:
+    """Takes the directory for this config; the checkpoint to continue from, if there is one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found = search(directory)
+    if fresh and (found.newest is not None or found.skipped):
+        raise ValueError(f"output_dir: {directory} holds a run; delete it or name another")
+    for checkpoint, reason in found.skipped:
+        console.print(f"skipping {checkpoint}: {reason}", highlight=False)
+    if found.newest is None and found.damaged:
+        raise ValueError(
+            f"output_dir: {directory} has no whole checkpoint left; delete it or name another"
+        )
+    _claim(config, directory, resuming=found.newest is not None)
+    return found.newest
+
+
 def _claim(config: RunConfig, directory: Path, resuming: bool) -> None:
     """Writes the resolved config beside the run, or checks that the run is this config's."""
-    resolved = directory / "run.yaml"
-    before = yaml.safe_load(resolved.read_text(encoding="utf-8")) if resolved.exists() else {}
-    now = config.plain()
-    for section in ("model", "tokenizer", "data", "muon"):
-        if before.get(section) != now[section] and resuming:
-            raise ValueError(
-                f"{section}: differs from the run in {directory}, {before.get(section)}; "
-                "name another output_dir"
-            )
+    before, now = _read_run(directory, resuming), config.plain()
+    if resuming:
+        _expect_same(before, now, directory)
     if any(before.get(section) != now[section] for section in ("tokenizer", "data")):
         shutil.rmtree(directory / "tokenizer", ignore_errors=True)  # of a run that never began
-    config.dump(resolved)
+    config.dump(directory / RUN)
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    (directory / "versions.json").write_text(json.dumps(versions, indent=1), encoding="utf-8")
+    write_text(directory / "versions.json", json.dumps(versions, indent=1))
+
+
+def _read_run(directory: Path, resuming: bool) -> dict[str, Any]:
+    """The config of the run in a directory; empty if there is none.
+
+    Raises:
+        ValueError: it is wanted and cannot be read.
+    """
+    path = directory / RUN
+    try:
+        found = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:
+        if resuming:
+            raise ValueError(
+                f"{path}: of a run with checkpoints, cannot be read: {error}"
+            ) from error
+        return {}
+    if resuming and not isinstance(found, dict):
+        raise ValueError(f"{path}: want the config of the run, got {found!r:.60}")
+    return found if isinstance(found, dict) else {}
+
+
+def _expect_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
+    """
+    Raises:
+        ValueError: what a resumed run would not take from its config differs from the run's own.
+    """
+    usual = {f.name: f.default for f in fields(TrainingArguments)} | DEFAULTS
+    for section in ("model", "tokenizer", "data", "muon", "training"):
+        ours, theirs = before.get(section) or {}, now[section] or {}
+        default = usual if section == "training" else {}
+        for key in dict.fromkeys([*ours, *theirs]):
+            if section == "training" and key in CHANGEABLE:
+                continue
+            was, wanted = (x.get(key, default.get(key)) for x in (ours, theirs))
+            if was != wanted:
+                raise ValueError(
+                    f"{section}.{key}: differs from the run in {directory}, {was!r}, and a resumed "
+                    f"run cannot take another, got {wanted!r}; name another output_dir"
+                )
 
 
 def _trainer(
@@ -149,7 +287,8 @@ def _trainer(
 ) -> LMTrainer:
     data = config.data
     train_corpus, held_out = corpus.split(data)
-    tok = tokenizer.obtain(config.tokenizer, train_corpus, directory / "tokenizer")
+    place = directory / "tokenizer"
+    tok = ranks.on_first_rank(lambda: tokenizer.obtain(config.tokenizer, train_corpus, place))
     model = SlipstreamForCausalLM(_model_config(config, tok))
     rows = Rows(train_corpus, tok, data.row_tokens, lanes=data.lanes, seed=args.seed)
     held_rows = Rows(held_out, tok, data.row_tokens, seed=0, epochs=1, limit=data.eval_rows)
@@ -197,8 +336,7 @@ def _train_on(trainer: LMTrainer, checkpoint: Path | None) -> None:
         trainer.train()
         return
     state = TrainerState.load_from_json(str(checkpoint / STATE))
-    kept: Any = state.stateful_callbacks
-    kept = kept[Place.__name__]["attributes"]
+    kept = exported(asdict(state))
     if kept["fingerprint"] != trainer.place.fingerprint:
         raise ValueError("data.files: changed since the checkpoint; name another output_dir")
     turn, lanes = kept["cursor"]
@@ -220,10 +358,14 @@ def _finish(trainer: LMTrainer, directory: Path, rate: float) -> Result:
     trainer.save_state()
     result = Result(directory, trainer.state.global_step, metrics["held_out_bits_per_byte"], rate)
     summary = {**asdict(result), "directory": str(directory)}
-    (directory / RESULT).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    ranks.on_first_rank(lambda: write_text(directory / RESULT, json.dumps(summary, indent=1)))
     return result
 
 
-def _read_result(directory: Path) -> Result:
-    stored = json.loads((directory / RESULT).read_text(encoding="utf-8"))
-    return Result(**{**stored, "directory": directory})
+def _read_result(directory: Path) -> Result | None:
+    """None where there is none that can be read."""
+    try:
+        stored = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        return Result(**{**stored, "directory": directory})
+    except (OSError, ValueError, TypeError):
+        return None

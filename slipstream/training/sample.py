@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 import slipstream.models  # noqa: F401  registers the model with AutoModelForCausalLM
-from slipstream.training.checkpoints import last_checkpoint
+from slipstream.training.checkpoints import search
 
 
 def load(directory: Path) -> tuple[Any, Any]:
@@ -17,17 +18,35 @@ def load(directory: Path) -> tuple[Any, Any]:
 
     Raises:
         FileNotFoundError: there is no model in it.
+        ValueError: its weights cannot be read, or are not those of the model in its config.json.
     """
     if not (directory / "config.json").is_file():
-        found = last_checkpoint(directory)
+        found = search(directory).newest
         if found is None:
             raise FileNotFoundError(f"checkpoint: want a directory with a model, got {directory}")
         directory = found
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(directory)
+    model = _weights(directory)
     model = model.eval().to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return model, AutoTokenizer.from_pretrained(directory)
+
+
+def _weights(directory: Path) -> Any:
+    """The model with exactly the weights of the directory's safetensors files."""
+    transformers.logging.set_verbosity_error()  # what it would report is an error below
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, use_safetensors=True, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{directory}: its safetensors file cannot be read: {error}") from error
+    model, loading = loaded
+    for what in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, loading[f"{what}_keys"])):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{directory}: {what} weights: {', '.join(names[:3])}{more}")
+    return model
 
 
 def stream(

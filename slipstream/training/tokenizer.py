@@ -1,6 +1,7 @@
 """The tokenizer: an existing one, or a byte-level BPE trained on the training text."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ from slipstream.training.config import Tokenizer
 from slipstream.training.corpus import Corpus
 
 END = "<|endoftext|>"
+# The time to train on a word grows with the square of its length.
+_LONGEST = 64
+_LONG_WORD = re.compile(
+    rf"(?:[^\W\d_]{{{_LONGEST}}}|\d{{{_LONGEST}}}|[^\w\s]{{{_LONGEST}}}|_{{{_LONGEST}}}|\s{{{_LONGEST}}})"
+)
 
 
 def obtain(config: Tokenizer, corpus: Corpus, directory: Path) -> PreTrainedTokenizerFast:
@@ -87,4 +93,13 @@ def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
                 if limit <= 0:
                     return
                 limit -= len(piece.text)
-                yield piece.text
+                yield from _cut(piece.text)
+
+
+def _cut(text: str) -> Iterator[str]:
+    """The text, cut inside of words longer than _LONGEST."""
+    begin = 0
+    for word in _LONG_WORD.finditer(text):
+        yield text[begin : word.end()]
+        begin = word.end()
+    yield text[begin:]

@@ -4,33 +4,49 @@ bits per byte = nats of all predicted tokens / ln 2 / bytes of text they stand f
 """
 
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
-from slipstream.training import config
+from slipstream.training import config, ranks
+from slipstream.training.checkpoints import sizes
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.muon import Muon, inner_matrices
-from slipstream.training.rows import Cursor, Rows, Tally
+from slipstream.training.rows import Batches, Cursor, Rows, Tally
 from slipstream.training.speed import Speed
 
 
 class Place(TrainerCallback, ExportableState):
-    """What rows follow; kept in the checkpoint's trainer_state.json.
+    """What rows follow, and the sizes of a checkpoint's files, in its trainer_state.json.
 
     That file is the last one of a checkpoint to be written, so it is there only if all is.
     """
 
     def __init__(self, cursor: Cursor, fingerprint: str) -> None:
         self.cursor, self.fingerprint = cursor, fingerprint
+        self.checkpoint: Path | None = None  # the one that is being saved
 
     def state(self) -> dict[str, Any]:
-        attributes = {"cursor": list(self.cursor), "fingerprint": self.fingerprint}
+        attributes = {
+            "cursor": list(self.cursor),
+            "fingerprint": self.fingerprint,
+            "files": {} if self.checkpoint is None else sizes(self.checkpoint),
+        }
         return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # a checkpoint has those of the run that saved it
+        state.compute_steps(args, state.max_steps)
 
 
 class StopWhenAsked(TrainerCallback):
@@ -42,7 +58,7 @@ class StopWhenAsked(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self.interrupt.requested:
+        if ranks.any_of(self.interrupt.requested is not None, args.device):
             control.should_save = control.should_training_stop = True
         return control
 
@@ -86,17 +102,61 @@ class LMTrainer(Trainer):
         self.place.cursor = tally.cursor
         self._targets += tally.targets
         self._bytes += tally.text_bytes
-        self.speed.tokens += inputs["input_ids"].numel()
+        self.speed.tokens += inputs["input_ids"].numel() * self.args.world_size
         return super().training_step(model, inputs, *args, **kw)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer counts epochs in steps since the process began; this is the same after a resume
         self.state.epoch = self.state.global_step / max(self.state.max_steps, 1)
         if "loss" in logs and self._bytes:
-            logs["bits_per_byte"] = logs["loss"] / math.log(2) * self._targets / self._bytes
+            targets, text = ranks.summed([self._targets, self._bytes], self.args.device)
+            logs["bits_per_byte"] = logs["loss"] / math.log(2) * targets / text
             logs["tokens_per_second"] = self.speed.rate()
             self._bytes = self._targets = 0
+        if "train_loss" in logs:
+            logs["train_loss"] = _mean_loss(self.state.log_history)
         super().log(logs, start_time)
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self._loader(self.train_dataset, self._train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return self._loader(eval_dataset or self.eval_dataset, self.args.eval_batch_size)
+
+    def _loader(self, rows: Rows, size: int) -> DataLoader:
+        """Batches of this rank. Trainer's own would give each worker all of the rows."""
+        args = self.args
+        return DataLoader(
+            Batches(rows, size, args.process_index, args.world_size),
+            batch_size=None,  # they are batches already
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        if ranks.rank() == 0:
+            # what is left of an earlier attempt would be taken for a part of this one
+            shutil.rmtree(folder, ignore_errors=True)
+        ranks.wait()
+        self.place.checkpoint = folder
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # on a full disk, what is half there is in the way
+            raise OSError(f"{folder}: cannot be saved: {error}") from error
+        finally:
+            self.place.checkpoint = None
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        ranks.wait()  # each rank has a file of its own, and the first lists them
 
     def evaluate(
         self,
@@ -115,6 +175,7 @@ class LMTrainer(Trainer):
             nats += loss.item() * tally.targets
             targets, text = targets + tally.targets, text + tally.text_bytes
         self.model.train(was_training)
+        nats, targets, text = ranks.summed([nats, targets, text], self.args.device)
         metrics = {
             f"{metric_key_prefix}_loss": nats / max(targets, 1),
             f"{metric_key_prefix}_bits_per_byte": nats / math.log(2) / max(text, 1),
@@ -124,3 +185,13 @@ class LMTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+
+def _mean_loss(history: list[dict[str, Any]]) -> float:
+    """Over all steps of a run, by what is logged: Trainer's own is over those of this process."""
+    total, before = 0.0, 0
+    for entry in history:
+        if "loss" in entry:
+            total += entry["loss"] * (entry["step"] - before)
+            before = entry["step"]
+    return total / max(before, 1)

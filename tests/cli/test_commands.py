@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from slipstream.cli import app, support
+from slipstream.cli import support
+from slipstream.cli.commands import app
 from slipstream.core.matrix import Row
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import app
+from slipstream.cli.commands import app
 from slipstream.cli.samples import SAMPLES
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 

@@ -20,11 +20,11 @@ training: {max_steps: 9, per_device_train_batch_size: 2, learning_rate: 3e-3,
            save_steps: 5, eval_steps: 4}
 muon: {learning_rate: 0.02}
 """
-MAIN = "from slipstream.cli import main; main()"
+MODULE = "slipstream"
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", MAIN, *map(str, arguments)]
+    return [sys.executable, "-m", MODULE, *map(str, arguments)]
 
 
 def start(*arguments: object) -> subprocess.Popen:
@@ -57,11 +57,13 @@ def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> s
     return text
 
 
+TIMES = ("tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
 def loss_log(run: Path) -> list[dict]:
     """All that is logged, but for times."""
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    entries = [entry for entry in log if "train_runtime" not in entry]
-    return [{k: v for k, v in e.items() if k != "tokens_per_second"} for e in entries]
+    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in log]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,8 @@ def test_train_leaves_what_it_promises(trained) -> None:
     log = loss_log(trained)
     assert [e["step"] for e in log if "loss" in e] == list(range(1, 10))
     assert [e["step"] for e in log if "eval_loss" in e] == [4, 8, 9]
+    (last,) = (e for e in log if "train_loss" in e)
+    assert last["train_loss"] == pytest.approx(sum(e.get("loss", 0) for e in log) / 9)
     assert 0 < json.loads((trained / "result.json").read_text())["held_out"] < 8
 
 
@@ -115,7 +119,7 @@ def test_train_refuses_to_mix_runs(config, trained) -> None:
     process = start("train", config, f"output_dir={trained}", "model.hidden_size=64")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert "error: model: differs" in out
+    assert "error: model.hidden_size: differs" in out
 
 
 def test_generate_prints_text(trained) -> None:

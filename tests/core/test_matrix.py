@@ -99,7 +99,7 @@ def test_a_sample_of_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """As the command runs it: one operator, forward, on two architectures."""
     from typer.testing import CliRunner
 
-    from slipstream.cli import app
+    from slipstream.cli.commands import app
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     out = tmp_path / "rows.json"
@@ -121,7 +121,7 @@ def test_a_hang_is_tried_again_by_the_next_run(
 ) -> None:
     from typer.testing import CliRunner
 
-    from slipstream.cli import app
+    from slipstream.cli.commands import app
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
@@ -197,7 +197,7 @@ def test_options_of_the_matrix_that_cannot_be(
 ) -> None:
     from typer.testing import CliRunner
 
-    from slipstream.cli import app
+    from slipstream.cli.commands import app
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     result = CliRunner().invoke(app, ["matrix", "squared_relu", "--arch", "sm_80", *options])

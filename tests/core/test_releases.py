@@ -57,7 +57,7 @@ def test_the_matrix_compiles_under_another_release(
     """In a child that finds it before the one that is here: the same code, of another version."""
     from typer.testing import CliRunner
 
-    from slipstream.cli import app
+    from slipstream.cli.commands import app
 
     here = find_spec("triton")
     assert here is not None and here.origin is not None

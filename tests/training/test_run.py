@@ -1,10 +1,11 @@
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from slipstream.training.checkpoints import last_checkpoint
+from slipstream.training.checkpoints import Damaged, Incomplete, expect_whole, search, sizes
 from slipstream.training.config import from_dict
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.run import arguments, train
@@ -20,13 +21,54 @@ def raw(out, **training) -> dict:
     }
 
 
-def test_last_checkpoint_is_the_newest_whole_one(tmp_path) -> None:
-    assert last_checkpoint(tmp_path) is None
-    for step, state in ((9, "{}"), (10, json.dumps({"global_step": 10})), (11, '{"glob')):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-    (tmp_path / "checkpoint-12").mkdir()
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+def planted(directory: Path, step: int) -> Path:
+    """A checkpoint with files like those of a run."""
+    folder = directory / f"checkpoint-{step}"
+    folder.mkdir()
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (folder / name).write_bytes(b"x" * 40)
+    attributes = {"cursor": [0, []], "fingerprint": "", "files": sizes(folder)}
+    state = {"global_step": step, "stateful_callbacks": {"Place": {"attributes": attributes}}}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_search_finds_the_newest_whole_checkpoint(tmp_path) -> None:
+    assert search(tmp_path) == (None, (), False)
+    for step in (9, 10, 11, 12):
+        planted(tmp_path, step)
+    (tmp_path / "checkpoint-abc").mkdir()
+    assert search(tmp_path).newest == tmp_path / "checkpoint-12"
+    (tmp_path / "checkpoint-12/trainer_state.json").write_text('{"glob')
+    (tmp_path / "checkpoint-11/optimizer.pt").unlink()
+    found = search(tmp_path)
+    assert found.newest == tmp_path / "checkpoint-10" and found.damaged
+    assert [x.name for x, _ in found.skipped] == ["checkpoint-12", "checkpoint-11"]
+    assert "trainer_state.json" in found.skipped[0][1]
+    assert "optimizer.pt is missing" in found.skipped[1][1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize("size", [None, 0, 39])
+def test_a_checkpoint_without_all_of_a_file_is_damaged(tmp_path, name: str, size: int) -> None:
+    folder = planted(tmp_path, 3)
+    expect_whole(folder)
+    if size is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(b"x" * size)
+    with pytest.raises(Damaged, match=name):
+        expect_whole(folder)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"stateful_callbacks": {}}'])
+def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path, text: str | None) -> None:
+    folder = planted(tmp_path, 3)
+    (folder / "trainer_state.json").unlink()
+    if text is not None:
+        (folder / "trainer_state.json").write_text(text)
+    with pytest.raises(Incomplete, match="trainer_state"):
+        expect_whole(folder)
 
 
 def test_interrupt_notes_the_first_signal_and_lets_the_second_act(request) -> None:

@@ -90,7 +90,7 @@ def _checked(terms: Terms, names: Mapping[str, str], options: Options, recurrent
 
 
 def plan_for(terms: Terms, impl: str | None) -> Plan:
-    return choose(CANDIDATES, terms, impl)
+    return choose(CANDIDATES, terms, impl, "linear attention", terms.q)
 
 
 def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> None:

@@ -85,7 +85,7 @@ def plan_for(terms: Terms, pool: Pool, impl: str | None) -> Plan:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
     check(terms, {}, Options(), True)
     _check_pool(terms, pool)
-    return choose(CANDIDATES, (as_autocast(terms), pool), impl)
+    return choose(CANDIDATES, (as_autocast(terms), pool), impl, "recurrent_step", terms.q)
 
 
 def _check_pool(terms: Terms, pool: Pool) -> None:

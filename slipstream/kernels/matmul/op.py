@@ -182,7 +182,7 @@ CANDIDATES = (
 
 
 def plan_for(t: Terms, config: MatmulConfig | None, impl: str | None) -> Plan:
-    return choose(CANDIDATES, (t, config, impl is not None), impl)
+    return choose(CANDIDATES, (t, config, impl is not None), impl, "matmul", t.a)
 
 
 def _impl(*args: Any) -> Tensor:

@@ -58,7 +58,7 @@ def _checked(
 ) -> Plan:
     """Looks at nothing but shapes, dtypes and devices."""
     check(x, g, initial_state, cu_seqlens)
-    return choose(CANDIDATES, (x, g), impl)
+    return choose(CANDIDATES, (x, g), impl, "hgrn", x)
 
 
 def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:

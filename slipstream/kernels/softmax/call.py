@@ -60,7 +60,7 @@ def run(
     terms: Terms, options: Options, want_lse: bool, impl: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64."""
-    plan = choose(CANDIDATES, (terms, options), impl)
+    plan = choose(CANDIDATES, (terms, options), impl, "attention", terms.q)
     chosen = plan.impl
     if chosen == "reference":
         o, lse = softmax_reference(_wide(terms), options)
@@ -69,7 +69,7 @@ def run(
         return eager.with_torch(terms, options), None
     gradients = None
     if not op.has_gradients(chosen, terms) and needs_autograd(*terms):
-        gradients = choose(OF_GRADIENTS, (terms, options), impl).tries
+        gradients = choose(OF_GRADIENTS, (terms, options), impl, "attention", terms.q).tries
     o, lse = op.softmax(terms, options, plan.tries, gradients)
     return o, lse if want_lse else None
 
@@ -87,4 +87,4 @@ def decode(call: Cache, options: Options, impl: str | None) -> tuple[Tensor, Ten
 
 def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:
     """Which work on a cache, in order: "triton", "triton|eager" or "eager"."""
-    return choose(CACHE_CANDIDATES, (q, k, v), impl).tries
+    return choose(CACHE_CANDIDATES, (q, k, v), impl, "attention on a cache", q).tries

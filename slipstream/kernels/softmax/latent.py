@@ -47,7 +47,7 @@ def latent_attention(
         impl: "triton", "eager", or None to choose.
     """
     grad = torch.is_grad_enabled() and (q.requires_grad or latent.requires_grad)
-    tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl).tries
+    tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl, "latent attention", q).tries
     if grad:
         _check_pages(latent, lengths, table)
         return plain(q, latent, lengths, table, width, scale)[0]

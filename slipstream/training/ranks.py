@@ -1,0 +1,53 @@
+"""Several processes of one run, as torchrun starts them: the first writes files for all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def in_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    return dist.get_rank() if in_group() else 0
+
+
+def on_first_rank(call: Callable[[], T]) -> T:
+    """What call() returns, or raises, on the first rank: the same on all. The others wait."""
+    if not in_group():
+        return call()
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = call()
+        except Exception as error:  # raised below, on every rank
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def summed(values: list[float], device: torch.device) -> list[float]:
+    """Sums over the ranks."""
+    if not in_group():
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def any_of(condition: bool, device: torch.device) -> bool:
+    """Whether it holds on any rank: one that stopped alone would leave the others waiting."""
+    return summed([float(condition)], device)[0] > 0
+
+
+def wait() -> None:
+    """For all ranks to come here."""
+    if in_group():
+        dist.barrier()

@@ -1,0 +1,246 @@
+"""A run that goes on from its checkpoints, whole and damaged ones, and says what it cannot do."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from slipstream.core.files import write_text
+from slipstream.training import run as run_module
+from slipstream.training import trainer as trainer_module
+from slipstream.training.config import from_dict
+from slipstream.training.interrupt import Interrupt
+from slipstream.training.run import Result, train
+from slipstream.training.sample import load
+
+STEPS = 6
+TIMES = ("tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def raw(out: Path, **sections: dict) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "output_dir": str(out),
+        "model": {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]},
+        "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
+        "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16, "eval_rows": 4},
+        "training": {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "save_steps": 2,
+            "save_total_limit": 5,
+            "eval_strategy": "no",
+        },
+    }
+    return {k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v for k, v in made.items()}
+
+
+def go(out: Path, console: Console | None = None, **sections: dict) -> Result:
+    return train(from_dict(raw(out, **sections)), Interrupt(), console or Console(quiet=True))
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def log(out: Path) -> list[dict]:
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in history]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.use_deterministic_algorithms(True)
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert go(out).step == STEPS
+    return out
+
+
+@pytest.fixture
+def stopped(whole: Path, tmp_path: Path) -> Path:
+    """The same run, as it was after the checkpoint at step 4."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoint-6")
+    for name in ("model.safetensors", "result.json", "trainer_state.json"):
+        (out / name).unlink()
+    return out
+
+
+def test_a_resumed_run_has_the_weights_and_the_log_of_a_whole_one(
+    whole: Path, stopped: Path
+) -> None:
+    go(stopped)
+    assert same(weights(whole), weights(stopped))
+    assert log(stopped) == log(whole)
+    assert any("train_loss" in entry for entry in log(whole))
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("optimizer.pt", Path.unlink),
+        ("scheduler.pt", Path.unlink),
+        ("rng_state.pth", Path.unlink),
+        ("model.safetensors", truncated),
+        ("optimizer.pt", truncated),
+        ("trainer_state.json", truncated),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    whole: Path, stopped: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(stopped / "checkpoint-4" / name)
+    console = Console(record=True, width=300, file=open(os.devnull, "w"))  # noqa: SIM115
+    go(stopped, console)
+    text = console.export_text()
+    console.file.close()
+    assert f"skipping {stopped / 'checkpoint-4'}: " in text and name in text
+    assert f"continuing at {stopped / 'checkpoint-2'}" in text
+    assert same(weights(whole), weights(stopped))
+
+
+def test_a_run_with_damaged_checkpoints_alone_does_not_begin_again(stopped: Path) -> None:
+    for step in (2, 4):
+        (stopped / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match="no whole checkpoint left"):
+        go(stopped)
+
+
+def test_a_run_whose_first_save_was_interrupted_begins_again(whole: Path, stopped: Path) -> None:
+    shutil.rmtree(stopped / "checkpoint-4")
+    (stopped / "checkpoint-2" / "trainer_state.json").unlink()
+    go(stopped)
+    assert same(weights(whole), weights(stopped))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "learning_rate", 0.5),
+        ("training", "weight_decay", 0.0),
+        ("training", "seed", 3),
+        ("model", "hidden_size", 32),
+        ("data", "row_tokens", 8),
+        ("tokenizer", "vocab_size", 301),
+    ],
+)
+def test_a_resume_refuses_what_it_could_not_honour(
+    stopped: Path, section: str, key: str, value: Any
+) -> None:
+    before = (stopped / "run.yaml").read_text()
+    with pytest.raises(ValueError, match=rf"{section}\.{key}: differs from the run in"):
+        go(stopped, **{section: {key: value}})
+    assert (stopped / "run.yaml").read_text() == before
+
+
+def test_a_resume_takes_its_steps_and_files_from_the_config(stopped: Path) -> None:
+    changed = {"max_steps": 7, "save_steps": 3, "logging_steps": 2, "learning_rate": 1e-3}
+    assert go(stopped, training=changed).step == 7
+    assert {p.name for p in stopped.glob("checkpoint-*")} >= {"checkpoint-6", "checkpoint-7"}
+    steps = [entry["step"] for entry in log(stopped) if "loss" in entry]
+    assert steps == [1, 2, 3, 4, 6, 7] or steps == [1, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("text", ["", "null", "{", "- 1"])
+def test_a_run_yaml_that_is_none_is_named(stopped: Path, text: str) -> None:
+    (stopped / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml"):
+        go(stopped)
+    for checkpoint in stopped.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert go(stopped, training={"max_steps": 1}).step == 1  # nothing was there to continue
+
+
+def test_a_result_that_cannot_be_read_is_made_again(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    before = json.loads((whole / "result.json").read_text())
+    (tmp_path / "run" / "result.json").write_text('{"step"')
+    go(tmp_path / "run")
+    assert json.loads((tmp_path / "run/result.json").read_text())["held_out"] == before["held_out"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_of_the_data_train_the_same_model(
+    whole: Path, tmp_path: Path, workers: int
+) -> None:
+    go(tmp_path / "run", training={"dataloader_num_workers": workers})
+    assert same(weights(whole), weights(tmp_path / "run"))
+
+
+def full(*args: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_run_as_it_was(
+    whole: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(OSError, match=r"checkpoint-6: cannot be saved.*No space"):
+            go(stopped)
+    assert not (stopped / "checkpoint-6").exists()
+    go(stopped)
+    assert same(weights(whole), weights(stopped))
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_write_text_leaves_the_old_file_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    path = tmp_path / "x.json"
+    write_text(path, "old")
+    monkeypatch.setattr(os, broken, full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "new")
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    monkeypatch.undo()
+    write_text(path, "new")
+    assert path.read_text() == "new" and oct(path.stat().st_mode & 0o600) == "0o600"
+
+
+def test_every_small_file_of_a_run_is_replaced_whole() -> None:
+    for module in (run_module, trainer_module):
+        assert ".write_text(" not in Path(str(module.__file__)).read_text()
+
+
+@pytest.mark.parametrize("what", ["missing", "unexpected", "truncated", "pickled"])
+def test_load_takes_nothing_but_the_models_own_safetensors(
+    whole: Path, tmp_path: Path, what: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("checkpoint-*"))
+    model, _ = load(out)
+    assert model.config.hidden_size == 16
+    path, state = out / "model.safetensors", weights(out)
+    name = next(k for k in state if "mlp" in k or "mixer" in k)
+    if what == "missing":
+        words = f"missing weights: {name}"
+        save_file({k: v for k, v in state.items() if k != name}, path, {"format": "pt"})
+    elif what == "unexpected":
+        words = "unexpected weights: extra"
+        save_file({**state, "extra": torch.zeros(1)}, path, {"format": "pt"})
+    elif what == "truncated":
+        words = "cannot be read"
+        truncated(path)
+    else:
+        words = "model.safetensors"
+        path.unlink()
+        torch.save(state, out / "pytorch_model.bin")
+    with pytest.raises((ValueError, OSError), match=words):
+        load(out)
