@@ -42,7 +42,8 @@ def doctor(
             shown = None if json else checkup.show_check
             found = list(checkup.examine(samples, full, shown))
             if interpreted and about["device"] is None:
-                some = samples if operators or thorough else chosen(list(QUICK))
+                each = [chosen([name])[0] for name in QUICK]
+                some = samples if operators or thorough else each
                 found += checkup.interpreted(some, shown)
         bad = [x for x in found if not x.ok]
         if json:

@@ -27,12 +27,14 @@ def train(
     with Interrupt() as interrupt, reported():
         from rich.console import Console
 
+        from slipstream.training import ranks
         from slipstream.training.config import load
         from slipstream.training.run import train as run
 
         # torchrun numbers its processes: the first one speaks
         console = Console(quiet=os.environ.get("RANK", "0") != "0")
         result = run(load(config, overrides or ()), interrupt, console, fresh)
+        ranks.leave()
         if result.held_out is None:
             console.print(
                 f"stopped after step {result.step}, nothing lost; the same command continues",

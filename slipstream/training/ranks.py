@@ -47,6 +47,13 @@ def any_of(condition: bool, device: torch.device) -> bool:
     return summed([float(condition)], device)[0] > 0
 
 
+def leave() -> None:
+    """Ends the group once all ranks are here: a rank that exits earlier may abort the others."""
+    if in_group():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def wait() -> None:
     """For all ranks to come here."""
     if in_group():

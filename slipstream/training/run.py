@@ -1,6 +1,7 @@
 """One training run: from a config to a directory with a model, resumed if it has begun before."""
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -178,7 +179,15 @@ def arguments(config: RunConfig) -> TrainingArguments:
     given = {k: checked(f"training.{k}", v, hints[k]) for k, v in config.training.items()}
     options: dict[str, Any] = {**DEFAULTS, **given, **FORCED}
     options.setdefault("per_device_eval_batch_size", options["per_device_train_batch_size"])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and not torch.accelerator.is_available():
+        options["use_cpu"] = True  # without it, each process takes itself for the only one
     args = TrainingArguments(output_dir=config.output_dir, **options)
+    if started != args.world_size:
+        raise NotImplementedError(
+            f"training: {started} processes were started (WORLD_SIZE), and transformers makes "
+            f"{args.world_size} of them work together; start one, or as many as there are devices"
+        )
     if args.max_steps <= 0:
         raise ValueError(f"training.max_steps: want more than 0 steps, got {args.max_steps}")
     if config.muon is not None and "optim" in given:

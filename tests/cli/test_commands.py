@@ -1,6 +1,8 @@
 """What every command has: a page that names its options. And how the matrix ends."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import slipstream
 from slipstream.cli import support
 from slipstream.cli.commands import app
 from slipstream.core.matrix import Row
@@ -121,3 +124,23 @@ def test_the_matrix_records_nothing_that_is_not_whole(
 def test_the_matrix_says_what_it_wants(args: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["matrix", *args])
     assert result.exit_code == 2 and words in result.output
+
+
+def test_the_command_without_arguments_prints_help_and_with_version_its_own() -> None:
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 0 and "train" in result.output and "doctor" in result.output
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output == f"slipstream {slipstream.__version__}\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "yaml", "transformers"])
+def test_a_missing_package_is_named_with_its_extra(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("output_dir: x")
+    code = f"import sys; sys.modules[{missing!r}] = None; from slipstream.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(tmp_path / "x.yaml")],
+        capture_output=True,
+        text=True,
+    )
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and missing in line and "pip install 'slipstream[lm]'" in line

@@ -171,6 +171,39 @@ def test_doctor_interprets_the_kernels_where_no_gpu_is(
     assert all(x["operator"] == "swiglu" and x["ok"] and 0 < x["output"] < 1e-4 for x in checks)
 
 
+def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from slipstream.cli import checkup
+    from slipstream.cli.samples import QUICK
+
+    asked: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checkup, "examine", lambda *args: iter(()))
+    monkeypatch.setattr(
+        checkup,
+        "interpreted",
+        lambda samples, shown: asked.append([x.op for x in samples]) or iter(()),
+    )
+    for args in ((), ("--thorough",), ("attention", "--quick")):
+        status, text = invoke("doctor", *args)
+        assert status == 0, text
+    everything = [x.op for x in SAMPLES]
+    attention = [x for x in everything if x == "attention"]
+    assert asked == [list(QUICK), everything, attention]
+
+
+@needs_compiler
+def test_doctor_says_how_an_interpreter_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.cli import checkup
+
+    monkeypatch.setattr(checkup, "SAMPLES", [*SAMPLES, SAMPLES[0].__class__("none", "q=BT")])
+    (check,) = checkup.interpreted([checkup.SAMPLES[-1]])
+    assert not check.ok and "IndexError" in check.error
+
+
 def test_doctor_names_what_it_does_not_know() -> None:
     status, text = invoke("doctor", "retentoin")
     assert status == 2 and "got 'retentoin'" in text

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,51 @@ def test_generate_without_a_model_says_so(tmp_path) -> None:
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "error: checkpoint" in out
+
+
+def torchrun(*arguments: object) -> tuple[int, str]:
+    """Two ranks of a command on this CPU."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", MODULE]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*run, *map(str, arguments)], capture_output=True, text=True, env=env, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_model_of_one_with_twice_the_batch(config, tmp_path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish("train", config, f"output_dir={one}", "training.per_device_train_batch_size=4")
+    status, text = torchrun("train", config, f"output_dir={two}")
+    assert status == 0, text
+    assert text.count("on all held-out text") == 1
+    assert (two / "checkpoint-5" / "rng_state_1.pth").is_file()
+    whole, parts = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(loss_log(one), loss_log(two), strict=True):
+        assert ours["step"] == theirs["step"]
+        for key in ("loss", "eval_loss", "held_out_loss", "bits_per_byte", "train_loss"):
+            assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4)
+    status, text = torchrun("train", config, f"output_dir={two}", "training.learning_rate=1")
+    assert status != 0 and text.count("error: training.learning_rate: differs") == 2
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_saves_ends_with_the_same_weights(config, trained, tmp_path) -> None:
+    """At several moments from the first file of checkpoint-5 on."""
+    for i, name in enumerate(("", "model.safetensors", "optimizer.pt", "trainer_state.json")):
+        out = tmp_path / str(i)
+        with start("train", config, f"output_dir={out}") as process:
+            while process.poll() is None and not (out / "checkpoint-5" / name).exists():
+                time.sleep(0.001)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        finish("train", config, f"output_dir={out}")
+        whole, parts = (
+            load_file(trained / "model.safetensors"),
+            load_file(out / "model.safetensors"),
+        )
+        assert all(torch.equal(whole[key], parts[key]) for key in whole)
+        assert loss_log(out) == loss_log(trained)

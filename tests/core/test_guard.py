@@ -3,8 +3,10 @@
 import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -336,6 +338,7 @@ def test_verdicts_that_are_none_count_for_nothing(
 
 _LEARNS = """
 import sys
+import tempfile
 from slipstream.core import machine
 here = machine.Machine("sm_90", "3.6.0", "1.2.3", passive=True)
 for i in range(30):
@@ -388,3 +391,67 @@ def test_a_dying_compiler_leaves_the_process_alive(
     monkeypatch.setattr(machine, "TIMEOUT", 5.0)
     with pytest.warns(guard.Guarded, match=words):
         assert attempt(lambda: jitting(what)) == "eager"
+
+
+def test_a_missing_child_falls_back_and_is_not_remembered(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def absent() -> str:
+        raise guard.Unusable("planted_kernel: no process to compile in", lasting=False)
+
+    def unwritable() -> str:
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere/cache")
+
+    for i, run in enumerate((absent, unwritable)):
+        kind = ("linear.triton", f"planted{i}")
+        with pytest.warns(guard.Guarded, match="no process to compile in|/nowhere/cache"):
+            assert attempt(run, kind=kind) == "eager"
+        assert attempt(run, kind=kind) == "eager"  # said once
+        assert here.unusable(kind) and not make(monkeypatch).unusable(kind)
+        monkeypatch.setattr(guard, "machine", lambda device: here)
+    assert not (tmp_path / "verdicts.json").exists()
+
+
+def test_a_kernel_that_does_not_work_is_an_error_if_no_fallback_is_wanted(
+    here: guard.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_FALLBACK", "error")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"SIGABRT.*SLIPSTREAM_FALLBACK=error"):
+            attempt(fails)
+
+
+def test_caches_have_a_place_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SLIPSTREAM_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"slipstream-{os.getuid()}"
+    assert machine.cache_dir() == own / ".cache/slipstream"
+    assert own.stat().st_mode & 0o777 == 0o700
+    machine.select_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == str(own / ".triton/cache")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "slipstream-12345").mkdir()
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        machine.cache_dir()
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(guard.Guarded, match=r"file/cache cannot be written"):
+        machine.select_cache()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: (_ for _ in ()).throw(OSError()))
+    machine.select_cache()  # never raises

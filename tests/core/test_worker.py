@@ -1,10 +1,14 @@
 """Compilations in a child: the parent outlives an abort, a kill and a hang of the compiler."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -79,3 +83,54 @@ def _runs(pid: int) -> bool:
     """A zombie does not: who should have waited for it is gone."""
     listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return listed.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_threads_get_the_outcome_of_their_own_job() -> None:
+    from slipstream.core.aot import Job
+    from slipstream.core.worker import Outcome, Worker
+
+    def job(what: str) -> Job:
+        kernel = "tests.core.planted:planted_kernel"
+        return Job(kernel, {"x_ptr": "*i32"}, {"WHAT": what}, {}, 1, 1, {}, "sm_80")
+
+    worker = Worker()
+    outcomes: dict[int, Outcome] = {}
+
+    def compile(i: int) -> None:
+        outcomes[i] = worker.compile(job("raise" if i % 2 else "nothing"))
+
+    threads = [threading.Thread(target=compile, args=(i,)) for i in range(32)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        worker.close()
+    got = [outcomes[i].status for i in range(32)]
+    assert got == ["ok", "refused"] * 16
+
+
+def test_a_child_that_cannot_start_says_nothing_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slipstream.core import worker as module
+    from slipstream.core.worker import Worker
+
+    def fails(*args: object, **options: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    job: Any = None
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", fails)
+        assert Worker().compile(job).status == "absent"
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", fails)
+        assert Worker().compile(job).status == "absent"
+    monkeypatch.setattr(module, "_SERVE", "import nothing_of_that_name")
+    worker = Worker()
+    try:
+        outcome = worker.compile(job)
+    finally:
+        worker.close()
+    assert outcome.status == "absent" and "nothing_of_that_name" in outcome.reason

@@ -49,3 +49,41 @@ def test_config_survives_its_dump(path, tmp_path) -> None:
 def test_config_rejects(path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.row_tokens=x", "data.row_tokens: want int, got 'x'"),
+        ("data.row_tokens=true", "data.row_tokens: want int, got True"),
+        ("data.files=3", "data.files: want a list of str, got 3"),
+        ("tokenizer.path=3", "tokenizer.path: want str or null, got 3"),
+        ("muon.momentum=high", "muon.momentum: want float, got 'high'"),
+        ("data=3", "data: want a mapping"),
+        ("model=[1]", "model: want a mapping"),
+        ("output_dir=3", "output_dir: want str, got 3"),
+    ],
+)
+def test_config_names_values_of_a_wrong_type(path, override: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        load(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.row_token=1", "data.row_token: no such key; did you mean data.row_tokens"),
+        ("trainin.max_steps=1", "trainin: no such key; did you mean training"),
+        ("data.files=[", "cannot be read as YAML"),
+    ],
+)
+def test_config_says_what_may_be_meant(path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(path, [override])
+
+
+def test_config_takes_one_file_as_a_string_and_names_a_file_that_is_no_yaml(path, tmp_path) -> None:
+    assert load(path, ["data.files=text"]).data.files == ("text",)
+    (tmp_path / "bad.yaml").write_text("data: {files: [\noutput_dir: x")
+    with pytest.raises(ValueError, match=r"bad\.yaml: cannot be read as YAML: .*line 2"):
+        load(tmp_path / "bad.yaml")

@@ -89,3 +89,22 @@ def test_fingerprint_changes_with_the_files(tree) -> None:
     assert split(data(tree))[0].fingerprint() == before
     (tree / "d2" / "2.txt").write_text("changed")
     assert split(data(tree))[0].fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "no JSON"),
+        ('{"txet": "x"}', "its keys are txet"),
+        ("[1]", "want an object with text"),
+        ('{"text": 3}', "text: want text, got 3"),
+    ],
+)
+def test_a_wrong_line_is_named_by_file_and_number(tmp_path, line: str, words: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"text": "a"}}\n\n{{"text": "b"}}\n{line}\n')
+    side, file = Corpus((File(path, "x.jsonl"),)), File(path, "x.jsonl")
+    with pytest.raises(ValueError, match=rf"x\.jsonl, line 4: .*{words}"):
+        list(side.pieces(file))
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 4: "):
+        list(side.pieces(file, offset=15))

@@ -1,13 +1,14 @@
-from itertools import islice
+from itertools import islice, zip_longest
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from slipstream.training import corpus as corpus_module
 from slipstream.training.config import Data, Tokenizer
 from slipstream.training.corpus import split
-from slipstream.training.rows import Collator, Cursor, Position, Rows
-from slipstream.training.tokenizer import END, obtain, token_bytes
+from slipstream.training.rows import Batches, Collator, Cursor, Position, Rows
+from slipstream.training.tokenizer import END, _cut, obtain, token_bytes
 
 DOCUMENTS = [f"Document {i}: " + "the quick brown füchs 🦊\n" * (1 + i % 5) for i in range(12)]
 
@@ -114,3 +115,37 @@ def test_collator_reset_starts_documents_afresh() -> None:
     assert batch["labels"].tolist() == [[-100, 0, -100, 8, -100, 0, -100, 8]]
     assert batch["cu_seqlens"].tolist() == [0, 2, 4, 6, 8]
     assert batch["tally"] == (None, 4, 2 * (0 + 4))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_are_each_row_once_in_order(corpus, tokenizer, workers: int, ranks: int) -> None:
+    """With any number of workers, and dealt out to any number of ranks."""
+    rows = Rows(corpus, tokenizer, 16, lanes=3, seed=3, epochs=1)
+    want = [row["input_ids"].tolist() for row in rows]
+    cursors = [row["cursor"] for row in rows]
+    loaders = [
+        DataLoader(
+            Batches(rows, 2, rank, ranks), batch_size=None, num_workers=workers, collate_fn=list
+        )
+        for rank in range(ranks)
+    ]
+    got, after = [], []
+    for group in zip_longest(*loaders, fillvalue=()):
+        got += [row["input_ids"].tolist() for batch in group for row in batch]
+        after += [row["cursor"] for batch in group for row in batch]
+    assert got == want and len(want) > 8
+    size = 2 * ranks
+    assert after == [cursors[min(i // size * size + size, len(want)) - 1] for i in range(len(want))]
+
+
+def test_tokenizer_trains_on_text_without_spaces(tmp_path, tokenizer) -> None:
+    """In pieces no word of which is long; other text is not cut."""
+    for text in ("ab" * 5000, " " * 999, "1" * 999, "_" * 999, "." * 999 + "x"):
+        cut = list(_cut(text))
+        assert "".join(cut) == text and max(map(len, cut)) <= 65
+    assert [x for x in _cut(DOCUMENTS[4] * 9) if x] == [DOCUMENTS[4] * 9]
+    (tmp_path / "long.txt").write_text("ab" * 150_000)
+    long = split(Data(files=(f"{tmp_path}/long.txt",), eval_files=(f"{tmp_path}/0*.txt",)))[0]
+    made = obtain(Tokenizer(vocab_size=300), long, tmp_path / "another")
+    assert len(made("ab" * 64)["input_ids"]) < 16

@@ -102,3 +102,24 @@ def test_arguments_rejects(tmp_path, name: str) -> None:
 def test_arguments_rejects_no_steps(tmp_path) -> None:
     with pytest.raises(ValueError, match="max_steps"):
         arguments(from_dict(raw(tmp_path, max_steps=0)))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("training", "learning_rat", 1, "did you mean training.learning_rate"),
+        ("training", "max_steps", "many", "training.max_steps: want int, got 'many'"),
+        ("training", "num_train_epochs", 3, "training.num_train_epochs: has no use here"),
+        ("model", "hidden_sise", 32, "did you mean model.hidden_size"),
+        ("model", "hidden_size", "wide", "model: .*hidden_size"),
+        ("model", "mixers", [{"type": "gla", "nonesuch": 1}], "model: .*nonesuch"),
+    ],
+)
+def test_train_refuses_before_it_writes(
+    tmp_path, section: str, key: str, value: object, words: str
+) -> None:
+    config = raw(tmp_path / "out")
+    config[section][key] = value
+    with pytest.raises((ValueError, TypeError), match=words):
+        train(from_dict(config), Interrupt(), Console(quiet=True))
+    assert not (tmp_path / "out").exists()
