@@ -58,7 +58,7 @@ def _linear() -> tuple:
 
 def _softmax() -> tuple:
     q, k, v = rand(1, 3, 2, 4), rand(1, 3, 1, 4), rand(1, 3, 1, 2)
-    return (q, k, v, None, rand(2), None, None, None, None, 0.5, -1, 0, 0.0, "eager")
+    return (q, k, v, None, rand(2), *[None] * 5, 0.5, -1, 0, 0.0, 0.0, "eager")
 
 
 def _conv() -> tuple:
@@ -179,7 +179,7 @@ def test_operator_gives_all_results_with_gradients_as_without(
 
 def test_operator_without_a_gradient_refuses_its_backward() -> None:
     q, k, v = (torch.randn(1, n, 1, 4, requires_grad=True) for n in (1, 3, 3))
-    args = (q, k, v, *[None] * 6, 0.5, -1, 0, 0.0, "eager")
+    args = (q, k, v, *[None] * 6, 0.5, -1, 0, 0.0, 0.0, "eager")
     o, _ = softmax.decode(*args)
     with torch.no_grad():
         want, _ = softmax.decode(*args)
