@@ -26,10 +26,13 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
         TypeError: names the argument, before anything else looks at it.
     """
     types_of = _tensor_types(fn)
-    names = tuple(inspect.signature(fn).parameters)
+    parameters = inspect.signature(fn).parameters.values()
+    names = tuple(x.name for x in parameters if x.kind is not inspect.Parameter.KEYWORD_ONLY)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(names):
+            return fn(*args, **kwargs)  # Python's own error: options are given by name
         for name, x in zip(names, args):
             if type(x) is not Tensor and name in types_of:
                 _expect_type(name, x, types_of[name])
