@@ -424,12 +424,12 @@ def test_a_kernel_that_does_not_work_is_an_error_if_no_fallback_is_wanted(
 def test_caches_have_a_place_without_a_home(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def nobody() -> Path:
+    def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     for name in ("SLIPSTREAM_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setenv("HOME", "~")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"slipstream-{os.getuid()}"

@@ -80,7 +80,7 @@ def test_latent_attention_reads_no_missing_page(page: int, missing: int) -> None
 
 @pytest.mark.parametrize("calls", [1, 4])
 def test_rotary_position_outside_of_the_table_is_reported(calls: int) -> None:
-    """Also where the call is played from a record."""
+    """Also where a recorded call is replayed."""
     cos, sin = (x.cuda() for x in ops.rotary_tables(torch.arange(20), D))
     x = torch.randn(2, 5, 3, D, device="cuda")
     positions = torch.arange(5, device="cuda").repeat(2, 1)

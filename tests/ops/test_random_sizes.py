@@ -1,4 +1,4 @@
-"""Valid calls at sizes that nobody chose, against the reference in float64."""
+"""Valid calls at random sizes, against the reference in float64."""
 
 import pytest
 import torch

@@ -301,7 +301,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "tiles"])
 def test_inverse_is_of_what_is_below_the_diagonal(views: bool) -> None:
-    """And gives the diagonal back; what is above it is nobody's.
+    """Gives the diagonal back too; no kernel reads what is above it.
 
     views: of several tiles where one is, as up to Triton 3.7; else each warp finds its own tile.
     """

@@ -104,7 +104,7 @@ def tile_of(tiles, at: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def tiles(BEFORE: gl.constexpr):
-    """Room for blocks of four rows, and of so many before them, where `tile_of` reads them."""
+    """Allocates blocks of four rows, after the BEFORE rows that `tile_of` may read."""
     ROWS: gl.constexpr = NB + BEFORE if LARGER_VIEWS else NB
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     high = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BASE * BASE], flat)
