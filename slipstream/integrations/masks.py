@@ -10,8 +10,9 @@ function, and the padding, into an int32 tensor whose shape carries what the hos
     [1, V, N+1, X]   offsets of N sequences, with the B rows one behind the other; X is 1, or 2
                      where the mask cuts rows at fixed places (chunks)
 
-V is the rule, causal and window. Shapes alone say it, so nothing waits for the device; and no model has
-enough heads for this tensor to be mistaken for a mask of scores. Every other mask is dense and bool.
+V is the rule, causal and window. Shapes alone say it, so nothing waits for the device; and no model
+has enough heads for this tensor to be mistaken for a mask of scores. Every other mask is dense and
+bool.
 """
 
 import inspect
