@@ -21,10 +21,10 @@ from record import record
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.kernels.softmax.cache import Cache, gathered
-from slipstream.kernels.softmax.reference import softmax_reference
-from slipstream.kernels.softmax.terms import DIFFERENTIABLE, Options, Terms
-from slipstream.kernels.softmax.triton import decode_launch, launch
+from slipstream.kernels.attention.cache import Cache, gathered
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE, Options, Terms
+from slipstream.kernels.attention.reference import softmax_reference
+from slipstream.kernels.attention.triton import decode_launch, launch
 from slipstream.ops.attention import attention
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
@@ -325,13 +325,13 @@ def host_time() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--impl", choices=("triton", "hopper"), default="triton")
+    parser.add_argument("--impl", choices=("triton", "sm90"), default="triton")
     for name in ("check", "times", "decode", "sweep", "candidates", "peer", "tried"):
         parser.add_argument(f"--{name}", action="store_true")
     options = vars(parser.parse_args())
     impl = options.pop("impl")
     chosen = {n for n, x in options.items() if x} or {"check", "times", "decode", "peer"}
-    if impl == "hopper":
+    if impl == "sm90":
         import attention_hopper
 
         return attention_hopper.main(*(n in chosen for n in ("check", "times", "peer", "tried")))

@@ -16,8 +16,8 @@ from attention_gpu import LIMITS, PLAIN, SHAPES, bench, both_ways, error, oracle
 from record import record
 from torch.nn.attention import SDPBackend
 
-from slipstream.kernels.softmax.hopper.tiles import TILES, TRIED
-from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.sm90.tiles import TILES, TRIED
 
 PEERS = "flash fwd", "flash bwd", "cudnn fwd", "cudnn bwd"
 WORK = {"forward": 1.0, "dq": 1.5, "dkv": 2.0}
@@ -47,7 +47,7 @@ GROUPS = {
 
 
 def check_group(D: int, group: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     limits = LIMITS["fp16" if dtype == torch.float16 else "bf16"]
     for name in GROUPS[group]:
@@ -82,7 +82,7 @@ def times_group(D: int, peers: bool) -> None:
 
 def timed(B: int, T: int, H: int, D: int, causal: bool, peers: bool) -> dict[str, object]:
     """TFLOP/s: of a whole way, and of the products that dq's and dk and dv's kernels need."""
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     terms, do = Terms(*x[:3]), x[3]
@@ -115,7 +115,7 @@ def timed(B: int, T: int, H: int, D: int, causal: bool, peers: bool) -> dict[str
 
 
 def _room(terms: Terms, o: Any, lse: Any, do: Any) -> tuple:
-    from slipstream.kernels.softmax.triton import launch as portable
+    from slipstream.kernels.attention.triton import launch as portable
 
     B, T, H, _ = terms.q.shape
     base, delta = torch.empty(2, B, H, -(-T // 4) * 4, device="cuda")
@@ -125,7 +125,7 @@ def _room(terms: Terms, o: Any, lse: Any, do: Any) -> tuple:
 
 def tried_group(D: int) -> None:
     """Other tiles and grids of each kernel, at the first shape, causal and full; TFLOP/s."""
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     B, T, H = next(s for s in SHAPES if s[3] == D)[:3]
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
@@ -154,7 +154,7 @@ def tried_group(D: int) -> None:
 
 def tried(part: str, terms: Terms, options: Options, do: Any) -> Any:
     """What runs a part and returns its results."""
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     if part == "forward":
         return lambda: launch.forward(terms, options)
@@ -171,7 +171,7 @@ def tried(part: str, terms: Terms, options: Options, do: Any) -> Any:
 
 def warm_group(D: int, causal: bool) -> None:
     """Compiles what tried_group times."""
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     x = [torch.randn(1, 256, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     kept, options = launch.TILES[D], Options(D**-0.5, -1, 0 if causal else -1)
@@ -186,7 +186,7 @@ def warm_group(D: int, causal: bool) -> None:
 
 
 def host_group() -> None:
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     x = [torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     terms, options = Terms(*x[:3]), Options(0.1, -1, 0)

@@ -13,7 +13,7 @@ from attention_gpu import COPY_BYTES_PER_MS, bench, error
 from record import record
 from torch import Tensor
 
-from slipstream.kernels.softmax.triton import decode_latent_launch as launch
+from slipstream.kernels.attention.triton import decode_latent_launch as launch
 
 R, P = 512, 64
 # B, S, H, page size or 0

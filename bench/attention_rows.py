@@ -33,7 +33,7 @@ Run = Callable[..., Tensor]
 
 def runs(causal: bool) -> dict[str, Run]:
     return {
-        "hopper": partial(attention, causal=causal, impl="hopper"),
+        "sm90": partial(attention, causal=causal, impl="sm90"),
         "cudnn": peer(SDPBackend.CUDNN_ATTENTION, causal),
         "portable": partial(attention, causal=causal, impl="triton"),
         "flash": peer(SDPBackend.FLASH_ATTENTION, causal),
@@ -88,7 +88,7 @@ def row_of(shape: tuple[int, int, int, int, bool], rounds: int) -> dict[str, obj
         for name, ms in medians(fns, rounds).items()
     }
     row |= {name: round(x) for name, x in speed.items()}
-    for mine, other in (("hopper", "cudnn"), ("portable", "flash")):
+    for mine, other in (("sm90", "cudnn"), ("portable", "flash")):
         for way in ("fwd", "bwd"):
             row[f"{mine}/{other} {way}"] = round(
                 speed[f"{mine} {way}"] / speed[f"{other} {way}"], 3
@@ -130,7 +130,7 @@ def warm(places: list[int], widths: tuple[int, ...]) -> None:
     fns: list[Callable[[], Any]] = []
     for shape in (SHAPES[i] for i in places):
         x = [torch.randn(1, 2304, 8, shape[3], device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
-        for name in ("hopper", "portable"):
+        for name in ("sm90", "portable"):
             fns += ways(runs(shape[4])[name], x, torch.randn_like(x[0])).values()
     for D in widths:
         fns += packed_ways(torch.tensor(MIXED), D).values()

@@ -10,9 +10,9 @@ import torch
 from attention_gpu import CACHES, PLAIN, bench, cache_of, compare
 from record import record
 
-from slipstream.kernels.softmax.terms import Options, Terms
-from slipstream.kernels.softmax.triton import decode_launch, device, launch, tiles
-from slipstream.kernels.softmax.triton.tiles import Tile
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.triton import decode_launch, launch, launch_utils, tiles
+from slipstream.kernels.attention.triton.tiles import Tile
 
 # BM, BN, warps, stages
 SWEEP: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
@@ -44,14 +44,14 @@ def sweep() -> None:
         kept, line = tiles.TILES[key], []
         for row in rows:
             tiles.TILES[key] = dataclasses.replace(kept, **{part: Tile(*row)})
-            device.tiles_of.cache_clear()
+            launch_utils.tiles_of.cache_clear()
             try:
                 line.append(f"{row} " + " / ".join(f"{x:.3f}" for x in swept(part, D)))
             except Exception as e:  # too much shared memory is a row too
                 line.append(f"{row} {type(e).__name__}")
         print(f"{part} D{D}:", ", ".join(line), flush=True)
         tiles.TILES[key] = kept
-    device.tiles_of.cache_clear()
+    launch_utils.tiles_of.cache_clear()
 
 
 def swept(part: str, D: int) -> list[float]:
@@ -98,7 +98,7 @@ def candidate(part: str, D: int, row: tuple[int, int, int, int]) -> tuple[float,
     key = ("sm_90", 2, D)
     kept = tiles.TILES[key]
     tiles.TILES[key] = dataclasses.replace(kept, **{part: Tile(*row)})
-    device.tiles_of.cache_clear()
+    launch_utils.tiles_of.cache_clear()
     try:
         worst = 0.0
         for size in CHECKED:
@@ -107,7 +107,7 @@ def candidate(part: str, D: int, row: tuple[int, int, int, int]) -> tuple[float,
         return worst, swept(part, D)
     finally:
         tiles.TILES[key] = kept
-        device.tiles_of.cache_clear()
+        launch_utils.tiles_of.cache_clear()
 
 
 def candidates() -> None:

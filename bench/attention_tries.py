@@ -19,12 +19,12 @@ from attention_rows import MIXED, medians, ways
 from record import record
 from torch.nn.attention import SDPBackend
 
-from slipstream.kernels.softmax.hopper.tiles import TILES as HOPPER
-from slipstream.kernels.softmax.hopper.tiles import Tile as HopperTile
-from slipstream.kernels.softmax.reference import softmax_reference
-from slipstream.kernels.softmax.terms import Options, Terms
-from slipstream.kernels.softmax.triton import device, tiles
-from slipstream.kernels.softmax.triton.tiles import Tile
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.reference import softmax_reference
+from slipstream.kernels.attention.sm90.tiles import TILES as HOPPER
+from slipstream.kernels.attention.sm90.tiles import Tile as HopperTile
+from slipstream.kernels.attention.triton import launch_utils, tiles
+from slipstream.kernels.attention.triton.tiles import Tile
 
 MIB = 1 << 20
 WIDE: dict[str, dict[str, Tile | None]] = {
@@ -67,10 +67,10 @@ def portable(name: str) -> Iterator[None]:
     key = ("sm_90", 2, 256)
     kept = tiles.TILES[key]
     tiles.TILES[key] = dataclasses.replace(kept, **WIDE[name])
-    device.tiles_of.cache_clear()
+    launch_utils.tiles_of.cache_clear()
     yield
     tiles.TILES[key] = kept
-    device.tiles_of.cache_clear()
+    launch_utils.tiles_of.cache_clear()
 
 
 @contextmanager
@@ -82,18 +82,18 @@ def hopper(D: int, name: str) -> Iterator[None]:
 
 @contextmanager
 def fused(section: int, buffers: int, D: int) -> Iterator[None]:
-    from slipstream.kernels.softmax.hopper import launch_fused
+    from slipstream.kernels.attention.sm90 import bwd_fused_launch
 
     with (
-        mock.patch.object(launch_fused, "WALKED", section * MIB),
-        mock.patch.dict(launch_fused.BUFFERS, {D: buffers}),
+        mock.patch.object(bwd_fused_launch, "WALKED", section * MIB),
+        mock.patch.dict(bwd_fused_launch.BUFFERS, {D: buffers}),
     ):
         yield
 
 
 @contextmanager
 def close(section: int) -> Iterator[None]:
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     with mock.patch.object(launch, "CLOSE", section * MIB):
         yield
@@ -122,7 +122,7 @@ def variants(group: str) -> dict[str, tuple[int, str, Callable[[], Any]]]:
 
 
 def check(group: str) -> None:
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     part, parts = map(int, os.environ.get("PART", "0/1").split("/"))
     for name, (D, what, place) in [*variants(group).items()][part::parts]:
@@ -154,7 +154,7 @@ def check(group: str) -> None:
 
 def growing(D: int, sign: int) -> float:
     """The worst error where scores grow, or shrink, by far along the keys."""
-    from slipstream.kernels.softmax.hopper import launch
+    from slipstream.kernels.attention.sm90 import launch
 
     terms, options = terms_of({**PLAIN, "D": D, "DV": D, "T": 300, "S": 1500}, torch.bfloat16)
     ramp = torch.linspace(0.1, 8, 1500, device="cuda")[None, :, None, None] ** sign
@@ -169,10 +169,10 @@ def terms_at(shape: tuple[int, int, int], D: int) -> Terms:
 
 
 def whole(terms: Terms, options: Options, what: str) -> Callable[[], Any]:
-    from slipstream.kernels.softmax.hopper import launch as hopper_launch
-    from slipstream.kernels.softmax.triton import launch as portable_launch
+    from slipstream.kernels.attention.sm90 import launch as sm90_backend
+    from slipstream.kernels.attention.triton import launch as portable_launch
 
-    module = portable_launch if what.startswith("portable") else hopper_launch
+    module = portable_launch if what.startswith("portable") else sm90_backend
     o, lse = module.forward(terms, options)
     if what.endswith("fwd"):
         return lambda: module.forward(terms, options)

@@ -26,7 +26,7 @@ from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.distill import linear_kl_div
 from slipstream.ops.loss import cross_entropy
 from slipstream.ops.norm import rms_norm
-from tests.blocks import BLOCKS, Block, cast, leaves
+from tests.support.blocks import BLOCKS, Block, cast, leaves
 
 BF16 = torch.bfloat16
 # relative RMS error of outputs and gradients; a loss of 16-bit logits that are made on the way

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from slipstream.kernels.conv.triton import launch as conv_launch
 from slipstream.kernels.loss.triton import launch as loss_launch
-from slipstream.kernels.norm.terms import Norm
+from slipstream.kernels.norm.inputs import Norm
 from slipstream.kernels.norm.triton import launch as norm_launch
 from slipstream.kernels.norm.triton import tiles
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy

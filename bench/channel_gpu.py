@@ -20,10 +20,16 @@ from launches import per_kernel
 from record import record
 from torch import Tensor
 
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton import channel_launch as launch
-from slipstream.kernels.linear.triton import channel_tiles, channel_walks, tiles
+from slipstream.kernels.linear.triton.scalar_decay import tiles
+from slipstream.kernels.linear.triton.vector_decay import backend as launch
+from slipstream.kernels.linear.triton.vector_decay import (
+    launch as vector_decay_launch,
+)
+from slipstream.kernels.linear.triton.vector_decay import (
+    tiles as vector_decay_tiles,
+)
 from slipstream.ops import chunk_gla, chunk_gsa, chunk_linear_attn, chunk_rwkv6
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
@@ -269,7 +275,7 @@ def kernels(label: str, x: dict[str, Tensor]) -> None:
         ("forward", lambda: launch.forward(terms, scale)),
         ("backward", lambda: launch.backward(terms, do, None, scale)),
     ):
-        each = per_kernel(fn, launch, channel_walks)
+        each = per_kernel(fn, launch, vector_decay_launch)
         text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
         print("   ", name, f"{sum(each.values()):.3f} ms:", text, flush=True)
 
@@ -316,11 +322,11 @@ def host_time() -> None:
 
 WALK = ("sm_90", 2, 128)
 SWEEP = [  # what takes the place of a row of the tables
-    ("prepare", channel_tiles.Part(64, 4, 1)),
-    ("prepare", channel_tiles.Part(32, 4, 3)),
-    ("prepare", channel_tiles.Part(128, 8, 1)),
-    ("grads", channel_tiles.Part(32, 4, 1)),
-    ("grads", channel_tiles.Part(64, 8, 1)),
+    ("prepare", vector_decay_tiles.Part(64, 4, 1)),
+    ("prepare", vector_decay_tiles.Part(32, 4, 3)),
+    ("prepare", vector_decay_tiles.Part(128, 8, 1)),
+    ("grads", vector_decay_tiles.Part(32, 4, 1)),
+    ("grads", vector_decay_tiles.Part(64, 8, 1)),
     ("walk", tiles.Tile(64, 64, 4, 3, tma=True)),
     ("walk", tiles.Tile(64, 64, 8, 2, tma=True)),
     ("walk", tiles.Tile(64, 128, 8, 2, tma=True)),
@@ -331,7 +337,7 @@ SWEEP = [  # what takes the place of a row of the tables
 def sweep(label: str) -> None:
     """One kernel's tile at a time in place of the table's, against the table's results."""
     key = ("sm_90", 2)
-    kept, walk = channel_tiles.TILES[key], channel_tiles.WALKS[WALK]
+    kept, walk = vector_decay_tiles.TILES[key], vector_decay_tiles.WALKS[WALK]
     _, x = arguments(label)
     terms = Terms(**{n: t.detach() for n, t in x.items()})
     do = torch.randn_like(terms.v)
@@ -343,11 +349,11 @@ def sweep(label: str) -> None:
     rows: list[dict[str, object]] = []
     for name, part in [("table's", None), *SWEEP]:
         if name == "walk":
-            channel_tiles.WALKS[WALK] = part
+            vector_decay_tiles.WALKS[WALK] = part
         elif part is not None:
-            channel_tiles.TILES[key] = dataclasses.replace(kept, **{name: part})
+            vector_decay_tiles.TILES[key] = dataclasses.replace(kept, **{name: part})
         launch._tile.cache_clear()
-        channel_walks._walk_tile.cache_clear()
+        vector_decay_launch._walk_tile.cache_clear()
         try:
             got = run()
             off = max(error(got[n], want[n]) for n in want)
@@ -358,9 +364,9 @@ def sweep(label: str) -> None:
             text = type(e).__name__
         print(label, name, part, text, flush=True)
         rows.append({"shape": label, "kernel": name, "tile": str(part), "result": text})
-        channel_tiles.TILES[key], channel_tiles.WALKS[WALK] = kept, walk
+        vector_decay_tiles.TILES[key], vector_decay_tiles.WALKS[WALK] = kept, walk
     launch._tile.cache_clear()
-    channel_walks._walk_tile.cache_clear()
+    vector_decay_launch._walk_tile.cache_clear()
     record("channel_gpu_tiles", rows)
 
 

@@ -15,10 +15,10 @@ from channel_gpu import BF16, GATES, arguments, bench, compare, inputs, tell
 from launches import per_kernel
 from torch import Tensor
 
-from slipstream.kernels.linear.hopper import channel_launch as hopper
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton import channel_launch as portable
-from slipstream.kernels.linear.triton import channel_walks
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.vector_decay import backend as hopper
+from slipstream.kernels.linear.triton.vector_decay import backend as portable
+from slipstream.kernels.linear.triton.vector_decay import launch
 
 # form, (B, T, H, HV, K, V), lengths of packed sequences
 ODD = [
@@ -64,12 +64,12 @@ def times() -> None:
         do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
         forwards(label, terms, do, scale)
         run = partial(hopper.backward, terms, do, None, scale)
-        each = per_kernel(run, hopper, portable, channel_walks)
+        each = per_kernel(run, hopper, portable, launch)
         text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
         print(f"  backward {bench(run):.3f} ms: {text}", flush=True)
         if label == "gla A":
             run = partial(portable.backward, terms, do, None, scale)
-            each = per_kernel(run, portable, channel_walks)
+            each = per_kernel(run, portable, launch)
             text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
             print(f"  portable {bench(run):.3f} ms: {text}", flush=True)
         del x, terms, do, run

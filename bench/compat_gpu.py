@@ -60,15 +60,15 @@ def parameters(ptx: str) -> list[str]:
 
 
 def compile_all(folder: Path, *releases: str) -> None:
-    from slipstream.core.machine import cache_dir
-    from slipstream.core.releases import install
-    from slipstream.core.trace import trace
+    from slipstream.compiler.compiler_state import cache_dir
+    from slipstream.compiler.trace import trace
+    from slipstream.compiler.triton_releases import install
 
     jobs = {}
     for case in CASES:
         for T in (300, 4096):
             made = trace(lambda device, case=case, T=T: call(case, T, device)[0], "sm_90")
-            jobs |= {x.key: x for x in made if "hopper" in x.kernel}
+            jobs |= {x.key: x for x in made if "sm90" in x.kernel}
     folder.mkdir(exist_ok=True)
     (folder / "jobs.pkl").write_bytes(pickle.dumps(list(jobs.values())))
     for release in releases:
@@ -80,7 +80,7 @@ def compile_all(folder: Path, *releases: str) -> None:
 def compile_here(folder: Path, release: str) -> None:
     import triton
 
-    from slipstream.core.aot import gpu_target, source_of
+    from slipstream.compiler.aot import gpu_target, source_of
 
     assert triton.__version__ == release
     (folder / release).mkdir(exist_ok=True)
@@ -98,8 +98,8 @@ def replacing(folder: Path) -> list[str]:
     """From here on Triton launches what is in the folder, where it has a kernel; their names."""
     from triton.compiler.compiler import CompiledKernel, make_backend
 
-    from slipstream.core.aot import job_of
-    from slipstream.core.hooks import before_compiling
+    from slipstream.compiler.aot import job_of
+    from slipstream.compiler.triton_hooks import before_compiling
 
     keys: list[str] = []
     replaced: list[str] = []

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.inputs import Terms
 
 CHUNK = 64
 
@@ -201,10 +201,10 @@ class Calls:
     """The kernels on one case's inputs. segments: as portable's Split; s_in: what each meets."""
 
     def __init__(self, terms: Terms, case: Case) -> None:
-        from slipstream.kernels.linear.hopper import delta_launch
-        from slipstream.kernels.linear.triton import delta_launch as portable
+        from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
+        from slipstream.kernels.linear.triton.delta import backend as portable
 
-        self.ours: Any = delta_launch
+        self.ours: Any = sm90_delta_launch
         self.portable: Any = portable
         self.terms = portable._prepare(terms)
         self.scale = case.K**-0.5
@@ -285,10 +285,10 @@ class Calls:
 
     def op(self) -> dict[str, Tensor]:
         """The operator; of what the oracle has not, how far from portable's."""
-        from slipstream.kernels.linear.hopper import launch
+        from slipstream.kernels.linear.sm90.delta import backend
 
         both = []
-        for each in (launch, self.portable):
+        for each in (backend, self.portable):
             o, final = each.forward(self.terms, self.scale)
             grads = each.backward(self.terms, self.do, self.dfinal, self.scale)
             both.append({"o": o, "final": final, **grads})
@@ -308,10 +308,10 @@ class Calls:
 
     def both(self) -> Any:
         """Backward with what forward kept."""
-        from slipstream.kernels.linear.hopper import launch
+        from slipstream.kernels.linear.sm90.delta import backend
 
-        *_, kept = launch.forward_kept(self.terms, self.scale)
-        return launch.backward(self.terms, self.do, None, self.scale, kept=kept)
+        *_, kept = backend.forward_kept(self.terms, self.scale)
+        return backend.backward(self.terms, self.do, None, self.scale, kept=kept)
 
 
 def bounds_of(terms: Terms) -> list[tuple[int, int, int]]:

@@ -21,10 +21,10 @@ from record import record
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton import delta_launch as launch
-from slipstream.kernels.linear.triton import delta_plan as plan
+from slipstream.kernels.linear.triton.delta import backend as launch
+from slipstream.kernels.linear.triton.delta import plan
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 # B, T, H, HV, K, V, lengths, gate

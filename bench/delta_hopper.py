@@ -30,7 +30,7 @@ LIMIT = 0.008
 
 
 def check(name: str) -> str:
-    from slipstream.kernels.linear.hopper import plan
+    from slipstream.kernels.linear.sm90 import plan
 
     kind, case = CHECKS[name]
     terms = inputs(case)
@@ -80,7 +80,7 @@ def times(name: str, only: str) -> str:
     terms = inputs(case)
     calls = Calls(terms, case)
     portable, solved, scale = calls.portable, calls.solved, calls.scale
-    from slipstream.kernels.linear.hopper import launch
+    from slipstream.kernels.linear.sm90.delta import backend
 
     like = torch.empty_like(terms.v)
 
@@ -101,17 +101,17 @@ def times(name: str, only: str) -> str:
             calls.terms, solved, scale, like, states=calls.states, s_in=calls.s_in
         ),
         "p_back": portable_back,
-        "grads": lambda: calls.grads(launch._OWN),
+        "grads": lambda: calls.grads(backend._OWN),
         "p_grads": lambda: calls.grads(None),
-        "op": lambda: launch.forward(calls.terms, scale),
-        "op_back": lambda: launch.backward(calls.terms, calls.do, None, scale),
+        "op": lambda: backend.forward(calls.terms, scale),
+        "op_back": lambda: backend.backward(calls.terms, calls.do, None, scale),
         "both": calls.both,
         "p_forward": lambda: portable.forward(calls.terms, scale),
         "p_backward": lambda: portable.backward(calls.terms, calls.do, None, scale),
     }
-    if (split := launch._split(calls.terms)) is not None:
+    if (split := backend._split(calls.terms)) is not None:
         solved90 = calls.solve90()
-        fns["meet"] = lambda: launch._meet(calls.terms, solved90, split)
+        fns["meet"] = lambda: backend._meet(calls.terms, solved90, split)
     row: dict[str, Any] = {"shape": name}
     for label, fn in fns.items():
         if only and label not in only.split(","):

@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.dplr_gpu import PACKED, TIMED, WHOLE, bench, error, inputs, own
-from slipstream.kernels.linear.hopper import dplr_launch as sm90
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton import dplr_launch as launch
+from slipstream.kernels.linear.sm90.dplr import backend as sm90
+from slipstream.kernels.linear.triton.dplr import backend as launch
 
 NARROW = (1, 200, 2, 2, 64, 64, None)
 CASES = [(WHOLE, "bfloat16"), (PACKED, "bfloat16"), (NARROW, "bfloat16"), (NARROW, "float16")]

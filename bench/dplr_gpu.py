@@ -24,22 +24,23 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.record import record
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton import dplr_launch as launch
-from slipstream.kernels.linear.triton import dplr_tiles, dplr_walks
-from slipstream.kernels.linear.triton.delta_tiles import Part
+from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.dplr import backend as launch
+from slipstream.kernels.linear.triton.dplr import launch as triton_dplr_launch
+from slipstream.kernels.linear.triton.dplr import tiles
 
 
 def own(terms: Terms) -> Any:
     """The kernels that the plan takes."""
-    from slipstream.kernels.linear.hopper import plan
+    from slipstream.kernels.linear.sm90 import plan
 
     if plan.refuses(terms) is not None:
         return None
-    from slipstream.kernels.linear.hopper import dplr_launch
+    from slipstream.kernels.linear.sm90.dplr import backend
 
-    return dplr_launch
+    return backend
 
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
@@ -344,8 +345,8 @@ SWEPT = ("sm_90", 2, 128)
 
 def put(name: str, row: tuple) -> None:
     part: Any = {name: Part(*row)}
-    dplr_tiles.TILES[SWEPT] = dataclasses.replace(dplr_tiles.TILES[SWEPT], **part)
-    dplr_walks._tile.cache_clear()
+    tiles.TILES[SWEPT] = dataclasses.replace(tiles.TILES[SWEPT], **part)
+    triton_dplr_launch._tile.cache_clear()
 
 
 def candidate(kind: str, index: int) -> None:
@@ -359,11 +360,11 @@ def candidate(kind: str, index: int) -> None:
         terms = inputs(kind, size, gate, torch.bfloat16, state=True)
         do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
         want = run_ours(kind, terms, do, dfinal, 0.1)
-        kept = dplr_tiles.TILES[SWEPT]
+        kept = tiles.TILES[SWEPT]
         put(name, row)
         got = run_ours(kind, terms, do, dfinal, 0.1)
-        dplr_tiles.TILES[SWEPT] = kept
-        dplr_walks._tile.cache_clear()
+        tiles.TILES[SWEPT] = kept
+        triton_dplr_launch._tile.cache_clear()
         off = [error(got[n], x) for n, x in want.items()]
         worst = max(worst, *(e if e == e else torch.inf for e in off))
     print(f"{worst:.0e}")
@@ -375,7 +376,7 @@ def sweep(kind: str, names: list[str]) -> None:
     started = [start("--candidate", str(n), "--kind", kind) for n in chosen]
     off = {CANDIDATES[n]: finish(process, n) for n, process in zip(chosen, started)}
     terms = inputs(kind, TIMED, "weak", torch.bfloat16, state=False)
-    kept = dplr_tiles.TILES[SWEPT]
+    kept = tiles.TILES[SWEPT]
     rows = []
     for name in names:
         line = []
@@ -388,9 +389,9 @@ def sweep(kind: str, names: list[str]) -> None:
                 line.append(f"{row} {ms:.3f} ({off[name, row][:30]})")
             except Exception as e:  # too much shared memory is a row too
                 line.append(f"{row} {type(e).__name__}")
-            dplr_tiles.TILES[SWEPT] = kept
+            tiles.TILES[SWEPT] = kept
         print(f"{kind} {name}:", ", ".join(line), flush=True)
-    dplr_walks._tile.cache_clear()
+    triton_dplr_launch._tile.cache_clear()
     record("dplr_gpu_sweep", rows)
 
 

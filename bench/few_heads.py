@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from record import record
 
 from slipstream import ops
-from slipstream.core import replay
-from slipstream.kernels.linear.hopper import dplr_launch
-from slipstream.kernels.linear.hopper.dplr_segments import segments
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton.launch import Split, split_into
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.dplr import backend
+from slipstream.kernels.linear.sm90.dplr.segment_policy import segments
+from slipstream.kernels.linear.triton.scalar_decay.launch import Split, split_into
+from slipstream.runtime import call_replay
 
 T, WIDTH, CHUNK = 32768, 128, 64
 HEADS = (1, 2, 4, 8, 16)
@@ -88,7 +88,7 @@ def cut(n: int) -> Any:
         chunks = -(-terms.v.shape[1] // CHUNK)
         return split_into(terms, None if n == 1 else -(-chunks // n) * CHUNK)
 
-    return mock.patch.object(dplr_launch, "split_of", split_of)
+    return mock.patch.object(backend, "split_of", split_of)
 
 
 def kernels(fn: Callable[[], Any]) -> str:
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     args = parser.parse_args()
-    replay.ON = False  # a call that is replayed is cut as it was
+    call_replay.ON = False  # a call that is replayed is cut as it was
     for name in OPERATORS:
         if args.warm:
             warm(name)

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from record import record, table
 
-from slipstream.cli.samples import SAMPLES, Sample, Shape, chosen, flat
+from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 
 SECONDS = 150
 TOGETHER = 8  # operators whose processes wait with what they have imported

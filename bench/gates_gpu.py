@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from slipstream import ops
 
 ROWS = {
-    "chunk_simple_gla": ("hopper", "triton"),
+    "chunk_simple_gla": ("sm90", "triton"),
     "chunk_gla": (None, "triton"),
-    "chunk_gated_delta_rule": ("hopper", "triton"),
-    "chunk_kda": ("hopper", "triton"),
+    "chunk_gated_delta_rule": ("sm90", "triton"),
+    "chunk_kda": ("sm90", "triton"),
 }
 
 

@@ -24,10 +24,10 @@ from record import record
 from triton.runtime.jit import JITFunction
 
 from slipstream import ops
-from slipstream.cli.samples import SAMPLES, Sample, Shape
-from slipstream.core import guard
-from slipstream.kernels.again import Together
-from slipstream.kernels.kept import Found, Kept
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.launch_cache import Found, Kept
+from slipstream.runtime.launch_replay import Together
+from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
 DEVICE = torch.device("cuda", 0)
 BARS = {"chunk_": 80, "recurrent_step": 40, "rms_norm": 20}
@@ -120,7 +120,7 @@ def without_launches(call: Call) -> tuple[float, int]:
 
 def main() -> None:
     only = sys.argv[1:] or [""]
-    here = guard.machine(DEVICE)
+    here = guarded_launch.machine(DEVICE)
     assert here is not None
     print(f"{here.name}: verified {here.verified} guards {here.guards} probes {here.probes}")
     past: list[str] = []

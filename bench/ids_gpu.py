@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from slipstream import layers, ops
-from slipstream.core.ids import raise_pending, synchronize
+from slipstream.runtime.token_ids import raise_pending, synchronize
 
 ROWS: list[dict[str, object]] = []
 

@@ -20,10 +20,10 @@ from launches import per_kernel
 from record import record
 from torch import Tensor
 
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.terms import Terms
-from slipstream.kernels.linear.triton import launch, tiles
 from slipstream.kernels.linear.triton.plan import refuses
+from slipstream.kernels.linear.triton.scalar_decay import launch, tiles
 
 # what is measured; additive_launch with --hopper
 USED: Any = launch
@@ -303,14 +303,14 @@ def sweep(label: str, gate: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "times", "peer", "sweep", "hopper"):
+    for name in ("check", "times", "peer", "sweep", "sm90"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--part", default="0/1", help="of the check's cases, such as 2/8")
     options = parser.parse_args()
     if options.hopper:
-        from slipstream.kernels.linear.hopper import additive_launch
+        from slipstream.kernels.linear.sm90.scalar_decay import backend
 
-        globals()["USED"] = additive_launch
+        globals()["USED"] = backend
         del LIMITS[torch.float32]
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from slipstream.kernels.matmul import config as tiles
 from slipstream.kernels.matmul import op
-from slipstream.kernels.matmul.terms import FP8
+from slipstream.kernels.matmul.inputs import FP8
 from slipstream.ops.matmul import MatmulConfig, matmul
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -65,8 +65,8 @@ def checks(only: re.Pattern[str]) -> Iterator[tuple[str, float]]:
         (BF16, "tf32x3"), (FP16, "tf32x3"), (FP32, "tf32"), (FP32, "tf32x3"), (FP32, "ieee"),
         (E4M3, "tf32x3"), (torch.float8_e5m2, "tf32x3"),
     ):  # fmt: skip
-        for impl in ("hopper", "triton"):
-            if impl == "hopper" and dtype == FP32 and precision != "tf32":
+        for impl in ("sm90", "triton"):
+            if impl == "sm90" and dtype == FP32 and precision != "tf32":
                 continue
             if not only.search(f"{impl} {str(dtype)[6:]} {precision}"):
                 continue
@@ -75,7 +75,7 @@ def checks(only: re.Pattern[str]) -> Iterator[tuple[str, float]]:
             layouts = ("nn", "nt", "tn", "tt") if dtype in (BF16, FP32) else ("nt", "nn")
             if dtype == FP32 and impl == "triton":
                 layouts = ("nn", "tt")
-            for M, N, K in SHAPES if impl == "hopper" else ODD:
+            for M, N, K in SHAPES if impl == "sm90" else ODD:
                 K += -K % 16 if dtype in FP8 else 0
                 for layout in layouts:
                     a, b = factors(M, N, K, dtype, layout)
@@ -93,8 +93,8 @@ def checks(only: re.Pattern[str]) -> Iterator[tuple[str, float]]:
                         worst, where = e, f"{M, N, K} {layout} {text}"
             yield f"{impl} {str(dtype)[6:]} {precision} worst at {where}", worst
     for what, part in {
-        "hopper bias, scales, silu, residual": lambda: epilogue("hopper"),
-        "hopper tf32, b by rows, bias, scales, silu, residual": lambda: epilogue("hopper", FP32),
+        "hopper bias, scales, silu, residual": lambda: epilogue("sm90"),
+        "hopper tf32, b by rows, bias, scales, silu, residual": lambda: epilogue("sm90", FP32),
         "triton bias, scales, silu, residual": lambda: epilogue("triton"),
         "few rows bias, scales, silu, residual": lambda: epilogue(None, BF16, 100, 2048),
         "few rows": few_rows,
@@ -202,7 +202,7 @@ def times(only: re.Pattern[str]) -> None:
         library = peer(a, b, precision)
         precision = precision or "tf32x3"
         row: dict[str, Any] = {"shape": f"{M}x{N}x{K}", "dtype": str(dtype)[6:], "layout": layout}
-        impls = ("chosen", "hopper", "triton") if M < 1024 else ("chosen",)
+        impls = ("chosen", "sm90", "triton") if M < 1024 else ("chosen",)
         for impl in impls:
             row |= {"impl": impl, "precision": precision}
             named = None if impl == "chosen" else impl
@@ -317,7 +317,7 @@ def few() -> None:
         a, b = factors(M, N, K, dtype, layout)
         want, precision = a.double() @ b.double(), "tf32"
         found = [(ahead(peer(a, b, precision)), "library")]
-        found.append((ahead(partial(matmul, a, b, precision=precision, impl="hopper")), "tma"))
+        found.append((ahead(partial(matmul, a, b, precision=precision, impl="sm90")), "tma"))
         found.append((ahead(partial(matmul, a, b, precision=precision)), "chosen"))
         for tile, splits in itertools.product(FEW_TILES, (1, 2, 4, 8)):
             bm, bn, deep, warps, stages = tile

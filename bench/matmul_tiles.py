@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from slipstream.kernels.matmul import config as tiles
 from slipstream.kernels.matmul import op
-from slipstream.kernels.matmul.terms import FP8
+from slipstream.kernels.matmul.inputs import FP8
 from slipstream.ops.matmul import MatmulConfig, matmul
 
 KINDS: list[tuple[torch.dtype, str]] = [

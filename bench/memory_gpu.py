@@ -29,7 +29,7 @@ import torch
 from delta_peers import SHAPES, inputs
 from record import record, table
 
-from slipstream.cli.samples import Sample, Shape, chosen, flat
+from slipstream.tools.catalog import Sample, Shape, chosen, flat
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # which fla calls where it is installed
 SHAPE = Shape(B=1, T=8192, H=32)

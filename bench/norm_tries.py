@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from slipstream.kernels.norm.terms import Norm
+from slipstream.kernels.norm.inputs import Norm
 from slipstream.kernels.norm.triton import launch as norm_launch
 from slipstream.kernels.norm.triton.tiles import Tile
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
@@ -93,7 +93,7 @@ def _words(t: Tensor | None) -> Tensor | None:
 
 def lines(t: Tensor, rows: int) -> Any:
     """A descriptor of tiles of so many rows."""
-    from slipstream.kernels.gluon import TensorDescriptor, gl
+    from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 
     v = t.view(WORD).view(-1, 32)
     block = [rows * t.shape[1] // 64, 32]
@@ -127,7 +127,7 @@ def with_tile(work: str, t: Try, d: Data) -> Callable[[], Tensor]:
 
 def launch(work: str, t: Try, d: Data, processors: int) -> Callable[[], Any]:
     """A call that computes d.out, or its result."""
-    from slipstream.kernels.kept import kept
+    from slipstream.runtime.launch_cache import kept
 
     if not t.kernel:
         return with_tile(work, t, d)
@@ -248,7 +248,7 @@ def times(work: str, d: Data) -> None:
 
 def compiled_ahead(work: str) -> bool:
     """Registers, spills and how many programs a multiprocessor holds, of each try."""
-    from slipstream.core.trace import trace
+    from slipstream.compiler.trace import trace
 
     fine = True
     for t in TRIES[work]:

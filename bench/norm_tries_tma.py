@@ -9,7 +9,7 @@ many lines that they make BR rows. What a program reads is read again from share
 sums, and y is written where x was, so that registers hold little and many programs are at work.
 """
 
-from slipstream.kernels.gluon import (
+from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     copy_out,
     fence_async_shared,

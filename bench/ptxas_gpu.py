@@ -1,5 +1,5 @@
 """Every operator that multiplies, on this GPU, compiled by one ptxas: does that compiler make them
-wrong? Faults of ptxas on sm_90 (core/faults.py) show in numbers alone.
+wrong? Faults of ptxas on sm_90 (compiler/known_bugs.py) show in numbers alone.
 
     python bench/ptxas_gpu.py                    Triton's own ptxas
     python bench/ptxas_gpu.py /path/to/ptxas     another
@@ -35,8 +35,8 @@ OPERATORS = (
 def part(name: str, dtype: str, log: str) -> None:
     import torch
 
-    from slipstream.cli.checkup import examine_one
-    from slipstream.cli.samples import Shape, chosen
+    from slipstream.tools.catalog import Shape, chosen
+    from slipstream.tools.doctor_checks import examine_one
 
     rich = {"grouped": True, "packed": True, "state": True}
     shape = Shape(T=150, K=128, V=128)
@@ -45,7 +45,7 @@ def part(name: str, dtype: str, log: str) -> None:
     with Path(log).open("a") as file:
         for sample in chosen([name]):
             device = torch.device("cuda")
-            for check in examine_one(sample, shape, device, ["triton", "hopper"]):
+            for check in examine_one(sample, shape, device, ["triton", "sm90"]):
                 torch.cuda.synchronize()
                 verdict = "agrees" if check.ok else check.error.replace(",", ";") or check.worst
                 errors = f"{check.output:.1e},{check.gradient:.1e}"
@@ -62,7 +62,7 @@ def main() -> None:
     if given.part:
         part(*given.part)
         return
-    from slipstream.core import toolchain
+    from slipstream.compiler import toolchain
 
     own, out = toolchain._bundled(), Path(os.environ.get("OUT", "."))
     assert own is not None

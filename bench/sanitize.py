@@ -15,7 +15,8 @@ them, but has an arrival speak for the thread that arrives alone. Triton has one
 part of a program whose threads have met before, so of kernels whose warps have parts (sm_90) it
 still reports what one part stores and another loads; and what Triton itself hands to the parts. It
 tells of kernels of one part, which have no hazards (`--kernel-name kns=delta_solve` watches one),
-and of the portable ones. What parts do is checked without a GPU: tests/kernels/ordered.py.
+and of the portable ones. What parts do is checked without a GPU:
+tests/gluon_emulator/race_detector.py.
 
 Calls this small would not go back in one walk: --parts has them, in parts of 2 chunks, and with N
 above 0 in segments of N parts.
@@ -30,7 +31,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 
-from slipstream.cli.samples import Sample, Shape, chosen
+from slipstream.tools.catalog import Sample, Shape, chosen
 
 SIZES = {
     "whole": Shape(B=1, T=130, H=2, state=True),
@@ -70,10 +71,10 @@ def main() -> None:
     parser.add_argument("--parts", type=int)
     args = parser.parse_args()
     if args.parts is not None:
-        from slipstream.kernels.linear.hopper import launch
-        from slipstream.kernels.linear.hopper.delta_cut import cut_into
+        from slipstream.kernels.linear.sm90.delta import backend
+        from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_into
 
-        launch.cut_of = lambda terms: cut_into(terms, 2, args.parts)
+        backend.cut_of = lambda terms: cut_into(terms, 2, args.parts)
     launched: Counter[str] = Counter()
     watch(launched)
     for sample in chosen(args.operators):

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from record import record
 from torch import Tensor
 
-from slipstream.core import replay
-from slipstream.kernels.scan.op import scan
+from slipstream.kernels.gated_scan.op import scan
+from slipstream.runtime import call_replay
 
 COPY_BYTES_PER_MS = 4.28e9  # device copy on an H200
 SHAPES = [(1, 8192, 2048), (8, 2048, 1024), (1, 65536, 1024), (64, 128, 1024)]  # B, T, D
@@ -123,8 +123,8 @@ def _times(label: str, fn: Callable[..., Any], shape: tuple[int, int, int]) -> N
 
 def sweep(part: int = 0, parts: int = 1) -> None:
     """us forward + backward by tile and shape, of those that are right."""
-    replay.ON = False  # a record of a call keeps the tile that it had
-    from slipstream.kernels.scan.triton import launch
+    call_replay.ON = False  # a record of a call keeps the tile that it had
+    from slipstream.kernels.gated_scan.triton import launch
 
     kept = launch.FORWARD, launch.BACKWARD
     tiles = [(4, 32, 16, 2), (8, 16, 32, 4, 4), (8, 8, 32, 4, 2)]
@@ -151,7 +151,7 @@ def _graph(fn: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _sweep_one(x: Tensor, g: Tensor, dh: Tensor) -> str:
-    from slipstream.kernels.scan.triton import launch
+    from slipstream.kernels.gated_scan.triton import launch
 
     x, g = x.detach(), g.detach()
     f = bench(_graph(lambda: launch.forward(x, g, None, None)))

@@ -1,4 +1,4 @@
-"""Long calls in slices (kernels/linear/slices.py): the bits of the whole, and what they cost.
+"""Long calls in slices (kernels/linear/workspace.py): the bits of the whole, and what they cost.
 
     python bench/slices_gpu.py --check      whether the bits are the same
     python bench/slices_gpu.py --times kda  the times, of these
@@ -24,8 +24,8 @@ import torch
 from delta_peers import SHAPES, inputs
 from record import record, table
 
-from slipstream.cli.samples import Sample, Shape, chosen
-from slipstream.kernels.linear import slices
+from slipstream.kernels.linear import workspace
+from slipstream.tools.catalog import Sample, Shape, chosen
 
 OPERATORS = (
     "gla",
@@ -54,14 +54,14 @@ GATES = ("g", "gk", "w")
 @contextmanager
 def cutting(little: int) -> Iterator[None]:
     """slices.LITTLE meanwhile, and with 0 no other reason against slices."""
-    kept = slices.LITTLE, slices.BUSY, slices.GROUPED, slices.PACKED
-    slices.LITTLE = little
+    kept = workspace.LITTLE, workspace.BUSY, workspace.GROUPED, workspace.PACKED
+    workspace.LITTLE = little
     if little == 0:
-        slices.BUSY = slices.GROUPED = slices.PACKED = 1
+        workspace.BUSY = workspace.GROUPED = workspace.PACKED = 1
     try:
         yield
     finally:
-        slices.LITTLE, slices.BUSY, slices.GROUPED, slices.PACKED = kept
+        workspace.LITTLE, workspace.BUSY, workspace.GROUPED, workspace.PACKED = kept
 
 
 def results(sample: Sample, args: dict, little: int) -> list[torch.Tensor]:
@@ -131,16 +131,16 @@ def timed(sample: Sample, args: dict[str, Any], counts: dict[int, int | None]) -
 
     found: dict[str, list[float]] = {}
     row: dict[str, object] = {}
-    count_of = slices._count
+    count_of = workspace._count
     for turn in range(TURNS):
         for name, fn, given in (("fwd", forward, leaves), ("both", both, [*leaves, do])):
             for hint, count in counts.items():
-                slices._count = count_of if count is None else lambda *_, n=count: n
+                workspace._count = count_of if count is None else lambda *_, n=count: n
                 here = f"{name} {count or 'own'}"
                 found.setdefault(here, []).append(bench(partial(fn, hint)))
                 if turn == TURNS - 1:
                     row[f"beyond {here}"] = beyond(partial(fn, hint), given)
-    slices._count = count_of
+    workspace._count = count_of
     return {name: round(min(x), 4) for name, x in found.items()} | row
 
 

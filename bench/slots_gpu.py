@@ -24,11 +24,11 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from slipstream import ops
-from slipstream.cli.samples import SAMPLES, Shape
-from slipstream.kernels.linear import product
-from slipstream.kernels.linear.call import Options, run
-from slipstream.kernels.linear.product import Steps
+from slipstream.kernels.linear import gated_delta_product
+from slipstream.kernels.linear.dispatch import Options, run
+from slipstream.kernels.linear.gated_delta_product import Steps
 from slipstream.ops.gated_delta_product import _reads, _steps
+from slipstream.tools.catalog import SAMPLES, Shape
 
 DEVICE = torch.device("cuda", 0)
 NAMES = ("o", "Sk", "Sv", "dq", "dk", "dv", "ds", "dg", "dSk", "dSv")
@@ -110,7 +110,7 @@ def spans(numbers: Sequence[int]) -> None:
     delta: Any = ops.chunk_gated_delta_product
 
     def cut(number: int) -> Tensor:
-        with mock.patch.object(product, "spans_of", return_value=number):
+        with mock.patch.object(gated_delta_product, "spans_of", return_value=number):
             return delta(**steps, num_householder=2)[0]
 
     calls: Calls = {f"gated_delta_product in {n}": (partial(cut, n), steps) for n in numbers}

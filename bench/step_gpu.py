@@ -22,11 +22,11 @@ from scan_gpu import bench, error, first, row
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.core import replay
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.terms import Terms
 from slipstream.ops.recurrent_step import recurrent_step
+from slipstream.runtime import call_replay
 
 KINDS = {
     "linear_attn": (),
@@ -232,12 +232,12 @@ def time_host() -> None:
                 impl="triton",
             )
 
-        from slipstream.kernels.linear.triton import step_launch
+        from slipstream.kernels.linear.triton import decode_launch
 
         calls = {
             "recurrent_step": lambda: step(terms, pool, state_indices=at),
             "fused_recurrent_gated_delta_rule": fused,
-            "its launch alone": lambda: step_launch.update(terms, pool, at, 0.1, False),
+            "its launch alone": lambda: decode_launch.update(terms, pool, at, 0.1, False),
         }
         for name, fn in calls.items():
             cold = first(fn)
@@ -252,10 +252,10 @@ def time_boundary() -> None:
 
 
 def _boundary(kind: str, T: int) -> str:
-    from slipstream.kernels.linear.triton import step_launch
+    from slipstream.kernels.linear.triton import decode_launch
 
     terms = inputs(kind, (1, T, 16, 32, 128, 128, None), torch.bfloat16)
-    stepped = in_graph(lambda: step_launch.forward(terms, 0.1)) * 1e3
+    stepped = in_graph(lambda: decode_launch.forward(terms, 0.1)) * 1e3
     try:
         walked = in_graph(lambda: linear(terms, 0.1, 64, "triton")) * 1e3
     except Exception as e:
@@ -291,18 +291,18 @@ def _time_peer(B: int) -> None:
 
 
 def sweep() -> None:
-    from slipstream.kernels.linear.triton import step_launch
+    from slipstream.kernels.linear.triton import decode_launch
 
-    replay.ON = False  # a record of a call keeps the tile that it had
-    kept = step_launch.TILES[128]
+    call_replay.ON = False  # a record of a call keeps the tile that it had
+    kept = decode_launch.TILES[128]
     for B, v_first in ((1, False), (64, False), (64, True)):
         fn, line = decode("gated_delta_rule", B, 16, 32, v_first), []
         for tile in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8), (128, 16)):
-            step_launch.TILES[128] = step_launch.StepTile(*tile)
+            decode_launch.TILES[128] = decode_launch.StepTile(*tile)
             with torch.no_grad():
                 line.append(f"{tile} {in_graph(fn) * 1e3:.1f}")
         print(f"step B{B} V first {v_first}:", ", ".join(line), "us", flush=True)
-    step_launch.TILES[128] = kept
+    decode_launch.TILES[128] = kept
 
 
 def main() -> None:

@@ -42,11 +42,11 @@ from tune_cases import FAMILIES, Case, Family
 from tune_choice import expected, last_runs, replaced, text, together
 from tune_compile import FIT, Compiling, Fit, judged, using
 
-from slipstream.cli.samples import Shape
-from slipstream.core import guard, replay
-from slipstream.core.arch import ARCHS
-from slipstream.kernels.linear import needs as linear
-from slipstream.kernels.softmax import needs as softmax
+from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.attention import tile_limits as softmax
+from slipstream.kernels.linear import tile_limits as linear
+from slipstream.runtime import call_replay, guarded_launch
+from slipstream.tools.catalog import Shape
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # Seconds that one candidate's kernels may take to compile.
@@ -192,8 +192,10 @@ def keys_of(name: str, part: str) -> dict[tuple, list[int]]:
 
 
 def tune(options: argparse.Namespace) -> None:
-    replay.ON = False  # a record of a call keeps the tile that it had
-    guard.machine(torch.device("cuda", 0))  # chooses the compilers that the processes take too
+    call_replay.ON = False  # a record of a call keeps the tile that it had
+    guarded_launch.machine(
+        torch.device("cuda", 0)
+    )  # chooses the compilers that the processes take too
     compiling = Compiling(options.jobs)
     keys = [(name, *x) for name in options.families for x in keys_of(name, options.case).items()]
     keys.sort(key=lambda x: x[1][1])  # float32 last, whose kernels take longest to compile

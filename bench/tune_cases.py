@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slipstream.cli.samples import Sample, Shape, chosen
+from slipstream.tools.catalog import Sample, Shape, chosen
 
 TRITON = "slipstream.kernels.linear.triton"
 # By field, the numbers to try; of "" those of several fields at once, of JOINT.
@@ -60,7 +60,8 @@ class Family:
 
 
 def _walks(key: tuple) -> list[tuple[int, ...]]:
-    """Columns a program, warps, stages. What has no room is left out later (core/tiles.py)."""
+    """Columns a program, warps, stages. What has no room is left out later
+    (compiler/tile_limits.py)."""
     _, size, width = key
     if size == 4:
         return [(64, 4, 1), (64, 8, 1)]
@@ -187,8 +188,8 @@ FAMILIES = {
         ("prepare", "walk"),
     ),
     "softmax": Family(
-        "slipstream.kernels.softmax.triton.tiles",
-        ("slipstream.kernels.softmax.triton.device:tiles_of",),
+        "slipstream.kernels.attention.triton.tiles",
+        ("slipstream.kernels.attention.triton.launch_utils:tiles_of",),
         (
             Case("D128", ("sm_90", 2, 128), "attention", Shape(B=4, T=4096, H=16)),
             Case("D64", ("sm_90", 2, 64), "attention", Shape(B=4, T=4096, H=32, K=64, V=64)),

@@ -1,7 +1,7 @@
 """Candidates of bench/tune.py compiled in processes of their own, before they are timed.
 
-What a call launches is found out by core/trace.py, without a GPU, and left in Triton's cache, where
-the call finds it. So it is known which candidates spill, or are not taken, before one is run.
+What a call launches is found out by compiler/trace.py, without a GPU, and left in Triton's cache,
+where the call finds it. So it is known which candidates spill, or are not taken, before one is run.
 """
 
 import multiprocessing
@@ -46,7 +46,7 @@ def using(family: Family, key: tuple, tile: Any) -> Iterator[None]:
 def fitting(name: str, place: int, tile: Any) -> Fit:
     """Compiles what the call of a case takes with this tile and not with the table's; with None
     what it takes with the table's."""
-    from slipstream.core.arch import ARCHS
+    from slipstream.compiler.arch import ARCHS
 
     family, case = FAMILIES[name], FAMILIES[name].cases[place]
     base = _jobs(name, place)
@@ -75,7 +75,7 @@ def judged(fit: Fit, table: Fit) -> Fit:
 
 
 def _traced(case: Case) -> dict[str, Any]:
-    from slipstream.core.trace import trace
+    from slipstream.compiler.trace import trace
 
     found: dict[str, Any] = {}
     for shape in (case.shape, case.odd):
@@ -93,7 +93,7 @@ def _jobs(name: str, place: int) -> dict[str, Any]:
 
 
 def _blind(arch: str) -> None:
-    from slipstream.core import toolchain
+    from slipstream.compiler import toolchain
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)

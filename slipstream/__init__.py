@@ -1,8 +1,8 @@
 """Slipstream: attention kernels for PyTorch."""
 
 from slipstream import ops as ops
-from slipstream.core import auto_models
-from slipstream.core.ids import synchronize as synchronize
+from slipstream.integrations import auto_models
+from slipstream.runtime.token_ids import synchronize as synchronize
 
 __version__ = "0.1.0"
 

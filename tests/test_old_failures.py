@@ -2,8 +2,8 @@
 
 What needs a device is in gpu/test_old_failures.py; here kernels are compiled ahead of time for the
 architectures that failed, and the same calls run on the CPU. Our own float32 product of
-128 x 32 x 32 is with the matmul. What other Triton releases do is in core/faults.py and found by
-`slipstream matrix --triton`.
+128 x 32 x 32 is with the matmul. What other Triton releases do is in compiler/known_bugs.py and
+found by `slipstream matrix --triton`.
 """
 
 import json
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from slipstream import layers, ops
-from slipstream.core import guard
-from slipstream.core import ids as watched
-from slipstream.core.faults import applying, blocking
-from slipstream.core.kinds import triggers
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
-from tests.operators import relative_error
+from slipstream.compiler.kernel_key import triggers
+from slipstream.compiler.known_bugs import applying, blocking
+from slipstream.runtime import guarded_launch
+from slipstream.runtime import token_ids as watched
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.operators import relative_error
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -34,9 +34,9 @@ RELEASES = ("3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.
 
 def statuses(call: Any, arch: str, backward: bool = True) -> Counter:
     """What the matrix says of the call's kernels, of which there is at least one."""
-    from slipstream.core.matrix import judge
-    from slipstream.core.trace import trace
-    from slipstream.core.worker import Outcome
+    from slipstream.compiler.compile_worker import Outcome
+    from slipstream.compiler.support_matrix import judge
+    from slipstream.compiler.trace import trace
 
     jobs = trace(call, arch, backward)
     assert jobs
@@ -136,9 +136,9 @@ def test_what_volta_cannot_do_in_bf16_is_known_by_release(release: str, arch: st
 def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> None:
     """Kernels whose products the compiler can do, or plain torch with the reason; where the
     release is installed for `slipstream matrix`, they compile."""
-    from slipstream.core.machine import cache_dir
-    from slipstream.core.trace import PlainTorch, trace
-    from slipstream.core.worker import Worker
+    from slipstream.compiler.compile_worker import Worker
+    from slipstream.compiler.compiler_state import cache_dir
+    from slipstream.compiler.trace import PlainTorch, trace
 
     folder = cache_dir() / "releases" / f"triton-{release}"
     worker = Worker([str(folder)]) if folder.exists() else None
@@ -162,7 +162,7 @@ def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> N
 
 def test_every_release_that_is_recorded_has_retention_on_volta() -> None:
     """docs/SUPPORT.md has what docs/support.json says, of all architectures; none dies there."""
-    from slipstream.core.arch import ARCHS
+    from slipstream.compiler.arch import ARCHS
 
     root = Path(__file__).parents[1]
     recorded = json.loads((root / "docs/support.json").read_text())
@@ -179,7 +179,7 @@ def test_every_release_that_is_recorded_has_retention_on_volta() -> None:
 @compiles
 def test_what_triton_3_3_cannot_do_is_computed_in_float32() -> None:
     """Attention in 16 bits: no product of 16-bit operands reaches the compiler."""
-    from slipstream.core.trace import trace
+    from slipstream.compiler.trace import trace
 
     def call(device: torch.device) -> Any:
         q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=torch.float16) for _ in "qkv")
@@ -193,10 +193,10 @@ def test_what_triton_3_3_cannot_do_is_computed_in_float32() -> None:
 @compiles
 def test_fp32_product_of_128_x_32_x_32_by_descriptors() -> None:
     """WGMMA type or shape is not supported: an abort under Triton 3.2, known as such."""
-    from slipstream.core.aot import compile_kernel
+    from slipstream.compiler.aot import compile_kernel
 
     got = compile_kernel(
-        "tests.core.planted:descriptor_product_kernel",
+        "tests.support.planted_bugs:descriptor_product_kernel",
         {"x_desc": "tensordesc<fp32[128, 32]>", "y_desc": "tensordesc<fp32[32, 32]>"}
         | {"o_ptr": "*fp32"},
         {},
@@ -270,5 +270,5 @@ def test_the_next_call_of_any_operator_raises_for_what_a_kernel_found(
     slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
     call: Any = (lambda: ("norm.triton",), torch.device("cpu"), lambda: "ran", None, ())
     with pytest.raises(ValueError, match=r"input_ids: id 149 at position \(1, 1\) .* of 50"):
-        guard.attempt(*call)
-    assert guard.attempt(*call) == "ran"
+        guarded_launch.attempt(*call)
+    assert guarded_launch.attempt(*call) == "ran"

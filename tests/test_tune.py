@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
 BENCH = Path(__file__).parents[1] / "bench"
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="tables are Triton's")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import slipstream
-from slipstream.core.library import NAMESPACE
+from slipstream.runtime.custom_op import NAMESPACE
 
 MODULES = (
     "slipstream.ops",
@@ -59,7 +59,7 @@ def members(module: str) -> Iterator[str]:
 def schemas() -> Iterator[str]:
     """Every operator registered with torch.library."""
     for module in pkgutil.walk_packages([str(ROOT / "kernels")], "slipstream.kernels."):
-        if not {"triton", "hopper", "sm90", "primitives"} & {*module.name.split(".")}:
+        if not {"triton", "sm90", "primitives"} & {*module.name.split(".")}:
             importlib.import_module(module.name)
     names = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith(f"{NAMESPACE}::")]
     for name in sorted(names):

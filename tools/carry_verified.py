@@ -12,8 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-from slipstream.cli.support import VERIFIED, write_verified
-from slipstream.core import machine
+from slipstream.compiler import compiler_state
+from slipstream.tools.support_page import VERIFIED, write_verified
 
 
 def main() -> None:
@@ -24,11 +24,13 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", help="of `write`: what `list` printed")
     args = parser.parse_args()
     if args.command == "list":
-        print(json.dumps([[*key, sorted(found)] for key, found in machine.verified().items()]))
+        print(
+            json.dumps([[*key, sorted(found)] for key, found in compiler_state.verified().items()])
+        )
         return
     rows = {(x["arch"], x["triton"], x["ptxas"]): x["families"] for x in _recorded()}
     for arch, triton, ptxas, families in json.loads(args.file.read_text()):
-        now = machine.families(machine.takes_gluon(arch, triton))
+        now = compiler_state.families(compiler_state.takes_gluon(arch, triton))
         rows[arch, triton, ptxas] |= {x: now[x] for x in families}
     write_verified(rows)
 

@@ -25,10 +25,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.cover import cover, resolved
-from slipstream.cli.plans import find
-from slipstream.cli.samples import FURTHER, REPRESENTATIVE, chosen
-from slipstream.core.aot import Job, gpu_target, source_of
+from slipstream.compiler.aot import Job, gpu_target, source_of
+from slipstream.tools.backend_query import find
+from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
+from slipstream.tools.variant_cover import cover, resolved
 
 _SYMBOL = re.compile(r'@"[^"]*"|@[\w.$]+')
 _LOCATION = re.compile(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", re.MULTILINE)

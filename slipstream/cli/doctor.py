@@ -27,27 +27,27 @@ def doctor(
     from slipstream.cli.errors import reported
 
     with reported():
-        from slipstream.cli import checkup
-        from slipstream.cli.samples import QUICK, chosen
-        from slipstream.core import guard
+        from slipstream.runtime import guarded_launch
+        from slipstream.tools import doctor_checks
+        from slipstream.tools.catalog import QUICK, chosen
 
         samples = chosen(list(QUICK) if quick and not operators else operators)
         if forget:
-            guard.forget()
-        about = checkup.about()
+            guarded_launch.forget()
+        about = doctor_checks.about()
         if not json:
-            checkup.show(about)
+            doctor_checks.show(about)
         found = []
         if checks:
-            shown = None if json else checkup.show_check
-            found = list(checkup.examine(samples, full, shown))
+            shown = None if json else doctor_checks.show_check
+            found = list(doctor_checks.examine(samples, full, shown))
             if interpreted and about["device"] is None:
                 each = [chosen([name])[0] for name in QUICK]
                 some = samples if operators or thorough else each
-                found += checkup.interpreted(some, shown)
+                found += doctor_checks.interpreted(some, shown)
         bad = [x for x in found if not x.ok]
         if json:
-            rows = [checkup.as_json(x) for x in found]
+            rows = [doctor_checks.as_json(x) for x in found]
             typer.echo(encode.dumps({**about, "checks": rows}, indent=1, allow_nan=False))
         elif checks:
             verdict = f"{len(bad)} of {len(found)} checks failed" if bad else "all agree"

@@ -20,8 +20,8 @@ def explain(
     from slipstream.cli.errors import reported
 
     with reported():
-        from slipstream.cli.reasons import lines, parse_shape
-        from slipstream.cli.samples import chosen
+        from slipstream.tools.catalog import chosen
+        from slipstream.tools.explain_text import lines, parse_shape
 
         flags = {"packed": packed, "state": state, "grouped": grouped}
         for sample in chosen([operator]):

@@ -34,11 +34,11 @@ def matrix(
     from slipstream.cli.errors import reported
 
     with reported():
-        from slipstream.cli import support
-        from slipstream.cli.samples import FURTHER, REPRESENTATIVE, chosen
-        from slipstream.core.arch import ARCHS, named
-        from slipstream.core.files import write_text
-        from slipstream.core.matrix import as_json
+        from slipstream.compiler.arch import ARCHS, named
+        from slipstream.compiler.support_matrix import as_json
+        from slipstream.runtime.files import write_text
+        from slipstream.tools import support_page
+        from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
 
         if shapes < 1:
             raise ValueError(f"--shapes: want at least 1, got {shapes}")
@@ -49,15 +49,15 @@ def matrix(
             raise ValueError("--record: wants every operator, so name none")
         if out is not None:
             out.open("a").close()  # better now than after the run
-        run = support.Run(samples, sizes, archs, not forward, variants)
+        run = support_page.Run(samples, sizes, archs, not forward, variants)
         rows = []
         for release in triton.split(",") if triton else [None]:
             found = run.compile(release, jobs, timeout, anew)
             rows += found
             for row in found if kernels else ():
-                typer.echo(support.line(row))
+                typer.echo(support_page.line(row))
             if record and not run.failures:
-                support.record(found, run)
+                support_page.record(found, run)
         if out is not None:
             write_text(out, json.dumps([as_json(x) for x in rows], indent=1) + "\n")
         if record and run.failures:

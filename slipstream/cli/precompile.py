@@ -24,12 +24,12 @@ def precompile(
     from slipstream.cli.errors import reported
 
     with reported():
-        from slipstream.cli import filling
-        from slipstream.cli.samples import chosen
-        from slipstream.core.arch import named
+        from slipstream.compiler.arch import named
+        from slipstream.tools import precompile_cache
+        from slipstream.tools.catalog import chosen
 
-        flags = filling.Flags(packed, state, grouped)
-        shapes = filling.shapes(dtype.split(","), head_dim.split(","), flags)
+        flags = precompile_cache.Flags(packed, state, grouped)
+        shapes = precompile_cache.shapes(dtype.split(","), head_dim.split(","), flags)
         samples, target = chosen(operators), named(arch).name
-        if not filling.fill(samples, shapes, target, cache, jobs, backward=not forward):
+        if not precompile_cache.fill(samples, shapes, target, cache, jobs, backward=not forward):
             raise typer.Exit(1)

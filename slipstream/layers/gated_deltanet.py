@@ -14,10 +14,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
-from slipstream.ops.gated_delta_rule import (
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
-)
+from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm, rms_norm_gated
 
 

@@ -1,7 +1,8 @@
 """One decoder-only language model; its config lists a mixer per layer, so hybrids are a config.
 
 Importing this registers the model with transformers' AutoConfig, AutoModel, AutoModelForCausalLM;
-after `import slipstream` alone they import this where they load such a model (core/auto_models.py).
+after `import slipstream` alone they import this where they load such a model
+(integrations/auto_models.py).
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -13,7 +14,7 @@ from slipstream.models.config import SlipstreamConfig as SlipstreamConfig
 from slipstream.models.model import SlipstreamForCausalLM as SlipstreamForCausalLM
 from slipstream.models.model import SlipstreamModel as SlipstreamModel
 
-# the entry that core/auto_models.py made is replaced
+# the entry that integrations/auto_models.py made is replaced
 AutoConfig.register(SlipstreamConfig.model_type, SlipstreamConfig, exist_ok=True)
 AutoModel.register(SlipstreamConfig, SlipstreamModel)
 AutoModelForCausalLM.register(SlipstreamConfig, SlipstreamForCausalLM)

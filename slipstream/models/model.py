@@ -13,7 +13,6 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from slipstream.core.ids import clamped, expect_ids
 from slipstream.models.arguments import PACKING, check_arguments
 from slipstream.models.block import Block, Dense, RMSNorm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
@@ -28,6 +27,7 @@ from slipstream.models.packing import (
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
+from slipstream.runtime.token_ids import clamped, expect_ids
 
 IGNORED = -100
 

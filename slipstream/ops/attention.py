@@ -7,11 +7,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autocast import autocast_dtype
-from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.softmax.call import run
-from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
+from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.kernels.attention.dispatch import run
+from slipstream.kernels.attention.inputs import Options, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def attention(
             0 or 1 / (1 - dropout_p). Drawn by torch's generator of q's device, again in every call;
             the backward drops the same. Plain torch, on CUDA too.
         return_lse: return lse too.
-        impl: None chooses; "hopper", "triton", "eager" or "reference" is used or refused.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, H, DV] in q's dtype; 0 for a query that sees nothing. With return_lse also lse

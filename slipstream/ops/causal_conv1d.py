@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.ids import expect_below
-from slipstream.core.varlen import check_cu_seqlens_values
+from slipstream.common import checks
+from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.ops.conv import short_convolution, short_convolution_update
+from slipstream.runtime.token_ids import expect_below
 
 # arguments of vLLM's functions of these names
 NOT_IMPLEMENTED = (

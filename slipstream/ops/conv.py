@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autograd import needs_autograd
-from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.conv import op, plain
+from slipstream.common import checks
+from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
-from slipstream.kernels.launching import choose_impl, is_triton
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.backends import choose_impl, is_triton
 
 
 @checks.operator
@@ -74,7 +74,7 @@ def short_convolution(
     if is_triton(impl):
         y = op.convolution(*given, impl)
     else:
-        y = plain.convolution(*given, *([_by_definition] if impl == "reference" else []))
+        y = fallback.convolution(*given, *([_by_definition] if impl == "reference" else []))
     if not output_final_state:
         return y, None
     state = None if initial_state is None else initial_state.to(x.dtype)
@@ -138,7 +138,7 @@ def short_convolution_update(
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
     # which states there are is not known to a trace, or on meta
     traced = (torch.compiler.is_compiling() and not needs_autograd(*given[:-1])) or x.is_meta
-    y = op.update(*given, impl) if traced or is_triton(impl) else plain.update(*given)
+    y = op.update(*given, impl) if traced or is_triton(impl) else fallback.update(*given)
     return y.view(x.shape)
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autocast import autocast_dtype
-from slipstream.kernels.launching import choose_impl
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.loss import distill
+from slipstream.runtime.backends import choose_impl
 
 REDUCTIONS = ("mean", "sum", "none")
 

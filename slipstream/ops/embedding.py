@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
+from slipstream.common import checks
 from slipstream.kernels.pointwise.embedding import Embedding
 
 

@@ -7,12 +7,12 @@ every run, and how a cache is cut is decided here.
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.softmax import op
-from slipstream.kernels.softmax.cache import Cache, check_values, gathered, present
-from slipstream.kernels.softmax.call import decode, plan_cache
-from slipstream.kernels.softmax.terms import Options
+from slipstream.common import checks
+from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.kernels.attention import op
+from slipstream.kernels.attention.cache import Cache, check_values, gathered, present
+from slipstream.kernels.attention.dispatch import decode, plan_cache
+from slipstream.kernels.attention.inputs import Options
 from slipstream.ops.attention import attention, check_slopes, check_softcap, scale_of, window_of
 from slipstream.ops.rotary import rotary_embedding
 

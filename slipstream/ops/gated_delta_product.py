@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autocast import autocast_dtype
-from slipstream.core.signature import Remembered, signature
-from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for, run
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
+from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, Options, check, plan_for, run
+from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.householder import at_step
-from slipstream.kernels.linear.product import Steps, product
-from slipstream.kernels.linear.terms import Terms
-from slipstream.ops._prologue import maybe_l2_norm
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.ops._preprocess import maybe_l2_norm
+from slipstream.runtime.validation_cache import Remembered, signature
 
 _PLANS = Remembered()
 

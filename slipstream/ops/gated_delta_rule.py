@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.kernels.linear.call import Options, run
-from slipstream.kernels.linear.terms import Terms
-from slipstream.ops._prologue import beta_or_ones, delta_gate, maybe_l2_norm, maybe_sigmoid
+from slipstream.common import checks
+from slipstream.kernels.linear.dispatch import Options, run
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.ops._preprocess import beta_or_ones, delta_gate, maybe_l2_norm, maybe_sigmoid
 
 
 @checks.operator

@@ -5,12 +5,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autocast import autocast_dtype
-from slipstream.core.signature import Remembered, signature
-from slipstream.kernels.linear.call import DEFAULT_CHUNK, Options, check, plan_for
-from slipstream.kernels.linear.slots import Slots, attend
-from slipstream.ops._wide import result_dtype, run_wide, widen
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
+from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, Options, check, plan_for
+from slipstream.kernels.linear.gsa import Slots, attend
+from slipstream.ops._fp32 import result_dtype, run_wide, widen
+from slipstream.runtime.validation_cache import Remembered, signature
 
 States = tuple[Tensor, Tensor]
 _PLANS = Remembered()
@@ -190,7 +190,7 @@ def _run_wide(
 
 
 def _stays_narrow(given: Slots, dtype: torch.dtype, options: Options) -> bool:
-    """Whether only the scores are float32 (kernels/linear/slots.py)."""
+    """Whether only the scores are float32 (kernels/linear/gsa.py)."""
     plain = not (options.reverse or options.state_v_first or options.impl == "reference")
     plain = plain and given.g is not None and given.q.is_cuda
     whole = all(x.numel() > 0 for x in (given.q, given.v, given.s))

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.kernels.scan.call import run
+from slipstream.common import checks
+from slipstream.kernels.gated_scan.dispatch import run
 
 
 @checks.operator

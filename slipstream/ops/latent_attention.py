@@ -1,13 +1,13 @@
 """latent_attention: decoding by a cache of latents that stand for the keys and values of all heads.
 
-See slipstream/kernels/softmax/latent.py.
+See slipstream/kernels/attention/latent.py.
 """
 
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.kernels.softmax import latent as kernels
+from slipstream.common import checks
+from slipstream.kernels.attention import latent as kernels
 
 
 @checks.operator

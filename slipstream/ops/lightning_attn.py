@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.ops._per_head import per_head
+from slipstream.common import checks
+from slipstream.ops._decay_tables import per_head
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 

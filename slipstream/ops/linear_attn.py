@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.kernels.linear.call import Options, check, run
-from slipstream.kernels.linear.terms import Terms
-from slipstream.ops._wide import result_dtype, run_wide, widen
+from slipstream.common import checks
+from slipstream.kernels.linear.dispatch import Options, check, run
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.ops._fp32 import result_dtype, run_wide, widen
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 
 # Of ones, of which one is read: as few as are fast.
 COLUMNS = 16

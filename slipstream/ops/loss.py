@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import checks, guard
-from slipstream.core.autocast import autocast_dtype
-from slipstream.kernels.launching import choose_impl
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.loss import op
-from slipstream.kernels.loss.guarded import kind
+from slipstream.kernels.loss.launch import kind
 from slipstream.kernels.loss.reference import Terms
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import choose_impl
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -164,7 +165,7 @@ def linear_cross_entropy(
 def _refuses(x: Tensor, size: int) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    return guard.objection(lambda: kind(x.dtype, size), x.device)
+    return guarded_launch.objection(lambda: kind(x.dtype, size), x.device)
 
 
 def _check_reduction(reduction: str) -> None:

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.autocast import autocast_dtype
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import MatmulConfig as MatmulConfig
-from slipstream.kernels.matmul.terms import ACTIVATIONS, FP8, PRECISIONS, Terms
+from slipstream.kernels.matmul.inputs import ACTIVATIONS, FP8, PRECISIONS, Terms
 
 
 @checks.operator
@@ -43,7 +43,7 @@ def matmul(
         out_dtype: None is a's dtype, or bfloat16 for float8.
         config: a tile instead of the table's, for CUDA; it is refused, before anything is
             compiled, if the device forbids it.
-        impl: None chooses; "hopper", "triton", "eager" or "reference" is used or refused.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         [..., M, N] in out_dtype.

@@ -5,9 +5,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.kernels.norm.call import run
-from slipstream.kernels.norm.terms import Norm
+from slipstream.common import checks
+from slipstream.kernels.norm.dispatch import run
+from slipstream.kernels.norm.inputs import Norm
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.ids import clamped, expect_ids
-from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.launching import choose_impl, is_triton
+from slipstream.common import checks
+from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.pointwise.rotary import (
     refuses,
     rotary,
@@ -14,6 +12,8 @@ from slipstream.kernels.pointwise.rotary import (
     table_rows,
     turned,
 )
+from slipstream.runtime.backends import choose_impl, is_triton
+from slipstream.runtime.token_ids import clamped, expect_ids
 
 
 @checks.operator

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.kernels.linear.call import Options, run
-from slipstream.kernels.linear.terms import Terms
+from slipstream.common import checks
+from slipstream.kernels.linear.dispatch import Options, run
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.ops.dplr_delta_rule import check_promised_bound
 
 _NAMES = {"q": "r", "g": "w"}

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from slipstream.core import checks
-from slipstream.core.varlen import check_cu_seqlens_values
+from slipstream.common import checks
+from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.pointwise.token_shift import previous
 
 

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from slipstream.core.files import write_text
+from slipstream.runtime.files import write_text
 from slipstream.training.values import checked, expect_keys
 
 PACKINGS = ("separator", "reset")

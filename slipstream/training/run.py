@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from slipstream.core.files import write_text
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.runtime.files import write_text
 from slipstream.training import corpus, ranks, tokenizer
 from slipstream.training.checkpoints import STATE, exported, search, step_of
 from slipstream.training.config import RunConfig, read_yaml

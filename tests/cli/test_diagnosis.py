@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
-from slipstream.cli.samples import SAMPLES
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.tools.catalog import SAMPLES
 
 needs_compiler = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -76,27 +76,31 @@ def test_doctor_finds_what_is_missing_and_what_is_no_number() -> None:
     """An oracle's NaN agrees with nothing, a result that is not there is no result."""
     import torch
 
-    from slipstream.cli import checkup
+    from slipstream.tools import doctor_checks
 
     one, nan = torch.ones(3, dtype=torch.float64), torch.full((3,), torch.nan, dtype=torch.float64)
-    assert checkup._error(one, one) == 0.0
-    assert checkup._error(one, nan) == checkup._error(nan, one) == checkup._error(nan, nan)
-    assert checkup._error(one, nan) == float("inf")
-    blank = checkup.Check("op", "eager", "", ok=False, bars=(1e-4, 1e-3))
-    two, less = (checkup._Result([one] * n, {}, {}) for n in (2, 1))
-    assert checkup._judged(blank, two, two).ok
-    found = checkup._judged(blank, less, two)
+    assert doctor_checks._error(one, one) == 0.0
+    assert (
+        doctor_checks._error(one, nan)
+        == doctor_checks._error(nan, one)
+        == doctor_checks._error(nan, nan)
+    )
+    assert doctor_checks._error(one, nan) == float("inf")
+    blank = doctor_checks.Check("op", "eager", "", ok=False, bars=(1e-4, 1e-3))
+    two, less = (doctor_checks._Result([one] * n, {}, {}) for n in (2, 1))
+    assert doctor_checks._judged(blank, two, two).ok
+    found = doctor_checks._judged(blank, less, two)
     assert not found.ok and found.error == "1 outputs instead of 2"
-    bad = checkup._judged(blank, checkup._Result([nan, one], {}, {}), two)
-    text = json.dumps(checkup.as_json(bad), allow_nan=False)
-    assert checkup.from_json(json.loads(text)) == bad and bad.output == float("inf")
+    bad = doctor_checks._judged(blank, doctor_checks._Result([nan, one], {}, {}), two)
+    text = json.dumps(doctor_checks.as_json(bad), allow_nan=False)
+    assert doctor_checks.from_json(json.loads(text)) == bad and bad.output == float("inf")
 
 
 def test_doctor_reports_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: no device, no ptxas, the interpreter's faults, and where things are kept."""
     import torch
 
-    from slipstream.core import toolchain
+    from slipstream.compiler import toolchain
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
@@ -117,7 +121,8 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 with driver 575.51.03, Triton 3.6.0 and ptxas 12.8.93."""
     import torch
 
-    from slipstream.core import arch, guard, machine, toolchain
+    from slipstream.compiler import arch, compiler_state, toolchain
+    from slipstream.runtime import guarded_launch
 
     for name, words in {"nvidia-smi": "575.51.03", "ptxas": "release 12.8, V12.8.93"}.items():
         path = tmp_path / "bin" / name
@@ -128,15 +133,15 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(toolchain.VARIABLE, str(tmp_path / "bin/ptxas"))
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(machine, "of_device", lambda device: arch.named("sm_90"))
-    here = machine.Machine("sm_90", "3.6.0", "12.8.93", passive=True, remembers=False)
-    monkeypatch.setattr(guard, "machine", lambda device: here)
+    monkeypatch.setattr(compiler_state, "of_device", lambda device: arch.named("sm_90"))
+    here = compiler_state.Machine("sm_90", "3.6.0", "12.8.93", passive=True, remembers=False)
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "planted H100")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("sm90")
 def test_doctor_reports_the_gpu_and_its_compilers(tmp_path: Path) -> None:
     status, text = invoke("doctor", "--no-checks", "--json")
     report = json.loads(text)
@@ -176,14 +181,14 @@ def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
 ) -> None:
     import torch
 
-    from slipstream.cli import checkup
-    from slipstream.cli.samples import QUICK
+    from slipstream.tools import doctor_checks
+    from slipstream.tools.catalog import QUICK
 
     asked: list[list[str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(checkup, "examine", lambda *args: iter(()))
+    monkeypatch.setattr(doctor_checks, "examine", lambda *args: iter(()))
     monkeypatch.setattr(
-        checkup,
+        doctor_checks,
         "interpreted",
         lambda samples, shown: asked.append([x.op for x in samples]) or iter(()),
     )
@@ -197,10 +202,10 @@ def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
 
 @needs_compiler
 def test_doctor_says_how_an_interpreter_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.cli import checkup
+    from slipstream.tools import doctor_checks
 
-    monkeypatch.setattr(checkup, "SAMPLES", [*SAMPLES, SAMPLES[0].__class__("none", "q=BT")])
-    (check,) = checkup.interpreted([checkup.SAMPLES[-1]])
+    monkeypatch.setattr(doctor_checks, "SAMPLES", [*SAMPLES, SAMPLES[0].__class__("none", "q=BT")])
+    (check,) = doctor_checks.interpreted([doctor_checks.SAMPLES[-1]])
     assert not check.ok and "IndexError" in check.error
 
 
@@ -228,18 +233,18 @@ def test_explain_says_what_was_learnt_here(
     """A kernel that was demoted, or that a known fault stops, is rejected for that reason."""
     import torch
 
-    from slipstream.core import machine, toolchain
+    from slipstream.compiler import compiler_state, toolchain
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(toolchain, "select_ptxas", lambda *args: None)
     width = 64
     kinds = {
         "chunk_simple_gla": ("linear.triton", "none", "scalar", torch.bfloat16, width, width),
-        "attention": ("softmax.triton", torch.bfloat16, width, width, "right"),
+        "attention": ("attention.triton", torch.bfloat16, width, width, "right"),
         "rms_norm": ("norm.triton", torch.bfloat16, 2 * width, torch.bfloat16),
     }
     shape = f"K={width},V={width}"
-    machine.elsewhere("sm_80").demote(kinds[operator], "killed by SIGABRT")
+    compiler_state.elsewhere("sm_80").demote(kinds[operator], "killed by SIGABRT")
     status, text = invoke("explain", operator, "--arch", "sm_80", "--shape", shape)
     assert status == 0 and "chosen: eager" in text
     assert "rejected: triton, killed by SIGABRT" in text
@@ -274,7 +279,7 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
 
 def test_the_page_says_where_faults_are_worked_around() -> None:
     """Where an avoided one applies: by ptxas, not if it only costs time, not to what is refused."""
-    from slipstream.cli.support import page
+    from slipstream.tools.support_page import page
 
     def column(ptxas: str) -> dict:
         cells = {"chunk_gla": ["ok", ""], "attention": ["refused", "too wide"]}
@@ -300,7 +305,7 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
     status, text = invoke(*run)
     assert status == 0, text
     assert list(tmp_path.glob("*/linear_walk_kernel.cubin"))
-    from slipstream.cli.filling import stale
+    from slipstream.tools.precompile_cache import stale
 
     assert stale(tmp_path, "sm_80") is None
     assert "arch sm_80 there, sm_90 here" in str(stale(tmp_path, "sm_90"))

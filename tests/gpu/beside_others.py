@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from slipstream.cli.samples import Shape, chosen
+from slipstream.tools.catalog import Shape, chosen
 
 # kernels whose barriers others took the memory of, and some that always kept it
 OPS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_dplr_delta_rule", "chunk_gla", "attention")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.softmax.reference import softmax_reference
-from slipstream.kernels.softmax.terms import Options, Terms
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.ops.attention import attention
 
 pytestmark = [
@@ -83,11 +83,11 @@ def cases() -> Iterator[Any]:
     """All in bfloat16, and in float16 and float32 some of each."""
     for name in CASES:
         for D, DV in WIDTHS:
-            for impl in ("hopper", "triton"):
+            for impl in ("sm90", "triton"):
                 yield pytest.param(name, D, DV, impl, torch.bfloat16, id=f"{name}-{D}-{DV}-{impl}")
     for name in ("causal", "full", "narrow window", "blind rows"):
         for D, DV in ((64, 64), (128, 128), (256, 256), (192, 128), (100, 100)):
-            for impl in ("hopper", "triton"):
+            for impl in ("sm90", "triton"):
                 label = f"{name}-{D}-{DV}-{impl}-fp16"
                 yield pytest.param(name, D, DV, impl, torch.float16, id=label)
     for name in ("causal", "narrow window", "blind rows"):
@@ -101,7 +101,7 @@ def test_errors_are_at_most_those_of_torch(
 ) -> None:
     B, T, S, H, HKV, left, right = CASES[name]
     make: dict[str, Any] = {"device": "cuda", "dtype": dtype}
-    if impl == "hopper" and (D, DV) == (192, 128):
+    if impl == "sm90" and (D, DV) == (192, 128):
         impl = None  # which has the forward alone: by the plan
     q, do = torch.randn(B, T, H, D, **make), torch.randn(B, T, H, DV, **make)
     k, v = torch.randn(B, S, HKV, D, **make), torch.randn(B, S, HKV, DV, **make)
@@ -123,7 +123,7 @@ def test_errors_are_at_most_those_of_torch(
     assert torch.equal(lse == -torch.inf, blind.expand_as(lse))
 
 
-@pytest.mark.parametrize("impl", ["hopper", "triton"])
+@pytest.mark.parametrize("impl", ["sm90", "triton"])
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("window", [(-1, 0), (40, 0), (200, 90)])
 def test_packed_errors_are_at_most_those_of_torch(

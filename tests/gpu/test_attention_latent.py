@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.softmax.latent import latent_attention, plain
+from slipstream.kernels.attention.latent import latent_attention, plain
 from slipstream.layers.mla import MLA
 
 pytestmark = [

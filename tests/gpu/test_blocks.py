@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.core.ids import WrongId, raise_pending
-from tests.blocks import BLOCKS, Args, Block, cast, leaves
+from slipstream.runtime.token_ids import WrongId, raise_pending
+from tests.support.blocks import BLOCKS, Args, Block, cast, leaves
 
 pytestmark = [
     pytest.mark.gpu,

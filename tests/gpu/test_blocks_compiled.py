@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops.activation import glu_linear
-from tests.blocks import BLOCKS, Args, Block, cast, leaves
+from tests.support.blocks import BLOCKS, Args, Block, cast, leaves
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from tests.operators import OPERATORS, Operator, Size, flat, leaves, packed
+from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
 
 from .test_operators import on_cuda
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.test_operators import SIZES, every_operator, on_cuda
-from tests.operators import OPERATORS, Operator, Size, flat, leaves, packed
+from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.operators import OPERATORS, Operator, Size, packed, relative_error, widen
+from tests.support.operators import OPERATORS, Operator, Size, packed, relative_error, widen
 
 from .test_operators import on_cuda, run
 
@@ -44,7 +44,7 @@ FEW_AND_MANY += [("grouped", torch.bfloat16), ("packed", torch.float32)]
 
 
 def names(args: dict[str, Any]) -> list[str]:
-    """Of what has a gradient, in the order of tests.operators.leaves."""
+    """Of what has a gradient, in the order of tests.support.operators.leaves."""
     each = [(n, x) for n, y in args.items() for x in (y if isinstance(y, tuple) else (y,))]
     return [n for n, x in each if isinstance(x, Tensor) and x.is_floating_point()]
 

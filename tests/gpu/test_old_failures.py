@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slipstream import layers, ops
-from slipstream.core import ids as guard
-from slipstream.core.ids import raise_pending, synchronize
-from tests.operators import relative_error
+from slipstream.runtime import token_ids as guard
+from slipstream.runtime.token_ids import raise_pending, synchronize
+from tests.support.operators import relative_error
 from tests.test_old_failures import WIDTHS, rwkv7_inputs
 
 pytestmark = [

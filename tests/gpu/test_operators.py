@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.operators import OPERATORS, Operator, Size, flat, leaves, packed, relative_error, widen
+from tests.support.operators import (
+    OPERATORS,
+    Operator,
+    Size,
+    flat,
+    leaves,
+    packed,
+    relative_error,
+    widen,
+)
 
 pytestmark = [
     pytest.mark.gpu,

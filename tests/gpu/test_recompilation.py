@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.cli.samples import Sample, Shape
+from slipstream.tools.catalog import Sample, Shape
 from tests.ops.test_recompilation import CHUNKED, PACKED, WAYS
 
 pytestmark = [

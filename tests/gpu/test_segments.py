@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.hopper import plan
-from slipstream.kernels.linear.terms import Terms
-from tests.gpu.hopper_walks import LENGTHS, MARKS, gradients_of_results, reference, run
-from tests.gpu.test_delta_hopper import BARS, channels
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90 import plan
+from tests.gpu.sm90_runs import LENGTHS, MARKS, gradients_of_results, reference, run
+from tests.gpu.test_delta_sm90 import BARS, channels
 
 pytestmark = MARKS
 
@@ -21,24 +21,24 @@ Way = Callable[[Terms, Tensor, Tensor], dict[str, Tensor]]
 
 def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
     """Both implementations, into segments of so many tokens."""
-    from slipstream.kernels.linear.hopper import dplr_launch
-    from slipstream.kernels.linear.triton import delta_plan
-    from slipstream.kernels.linear.triton.launch import split_into
+    from slipstream.kernels.linear.sm90.dplr import backend
+    from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
+    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into
 
-    monkeypatch.setattr(dplr_launch, "split_of", lambda terms: split_into(terms, tokens))
-    monkeypatch.setattr(delta_plan, "segment_tokens", lambda programs, T, C: tokens)
+    monkeypatch.setattr(backend, "split_of", lambda terms: split_into(terms, tokens))
+    monkeypatch.setattr(triton_delta_plan, "segment_tokens", lambda programs, T, C: tokens)
 
 
 def gluon(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.hopper import launch
+    from slipstream.kernels.linear.sm90.delta import backend as delta_backend
 
-    return run(launch, terms, do, dfinal)
+    return run(delta_backend, terms, do, dfinal)
 
 
 def portable(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.triton import dplr_launch
+    from slipstream.kernels.linear.triton.dplr import backend
 
-    return run(dplr_launch, terms, do, dfinal)
+    return run(backend, terms, do, dfinal)
 
 
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
@@ -77,11 +77,11 @@ def test_segments_match_reference(
 
 @pytest.mark.parametrize("form", ["kda", "dplr"])
 def test_a_long_sequence_is_as_if_it_were_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.kernels.linear.hopper import dplr_launch
+    from slipstream.kernels.linear.sm90.dplr import backend
 
     torch.manual_seed(0)
     terms = channels(form, "weak", torch.float32, None, (1, 5000, 1, 2))
-    assert dplr_launch.split_of(terms) is not None
+    assert backend.split_of(terms) is not None
     do, dfinal = gradients_of_results(terms)
     got = gluon(terms, do, dfinal)
     cut(monkeypatch, None)

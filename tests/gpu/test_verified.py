@@ -14,7 +14,7 @@ CALLS = """
 import warnings
 import torch
 from slipstream import ops
-from slipstream.core import guard, machine, worker
+from slipstream.common import guard, machine, worker
 
 VERIFIED = {}
 starts = []

@@ -1,4 +1,4 @@
-"""kernels/gluon.py gives kernels the names of Triton 3.6 under every release."""
+"""kernels/primitives/gluon_compat.py gives kernels the names of Triton 3.6 under every release."""
 
 import importlib.util
 import sys
@@ -32,7 +32,7 @@ def released(release: str) -> dict[str, ModuleType]:
         copies |= {"async_load": "global_to_shared", "async_store": "shared_to_global"}
     tma = SimpleNamespace(store_wait="wait", **copies)
     words = ("fence_async_shared", "mbarrier", "warpgroup_mma", "warpgroup_mma_init")
-    hopper = module("hopper", tma=tma, warpgroup_mma_wait="wait", **dict.fromkeys(words))
+    hopper = module("sm90", tma=tma, warpgroup_mma_wait="wait", **dict.fromkeys(words))
     gluon = module("gluon", language=language, jit=lambda fn: fn)
     root = "triton.experimental"
     return {
@@ -43,7 +43,7 @@ def released(release: str) -> dict[str, ModuleType]:
         f"{root}.gluon.language.nvidia": module("nvidia"),
         f"{root}.gluon.language.nvidia.hopper": hopper,
         f"{root}.gluon.nvidia": module("nvidia"),
-        f"{root}.gluon.nvidia.hopper": module("hopper", TensorDescriptor=None),
+        f"{root}.gluon.nvidia.hopper": module("sm90", TensorDescriptor=None),
     }
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops import linear_attn as linear_attn_module
-from tests.mappings import both, near
-from tests.recurrences import (
+from tests.support.mappings import both, near
+from tests.support.recurrences import (
     CHANNEL,
     HV,
     B,

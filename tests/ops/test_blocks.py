@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.blocks import BLOCKS, Block, cast, leaves
+from tests.support.blocks import BLOCKS, Block, cast, leaves
 
 every_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 EPS = {torch.float64: 2.2e-16, torch.float32: 1.2e-7, torch.float16: 9.8e-4, torch.bfloat16: 7.8e-3}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import op as linear_op
-from slipstream.kernels.linear.terms import Terms
-from tests.operators import OPERATORS, Operator, Size, flat, leaves, offsets, packed
+from slipstream.kernels.linear.inputs import Terms
+from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, offsets, packed
 
 every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 # one operator of each way through the common path; the rest are slow

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
-from tests.mappings import both, near, same
-from tests.recurrences import (
+from tests.support.mappings import both, near, same
+from tests.support.recurrences import (
     CHANNEL,
     HV,
     MAPPINGS,

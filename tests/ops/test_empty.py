@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from tests.operators import OPERATORS, Operator, Size, flat, leaves, packed
+from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
 
 Args = dict[str, Any]
 # those of the default run: one of each way to the kernels

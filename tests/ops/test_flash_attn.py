@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.softmax import op
-from slipstream.kernels.softmax.cache import Cache
+from slipstream.kernels.attention import op
+from slipstream.kernels.attention.cache import Cache
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import (
     flash_attn_func,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.core.signature import Remembered
 from slipstream.ops import gsa as gsa_module
-from tests.mappings import both, near, same
-from tests.recurrences import B, H, K, M, T, V, gsa, log_decay, randn, slots
+from slipstream.runtime.validation_cache import Remembered
+from tests.support.mappings import both, near, same
+from tests.support.recurrences import B, H, K, M, T, V, gsa, log_decay, randn, slots
 
 
 @pytest.mark.parametrize("fn", both("gsa"))

@@ -1,6 +1,6 @@
 """Wrong arguments of every public operator: an error that names the argument, and no number.
 
-The operators and their arguments come from the table of slipstream/cli/samples.py; what it lacks,
+The operators and their arguments come from the table of slipstream/tools/catalog.py; what it lacks,
 which is mostly optional arguments and indices, is added here. Small calls on the CPU.
 """
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.cli.samples import SAMPLES, Sample, Shape, flat
+from slipstream.tools.catalog import SAMPLES, Sample, Shape, flat
 
 Args = dict[str, Any]
 SHAPE = Shape(B=2, T=5, H=2, K=8, V=8, dtype=torch.float32, state=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core import arch as arches
+from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import Problem, check, choose, nearest, objection
-from slipstream.kernels.matmul.terms import ACTIVATIONS, Terms
+from slipstream.kernels.matmul.inputs import ACTIVATIONS, Terms
 from slipstream.ops.matmul import MatmulConfig, matmul
 
 
@@ -95,7 +95,7 @@ def test_matmul_rejects_what_does_not_fit() -> None:
         ({"activation": "tanh"}, ValueError, "activation: want"),
         ({"precision": "fp32"}, ValueError, "precision: want"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype: want"),
-        ({"impl": "hopper"}, NotImplementedError, "sm_90"),
+        ({"impl": "sm90"}, NotImplementedError, "sm_90"),
         ({"config": (128, 128)}, TypeError, "config: want"),
         ({"config": MatmulConfig()}, NotImplementedError, "configurations"),
         ({"scale_a": torch.rand(5).requires_grad_()}, NotImplementedError, "scale_a"),

@@ -1,11 +1,12 @@
-"""Each operator against the recurrence of its paper (tests/recurrences.py), and its names."""
+"""Each operator against the recurrence of its paper (tests/support/recurrences.py), and its
+names."""
 
 import pytest
 import torch
 
 from slipstream import ops
-from tests.mappings import both, near
-from tests.recurrences import (
+from tests.support.mappings import both, near
+from tests.support.recurrences import (
     HV,
     MAPPINGS,
     NAMED,

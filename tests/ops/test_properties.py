@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.operators import (
+from tests.support.operators import (
     OPERATORS,
     Operator,
     Size,

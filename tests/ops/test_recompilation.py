@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.cli.samples import SAMPLES, Sample, Shape
-from slipstream.core.trace import trace
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.compiler.trace import trace
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 # Samples of X heads have a fixed number of them; the others take those kernels with many programs.

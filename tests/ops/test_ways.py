@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import slipstream
 from slipstream import ops
 from slipstream.kernels.conv import op as conv_op
+from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.norm import op as norm_op
-from slipstream.kernels.norm import plain as norm_plain
-from slipstream.kernels.norm.terms import Norm
-from tests.blocks import BLOCKS, Block
-from tests.operators import OPERATORS, Operator, Size, flat, leaves, widen
+from slipstream.kernels.norm.inputs import Norm
+from tests.support.blocks import BLOCKS, Block
+from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, widen
 
 Args = dict[str, Any]
 Run = Callable[..., tuple[Tensor, ...]]
@@ -379,7 +379,7 @@ def test_every_function_has_the_common_base_and_reads_what_it_saved_once() -> No
     root = Path(slipstream.__file__).parent
     readers: list[str] = []
     # the base itself, and the operators alone
-    outside = ("core/autograd.py", "core/gradient.py")
+    outside = ("runtime/autograd.py", "runtime/gradient.py")
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
         text = path.read_text()
@@ -392,6 +392,6 @@ def test_every_function_has_the_common_base_and_reads_what_it_saved_once() -> No
                     assert any(ast.unparse(x).startswith("operator = ") for x in node.body)
             if isinstance(node, ast.Attribute) and node.attr == "saved_tensors":
                 readers.append(name)
-    # what the others get is read by once_differentiable; core/trace.py sets its own
-    once = {"core/autograd.py", "kernels/matmul/op.py", "core/trace.py"}
+    # what the others get is read by once_differentiable; compiler/trace.py sets its own
+    once = {"runtime/autograd.py", "kernels/matmul/op.py", "compiler/trace.py"}
     assert sorted(readers) == sorted(once)

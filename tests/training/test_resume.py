@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from slipstream.core.files import write_text
+from slipstream.runtime.files import write_text
 from slipstream.training import run as run_module
 from slipstream.training import trainer as trainer_module
 from slipstream.training.config import from_dict

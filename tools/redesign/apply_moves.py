@@ -113,7 +113,7 @@ PAT = re.compile("|".join(re.escape(k) + r"(?![\w])" for k in sorted(DOT, key=le
 def text_pass(text):
     return PAT.sub(lambda m: DOT[m[0]], text)
 
-# path forms in prose: core/guard.py, kernels/kept.py, kernels/linear/slices.py, linear/slices.py ...
+# path forms in prose: runtime/guarded_launch.py, runtime/launch_cache.py, kernels/linear/workspace.py, linear/workspace.py ...
 PATHS = {}
 for k, v in full.items():
     if is_pkg[k]: continue

@@ -8,7 +8,8 @@ def put(old_pkg, new_pkg, text):
 put("core", "common", "checks varlen autocast")
 put("core", "runtime", "plan:dispatch library:custom_op signature:validation_cache guard:guarded_launch probe:numeric_probe "
     "ids:token_ids ids_triton:token_ids_kernel device:device_guard replay:call_replay record:call_recorder ahead:parallel_compile "
-    "autograd fallback files")
+    "autograd gradient files")
+put("core", "integrations", "auto_models")
 put("kernels", "runtime", "kept:launch_cache again:launch_replay launching:backends")
 put("core", "compiler", "arch aot trace faults:known_bugs machine:compiler_state kinds:kernel_key toolchain worker:compile_worker "
     "races:smem_hazards tiles:tile_limits hooks:triton_hooks matrix:support_matrix releases:triton_releases digest:triton_cache_key source_digest")
@@ -50,27 +51,27 @@ put("kernels.pointwise.triton", "kernels.pointwise.triton", "glu_again:glu_bwd_r
 put("cli", "tools", "checkup:doctor_checks filling:precompile_cache cover:variant_cover plans:backend_query reasons:explain_text rows:matrix_cache support:support_page samples:catalog")
 put("ops", "ops", "_prologue:_preprocess _wide:_fp32 _per_head:_decay_tables")
 # whole packages whose other modules follow
-PACKAGES = {"core": "common", f"{L}.hopper": S, f"{X}.hopper": f"{A}.sm90", X: A, "kernels.scan": "kernels.gated_scan", "kernels.matmul.hopper": "kernels.matmul.sm90"}
+PACKAGES = {"core": "common", f"{L}.hopper": S, f"{X}.hopper": f"{A}.sm90", X: A, "kernels.scan": "kernels.gated_scan", "kernels.matmul.sm90": "kernels.matmul.sm90"}
 
 TESTS = {}
 def tput(old_pkg, new_pkg, text):
     for pair in text.split():
         old, _, new = pair.partition(":")
         TESTS[f"{old_pkg}.{old}"] = f"{new_pkg}.{new or old}"
-tput("tests.core", "tests.compiler", "test_aot test_arch test_fault_patterns:test_known_bug_patterns test_faults:test_known_bugs test_fault_plans:test_known_bug_dispatch "
+tput("tests.runtime", "tests.compiler", "test_aot test_arch test_fault_patterns:test_known_bug_patterns test_faults:test_known_bugs test_fault_plans:test_known_bug_dispatch "
      "test_digest:test_triton_cache_key test_source_digest test_matrix:test_support_matrix test_races:test_smem_hazards test_releases:test_triton_releases "
      "test_tiles:test_tile_limits test_toolchain test_trace test_worker:test_compile_worker")
-tput("tests.core", "tests.runtime", "test_guard:test_guarded_launch test_guarded_operators test_plan:test_dispatch test_replay:test_call_replay test_signature:test_validation_cache "
-     "test_autograd test_fallback test_files")
-tput("tests.core", "tests.common", "test_varlen")
+tput("tests.runtime", "tests.runtime", "test_guard:test_guarded_launch test_guarded_operators test_plan:test_dispatch test_replay:test_call_replay test_signature:test_validation_cache "
+     "test_gradient")
+tput("tests.runtime", "tests.common", "test_varlen")
 tput("tests.kernels", "tests.runtime", "test_kept:test_launch_cache")
 tput("tests", "tests.support", "operators blocks recurrences mappings")
-tput("tests.core", "tests.support", "families:kernel_families patterns:ir_patterns planted:planted_bugs planted_barriers")
+tput("tests.runtime", "tests.support", "families:kernel_families patterns:ir_patterns planted:planted_bugs planted_barriers")
 tput("tests.kernels", "tests.support", "interpreted")
-tput("tests.kernels.softmax", "tests.support", "calls:attention_calls")
+tput("tests.kernels.attention", "tests.support", "calls:attention_calls")
 tput("tests.kernels.linear", "tests.support", "sass")
 tput("tests.kernels", "tests.gluon_emulator", "ordered:race_detector test_ordered:test_race_detector")
-tput("tests.kernels.softmax", "tests.gluon_emulator", "gluon_by_threads:threads")
+tput("tests.kernels.attention", "tests.gluon_emulator", "gluon_by_threads:threads")
 K = "tests.kernels.linear"
 tput(K, K, "test_delta_cut:test_sm90_delta_bwd_schedule test_delta_meet:test_sm90_delta_state_passing test_hopper_additive_by_threads:test_sm90_scalar_decay_emulated "
      "test_hopper_additive_compiles:test_sm90_scalar_decay_compiles test_hopper_by_threads:test_sm90_delta_emulated test_hopper_channel_by_threads:test_sm90_vector_decay_emulated "
@@ -82,7 +83,7 @@ tput(K, K, "test_delta_cut:test_sm90_delta_bwd_schedule test_delta_meet:test_sm9
      "test_triton_compiles:test_triton_scalar_decay_compiles test_triton_interpreted:test_triton_scalar_decay_interpreted test_triton_step_compiles:test_triton_decode_compiles "
      "test_triton_step_interpreted:test_triton_decode_interpreted test_triton_step_pool:test_triton_decode_pool")
 A_ = "tests.kernels.attention"
-tput("tests.kernels.softmax", A_, "test_hopper_by_threads:test_sm90_emulated test_hopper_compiles:test_sm90_compiles test_hopper_fused_by_threads:test_sm90_bwd_fused_emulated test_hopper_plan:test_sm90_dispatch test_latent_by_threads:test_latent_emulated")
+tput("tests.kernels.attention", A_, "test_hopper_by_threads:test_sm90_emulated test_hopper_compiles:test_sm90_compiles test_hopper_fused_by_threads:test_sm90_bwd_fused_emulated test_hopper_plan:test_sm90_dispatch test_latent_by_threads:test_latent_emulated")
 tput("tests.gpu", "tests.gpu", "hopper_walks:sm90_runs test_additive_hopper:test_scalar_decay_sm90 test_attention_hopper:test_attention_sm90 test_attention_portable:test_attention_triton "
      "test_channel_hopper:test_vector_decay_sm90 test_delta_hopper:test_delta_sm90 test_delta_one_walk:test_delta_bwd_fused test_kept:test_launch_cache test_matmul_hopper:test_matmul_sm90 test_packed_spans:test_packed_slices test_replay:test_call_replay test_step:test_decode")
-TEST_PACKAGES = {"tests.kernels.softmax": A_, "tests.kernels.scan": "tests.kernels.gated_scan", "tests.core": "tests.runtime"}
+TEST_PACKAGES = {"tests.kernels.attention": A_, "tests.kernels.gated_scan": "tests.kernels.gated_scan", "tests.runtime": "tests.runtime"}

@@ -47,7 +47,7 @@ sub("slipstream/compiler/compiler_state.py",
     for folder in root.iterdir():
         if (folder / "__init__.py").exists():
             paths = [x for x in folder.rglob("*.py") if not _plain(x, folder)]
-            paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "hopper"]
+            paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "sm90"]
             found[folder.name] = [*paths, *shared]
 """, """    root = Path(__file__).parents[1]
     shared = [root / "runtime/backends.py", *(root / "kernels" / PRIMITIVES).glob("*.py")]
@@ -70,9 +70,9 @@ sub("tests/gpu/test_segments.py", ("""
 
     return run(backend, terms, do, dfinal)"""))
 WORDS = [
-    (r"\"hopper\"", '"sm90"'), (r"\bhopper\|", "sm90|"), (r"'hopper'", "'sm90'"), (r"\b(linear|matmul)\.hopper\b", r"\1.sm90"),
+    (r"\"hopper\"", '"sm90"'), (r"\bhopper\|", "sm90|"), (r"'sm90'", "'sm90'"), (r"\b(linear|matmul)\.hopper\b", r"\1.sm90"),
     (r"\bsoftmax\.hopper\b", "attention.sm90"), (r"\bsoftmax\.(triton|decode|latent|append)\b", r"attention.\1"), (r'softmax\.\{', 'attention.{'),
-    (r'"scan\.triton', '"gated_scan.triton'), (r"_HOPPER\b", "_SM90"), (r"\bnot_hopper\b", "sm90_unsupported"), (r"\b_?hopper_refuses\b", "sm90_refuses"),
+    (r'"scan\.triton', '"gated_scan.triton'), (r"_SM90\b", "_SM90"), (r"\bnot_hopper\b", "sm90_unsupported"), (r"\b_?sm90_refuses\b", "sm90_refuses"),
     (r"\bhopper_launch\b", "sm90_backend"),
 ]
 for f in subprocess.run(["git", "ls-files", "-c", "-o", "--exclude-standard"], capture_output=True, text=True).stdout.split():

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core.autograd import Function, Saved, by_operation, once_differentiable
 from slipstream.kernels.conv.reference import correlate_reference
+from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable
 
 BLOCK_ROWS = 64
 

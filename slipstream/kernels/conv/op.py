@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, shortcut
-from slipstream.core.machine import Kind
-from slipstream.kernels.conv import plain
-from slipstream.kernels.launching import is_triton
+from slipstream.compiler.compiler_state import Kind
+from slipstream.kernels.conv import fallback
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.backends import is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.gradient import set_gradient
 
 WIDEST = 8
 
@@ -31,7 +31,7 @@ def refuses(x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "trito
         return "there are no channels or sequences"
     if any(t is not None and t.dtype == torch.float64 for t in (weight, *given)):
         return "it computes in float32, and an input is float64"
-    return guard.objection(lambda: kind(what, x, weight), x.device)
+    return guarded_launch.objection(lambda: kind(what, x, weight), x.device)
 
 
 def refuses_update(x: Tensor, *given: Tensor | None) -> str | None:
@@ -84,7 +84,7 @@ def _forward(*args: Any) -> list[Tensor]:
     *given, silu, impl = args
     whole: Any = (*_contiguous(*given), silu)
     if not is_triton(impl):
-        return plain.forward(*whole)
+        return fallback.forward(*whole)
     return _attempt(impl, "forward", whole[0], whole[1], whole)
 
 
@@ -92,7 +92,7 @@ def _backward(*args: Any) -> list[Tensor]:
     *given, silu, impl = args
     whole: Any = (*_contiguous(*given), silu)
     if not is_triton(impl):
-        return plain.backward(*whole)
+        return fallback.backward(*whole)
     return _attempt(impl, "backward", whole[1], whole[2], whole)
 
 
@@ -101,23 +101,23 @@ def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
     x, weight, bias, residual, indices = _contiguous(x, *given)
     moves = (x, state, weight, bias, residual, indices, silu)
     if not is_triton(impl):
-        return plain.update(*moves).contiguous()
-    return guard.attempt(
+        return fallback.update(*moves).contiguous()
+    return guarded_launch.attempt(
         lambda: kind("update", x, weight),
         x.device,
         lambda *args: _launch().update(*args),
-        None if impl == "triton" else plain.update,
+        None if impl == "triton" else fallback.update,
         moves,
         lambda: _mismatch_of_update(x, state, weight, bias, silu),
     )
 
 
 def _attempt(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> Any:
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: kind("triton", x, weight),
         x.device,
         lambda *args: getattr(_launch(), name)(*args),
-        None if impl == "triton" else getattr(plain, name),
+        None if impl == "triton" else getattr(fallback, name),
         args,
         lambda: _mismatch(x, weight),
     )
@@ -126,13 +126,13 @@ def _attempt(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> An
 def _mismatch(x: Tensor, weight: Tensor) -> str | None:
     """The probe: two packed sequences, with everything."""
     D, W = 70, weight.shape[1]
-    made = {"x": probe.fresh(x, 1, 150, D), "weight": probe.fresh(weight, D, W)}
-    made |= {"bias": probe.fresh(weight, D), "residual": probe.fresh(x, 1, 150, D)}
-    made |= {"state": probe.fresh(x, 2, D, W)}
+    made = {"x": numeric_probe.fresh(x, 1, 150, D), "weight": numeric_probe.fresh(weight, D, W)}
+    made |= {"bias": numeric_probe.fresh(weight, D), "residual": numeric_probe.fresh(x, 1, 150, D)}
+    made |= {"state": numeric_probe.fresh(x, 2, D, W)}
     made["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
-    return probe.mismatch(
+    return numeric_probe.mismatch(
         lambda t: convolution(**t, silu=True, impl="triton|eager"),
-        lambda t: plain.convolution(**t, silu=True),
+        lambda t: fallback.convolution(**t, silu=True),
         made,
     )
 
@@ -141,19 +141,19 @@ def _mismatch_of_update(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> str | None:
     D, W = 70, weight.shape[1]
-    made = {"x": probe.fresh(x, 5, D), "state": probe.fresh(state, 5, D, W)}
-    made |= {"weight": probe.fresh(weight, D, W)}
-    made |= {"bias": None if bias is None else probe.fresh(bias, D)}
+    made = {"x": numeric_probe.fresh(x, 5, D), "state": numeric_probe.fresh(state, 5, D, W)}
+    made |= {"weight": numeric_probe.fresh(weight, D, W)}
+    made |= {"bias": None if bias is None else numeric_probe.fresh(bias, D)}
 
-    def run(update: Callable) -> Callable[[probe.Given], Any]:
-        def call(t: probe.Given) -> tuple[Tensor, Tensor]:
+    def run(update: Callable) -> Callable[[numeric_probe.Given], Any]:
+        def call(t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
             y = update(*t.values(), None, None, silu)
             return y, cast(Tensor, t["state"])
 
         return call
 
     kernels = run(lambda *args: update(*args, impl="triton|eager"))
-    return probe.mismatch(kernels, run(plain.update), made, gradients=False)
+    return numeric_probe.mismatch(kernels, run(fallback.update), made, gradients=False)
 
 
 class _Convolution(Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import guard, probe
+from slipstream.runtime import guarded_launch, numeric_probe
 
 
 def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
@@ -34,9 +34,9 @@ def take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None, i
 def _kernel_spread(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from slipstream.kernels.linear.triton import steps
+    from slipstream.kernels.linear.triton import householder
 
-    return steps.spread(q, g, do, n)
+    return householder.spread(q, g, do, n)
 
 
 def plain_spread(
@@ -47,9 +47,9 @@ def plain_spread(
 
 
 def _kernel_take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
-    from slipstream.kernels.linear.triton import steps
+    from slipstream.kernels.linear.triton import householder
 
-    steps.take(q, g, n, to, g_to)
+    householder.take(q, g, n, to, g_to)
 
 
 def plain_take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
@@ -63,13 +63,13 @@ def _attempt(run: Callable, plain: Callable, args: tuple, impl: str) -> Any:
     if impl.startswith("eager"):
         return plain(*args)
     kind = ("linear.steps", x.dtype, x.shape[3:])
-    return guard.attempt(lambda: kind, x.device, run, plain, args, lambda: _mismatch(x))
+    return guarded_launch.attempt(lambda: kind, x.device, run, plain, args, lambda: _mismatch(x))
 
 
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few tokens as wide."""
     n = 3
-    q, do = (probe.fresh(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
+    q, do = (numeric_probe.fresh(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
     g, gs = (torch.randn(2, T, 4, device=like.device) for T in (11, 11 * n))
     found = []
     for there, back in ((_kernel_spread, _kernel_take), (plain_spread, plain_take)):
@@ -79,6 +79,6 @@ def _mismatch(like: Tensor) -> str | None:
         found.append((*rows, taken, gates))
     names = (*(f"{x} at its steps" for x in ("q", "g", "do")), "q taken back", "g taken back")
     for name, x, y in zip(names, *found):
-        if (error := probe.relative(x, y)) != 0.0:
+        if (error := numeric_probe.relative(x, y)) != 0.0:
             return f"{name} is off by {error:.1e} of its size, where nothing is rounded"
     return None

@@ -14,18 +14,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.core import guard
-from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, direct, replayed, shortcut
-from slipstream.kernels.linear import probe, slices
+from slipstream.kernels.linear import probe, workspace
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
-from slipstream.kernels.linear.hopper import channel_plan
-from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.custom_op import define, direct, replayed, shortcut
+from slipstream.runtime.gradient import set_gradient
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda): docs/log.md.
@@ -53,7 +53,7 @@ def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[
     terms = Terms(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
-        return o, final, final.new_zeros(slices.marks_shape(terms, spans))
+        return o, final, final.new_zeros(workspace.marks_shape(terms, spans))
     impl, _, rest = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
 
@@ -75,10 +75,10 @@ def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[
     def instead(terms: Terms, scale: float) -> tuple[Tensor, ...]:
         return spans_forward(*terms, scale, chunk, rest, wide, spans, out=out, keep=keep)
 
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: kind(terms, impl, by_token),
         terms.q.device,
-        partial(_widened, run, wide) if guard.widens(terms.q) else run,
+        partial(_widened, run, wide) if guarded_launch.widens(terms.q) else run,
         instead if rest else None,
         (terms, scale),
         lambda: probe.mismatch(terms, impl, by_token, linear),
@@ -104,20 +104,20 @@ def _in_slices(
     able = getattr(launches, "IN_SLICES", False)
     more = {"dtype": torch.float32} if wide and getattr(launches, "WIDE", False) else {}
     cut = spans > 1 or (able and out is None)  # with out it is a slice already
-    parts = slices.of_forward(terms, spans) if cut else [slices.WHOLE]
+    parts = workspace.of_forward(terms, spans) if cut else [workspace.WHOLE]
     if spans > 1 and terms.cu_seqlens is None and getattr(launches, "MARKS", False):
-        marks = terms.v.new_empty(slices.marks_shape(terms, spans), dtype=torch.float32)
+        marks = terms.v.new_empty(workspace.marks_shape(terms, spans), dtype=torch.float32)
         o, final, *kept = forward(terms, scale, marks=marks)
         return o, final, marks, *(kept[0] if kept else ())
     if len(parts) == 1 and out is None:
         o, final, *kept = forward(terms, scale, **more)
-        marks = final.new_empty(slices.marks_shape(terms, spans))
+        marks = final.new_empty(workspace.marks_shape(terms, spans))
         return o, final, marks, *(kept[0] if kept else ())
-    forward = slices.told(forward, terms, parts, launches)
+    forward = workspace.told(forward, terms, parts, launches)
     run = forward if able else partial(_copied, forward)
     dtype = torch.float32 if wide else None
     memory, plain = out or (None, None), launches is None
-    return slices.forward(run, terms, scale, parts, dtype, spans, memory, plain)
+    return workspace.forward(run, terms, scale, parts, dtype, spans, memory, plain)
 
 
 def _copied(
@@ -131,36 +131,36 @@ def _copied(
 def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
     """The launches of a transition; Triton is imported only here, once they are wanted."""
     if by_token:
-        from slipstream.kernels.linear.triton import step_launch
+        from slipstream.kernels.linear.triton import decode_launch
 
-        return step_launch
-    if impl == "hopper":
-        if terms.transition == "none" and channel_plan.takes(terms):
-            from slipstream.kernels.linear.hopper import channel_launch as channel_sm90
+        return decode_launch
+    if impl == "sm90":
+        if terms.transition == "none" and schedule.takes(terms):
+            from slipstream.kernels.linear.sm90.vector_decay import backend as channel_sm90
 
             return channel_sm90
         if terms.transition == "none":
-            from slipstream.kernels.linear.hopper import additive_launch
+            from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_decay_backend
 
-            return additive_launch
-        from slipstream.kernels.linear.hopper import launch as hopper_launch
+            return scalar_decay_backend
+        from slipstream.kernels.linear.sm90.delta import backend as sm90_backend
 
-        return hopper_launch
+        return sm90_backend
     assert impl == "triton", impl
     channel = terms.transition == "delta" and terms.decay == "channel"
     if channel or terms.transition == "dplr":
-        from slipstream.kernels.linear.triton import dplr_launch
+        from slipstream.kernels.linear.triton.dplr import backend
 
-        return dplr_launch
+        return backend
     if terms.transition == "delta":
-        from slipstream.kernels.linear.triton import delta_launch
+        from slipstream.kernels.linear.triton.delta import backend as delta_backend
 
-        return delta_launch
+        return delta_backend
     if terms.decay == "channel" or terms.gv is not None or terms.u is not None:
-        from slipstream.kernels.linear.triton import channel_launch
+        from slipstream.kernels.linear.triton.vector_decay import backend as vector_decay_backend
 
-        return channel_launch
-    from slipstream.kernels.linear.triton import launch
+        return vector_decay_backend
+    from slipstream.kernels.linear.triton.scalar_decay import launch
 
     return launch
 
@@ -219,19 +219,19 @@ def gradients(
     impl, _, rest = impl.partition("|")
     if impl == "eager" or only_by_token(terms):
         if chunk == 0:
-            return slices.placed(recurrent_backward(terms, dout, dfinal, scale), out)
-        return slices.placed(chunk_backward(terms, dout, dfinal, scale, chunk), out)
+            return workspace.placed(recurrent_backward(terms, dout, dfinal, scale), out)
+        return workspace.placed(chunk_backward(terms, dout, dfinal, scale, chunk), out)
 
     def run() -> dict[str, Tensor]:
         launches = _launches(impl, terms)
         skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
-        wider = guard.widens(terms.q)
+        wider = guarded_launch.widens(terms.q)
         wide, do = (_in_float32(terms), dout) if wider else (terms, dout)
         if wider and do is not None:
             do = do.float()
         able = getattr(launches, "IN_SLICES", False)
-        whole = not able or (impl == "hopper" and slices.goes_back_whole(wide))
-        parts = [slices.WHOLE] if whole else slices.of_backward(wide, marks)
+        whole = not able or (impl == "sm90" and workspace.goes_back_whole(wide))
+        parts = [workspace.WHOLE] if whole else workspace.of_backward(wide, marks)
         more = {"out": out} if able and out is not None else {}
         left = kept if hasattr(launches, "forward_kept") else ()
         if len(parts) == 1:
@@ -239,17 +239,17 @@ def gradients(
             more |= {"spends_q": True} if spends_q and getattr(launches, "SPENDS_Q", False) else {}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
-            run = slices.told(launches.backward, terms, parts, launches)
-            grads = slices.backward(run, wide, do, dfinal, scale, parts, marks, left)
+            run = workspace.told(launches.backward, terms, parts, launches)
+            grads = workspace.backward(run, wide, do, dfinal, scale, parts, marks, left)
         if wider:
             grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
-        return slices.placed(grads, out)
+        return workspace.placed(grads, out)
 
     def instead() -> dict[str, Tensor]:
         given = terms, dout, dfinal, scale, chunk, rest, gate_gradient, marks, out, kept
         return gradients(*given, spends_q)
 
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: kind(terms, impl),
         terms.q.device,
         run,
@@ -271,7 +271,7 @@ def _fake_spans(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     terms, wide, spans = Terms(*args[: len(Terms._fields)]), *args[-2:]
     o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
     final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
-    return o, final, final.new_empty(slices.marks_shape(terms, spans))
+    return o, final, final.new_empty(workspace.marks_shape(terms, spans))
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
@@ -333,10 +333,10 @@ class _Linear(Function):
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
         terms = Terms(*given)
-        spans, kept = slices.spans_of(terms, impl), []
-        if impl.startswith("hopper") and terms.transition == "delta" and direct(terms.q):
+        spans, kept = workspace.spans_of(terms, impl), []
+        if impl.startswith("sm90") and terms.transition == "delta" and direct(terms.q):
             o, final, *kept = _call_kept(*given, scale, chunk, impl, wide, spans)
-        elif spans > 1 or slices.trains_whole(terms, impl):
+        elif spans > 1 or workspace.trains_whole(terms, impl):
             o, final, *kept = _call_spans(*given, scale, chunk, impl, wide, spans)
         else:
             o, final = _call_trained(*given, scale, chunk, impl, wide)

@@ -1,6 +1,6 @@
 """Do GPU kernels and plain torch agree on a small fresh problem of the same kind as a call?
 
-For core/guard.py's numeric probe, on compilers that nobody has verified.
+For runtime/guarded_launch.py's numeric probe, on compilers that nobody has verified.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from slipstream.core import probe
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime import numeric_probe
 
 # of a probe in chunks, and token by token
 TOKENS, FEW = 150, 9
@@ -27,10 +27,10 @@ def mismatch(terms: Terms, impl: str, by_token: bool, linear: Callable) -> str |
     tiny = like(terms, FEW if by_token else TOKENS)
     scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else CHUNK
 
-    def run(impl: str) -> Callable[[probe.Given], Any]:
+    def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
         return lambda given: linear(Terms(**given), scale, chunk, impl)
 
-    return probe.mismatch(
+    return numeric_probe.mismatch(
         run(f"{impl}|eager"), run("eager"), tiny._asdict(), gradients=not by_token
     )
 

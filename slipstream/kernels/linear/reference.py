@@ -10,8 +10,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.core.varlen import check_cu_seqlens_values
-from slipstream.kernels.linear.terms import Terms
+from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.kernels.linear.inputs import Terms
 
 
 def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:

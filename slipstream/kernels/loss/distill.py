@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import probe
-from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.guard import attempt
-from slipstream.core.library import define, shortcut
-from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.backends import is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.guarded_launch import attempt
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -176,7 +176,9 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
     """The probe: a few rows of as many classes, one of them left out."""
 
     def fresh() -> Linear:
-        x, w, b = (probe.fresh(like, *shape) for shape in ((9, 16), (classes, 16), (classes,)))
+        x, w, b = (
+            numeric_probe.fresh(like, *shape) for shape in ((9, 16), (classes, 16), (classes,))
+        )
         return x, w / 4, b
 
     def wide(given: Linear) -> Linear:
@@ -188,9 +190,9 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
     rest = live, dloss, 1.5, True
     got = kernels(student, teacher, *rest)
     want = kl_rows(wide(student), wide(teacher), *rest)
-    names, bar = ("loss", "dhidden", "dweight", "dbias"), probe.BARS[like.dtype][1]
+    names, bar = ("loss", "dhidden", "dweight", "dbias"), numeric_probe.BARS[like.dtype][1]
     for name, x, y in zip(names, got, want):
-        if not (error := probe.relative(x, y)) <= bar:
+        if not (error := numeric_probe.relative(x, y)) <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
 

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.autograd import (
+from slipstream.kernels.loss import cross_entropy_op, eager, launch
+from slipstream.kernels.loss.reference import Terms, rows_reference
+from slipstream.runtime.autograd import (
     Function,
     Saved,
     anchors,
@@ -14,12 +16,10 @@ from slipstream.core.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.core.gradient import set_gradient
-from slipstream.core.ids import expect_ids, launched
-from slipstream.core.library import define, shortcut
-from slipstream.kernels.launching import is_triton
-from slipstream.kernels.loss import eager, guarded, kernels
-from slipstream.kernels.loss.reference import Terms, rows_reference
+from slipstream.runtime.backends import is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.token_ids import expect_ids, launched
 
 
 def cross_entropy(
@@ -31,8 +31,8 @@ def cross_entropy(
         rows = cross_entropy_rows(wide, target, terms, impl)
         return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
     if reduction != "none" and not by_operation():
-        return kernels.reduced(logits, target, terms, reduction == "mean", impl)
-    rows = kernels.rows(logits, target, terms, impl)
+        return cross_entropy_op.reduced(logits, target, terms, reduction == "mean", impl)
+    rows = cross_entropy_op.rows(logits, target, terms, impl)
     return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
 
 
@@ -172,11 +172,11 @@ class _TritonLinear(Function):
         grads: bool,
         impl: str,
     ) -> Tensor:
-        factor = guarded.inverse_count(impl, target, terms.ignore_index, weight.shape[0])
+        factor = launch.inverse_count(impl, target, terms.ignore_index, weight.shape[0])
         factor = factor if mean else None
         # a float16 gradient of one row's share of the mean would underflow
         late = hidden.dtype == torch.float16
-        loss, *made = guarded.linear_rows(
+        loss, *made = launch.linear_rows(
             impl, hidden, weight, bias, target, None if late else factor, terms, grads
         )
         ctx.save_for_backward(hidden, weight, bias, target, factor)
@@ -192,10 +192,10 @@ class _TritonLinear(Function):
         if made is None:
             each = None if ctx.late else factor
             given = (hidden, weight, bias, target, each, ctx.terms, True)
-            _, *made = guarded.linear_rows(ctx.impl, *given)
+            _, *made = launch.linear_rows(ctx.impl, *given)
         if ctx.late and factor is not None:
             dloss = dloss * factor
-        dhidden, dweight, dbias = (guarded.scale_(ctx.impl, x, dloss) for x in made)
+        dhidden, dweight, dbias = (launch.scale_(ctx.impl, x, dloss) for x in made)
         return dhidden, dweight, None if bias is None else dbias, *[None] * 5
 
 
@@ -216,7 +216,7 @@ def _linear(
     expect_ids("target", target, weight.shape[0], ignore_index)
     terms = Terms(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     if is_triton(impl):
-        return guarded.linear_rows(impl, hidden, weight, bias, target, dloss, terms, grads)
+        return launch.linear_rows(impl, hidden, weight, bias, target, dloss, terms, grads)
     return eager.linear_rows(hidden, weight, bias, target, dloss, terms, grads)
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import Function, Saved, once_differentiable
-from slipstream.core.ids import expect_ids
-from slipstream.kernels.launching import is_triton
 from slipstream.kernels.loss.reference import Terms
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.backends import is_triton
+from slipstream.runtime.token_ids import expect_ids
 
 
 class Shard(NamedTuple):
@@ -194,7 +194,7 @@ def _attempt(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
         return plain(*args)
     logits = args[0]
     dtype, classes, device = logits.dtype, logits.shape[1], logits.device
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: ("cross_entropy.shard", dtype, classes),
         device,
         run,
@@ -220,7 +220,7 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
             for f in (_dlogits, plain_dlogits)
         ]
     for name, x, y in (*zip(Columns._fields, *pairs), ("gradient", *grads)):
-        error = probe.relative(x[live], y[live])
+        error = numeric_probe.relative(x[live], y[live])
         if not error < 2e-2:
             return f"{name} of a shard is off by {error:.1e} of its size"
     return None

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slipstream.core import tiles
-from slipstream.core.arch import Arch
-from slipstream.kernels.matmul.terms import FP8, HALVES
+from slipstream.compiler import tile_limits as tiles
+from slipstream.compiler.arch import Arch
+from slipstream.kernels.matmul.inputs import FP8, HALVES
 
 KERNELS = ("tma", "pointer")
 # Of the nearest configuration that works.

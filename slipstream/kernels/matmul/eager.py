@@ -6,8 +6,8 @@ float32 products have the precision that torch is set to; float8 ones are taken 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.matmul.inputs import FP8, Terms, activated, scaled
 from slipstream.kernels.matmul.reference import matmul_reference
-from slipstream.kernels.matmul.terms import FP8, Terms, activated, scaled
 
 
 def matmul(t: Terms) -> Tensor:

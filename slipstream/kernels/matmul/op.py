@@ -11,35 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import arch as arches
-from slipstream.core import guard
-from slipstream.core.arch import Arch
-from slipstream.core.autograd import Function, needs_autograd
-from slipstream.core.gradient import set_gradient
-from slipstream.core.kinds import Kind
-from slipstream.core.library import define, shortcut
-from slipstream.core.plan import Candidate, Plan, choose
-from slipstream.core.probe import Given, mismatch
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED, not_hopper
+from slipstream.compiler import arch as arches
+from slipstream.compiler.arch import Arch
+from slipstream.compiler.kernel_key import Kind
 from slipstream.kernels.matmul import eager
-from slipstream.kernels.matmul.config import (
-    KERNELS,
-    MatmulConfig,
-    Problem,
-    check,
-    few,
-    unpack,
-)
+from slipstream.kernels.matmul.config import KERNELS, MatmulConfig, Problem, check, few, unpack
 from slipstream.kernels.matmul.config import choose as choose_tile
+from slipstream.kernels.matmul.inputs import FP8, Terms, activated, row_by_row, scaled, tma_swaps
 from slipstream.kernels.matmul.reference import matmul_reference
-from slipstream.kernels.matmul.terms import (
-    FP8,
-    Terms,
-    activated,
-    row_by_row,
-    scaled,
-    tma_swaps,
-)
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.autograd import Function, needs_autograd
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import Candidate, Plan, choose
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.numeric_probe import Given, mismatch
 
 # and whether an implementation was named
 Call = tuple[Terms, MatmulConfig | None, bool]
@@ -67,7 +53,7 @@ class _Matmul(Function):
         ctx.save_for_backward(a, b, scale_a, scale_b)
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (bias, residual))
         # hopper and a tile may refuse the other two products
-        ctx.precision, ctx.impl = precision, None if impl == "hopper" else impl or None
+        ctx.precision, ctx.impl = precision, None if impl == "sm90" else impl or None
         return _CALL(*args[:6], "", precision, out_dtype, packed, impl)
 
     @staticmethod
@@ -118,7 +104,7 @@ def _triton_refuses(call: Call) -> str | None:
         return reason
     if config is not None and config.kernel != "pointer":
         return "the configuration is another kernel's"
-    return guard.objection(lambda: _kind("triton", t), t.a.device)
+    return guarded_launch.objection(lambda: _kind("triton", t), t.a.device)
 
 
 def _unfit(t: Terms) -> str | None:
@@ -139,15 +125,15 @@ def _unfit(t: Terms) -> str | None:
     return None
 
 
-def _hopper_refuses(call: Call) -> str | None:
+def sm90_refuses(call: Call) -> str | None:
     t, config, named = call
     if config is not None and config.kernel != "tma":
         return "the configuration is the portable kernel's"
-    if reason := not_hopper(t.a) or _unfit(t) or tma_refuses(t):
+    if reason := sm90_unsupported(t.a) or _unfit(t) or tma_refuses(t):
         return reason
     if config is None and not named and few(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1]):
         return "there are few tiles, of which the portable kernel's programs share each"
-    return guard.objection(lambda: _kind("hopper", t), t.a.device)
+    return guarded_launch.objection(lambda: _kind("sm90", t), t.a.device)
 
 
 def tma_refuses(t: Terms) -> str | None:
@@ -170,7 +156,7 @@ def tma_refuses(t: Terms) -> str | None:
 
 
 CANDIDATES = (
-    Candidate("hopper", "TMA and wgmma, on sm_90", _hopper_refuses),
+    Candidate("sm90", "TMA and wgmma, on sm_90", sm90_refuses),
     Candidate("triton", "the portable Triton kernel, on CUDA", _triton_refuses),
     Candidate(
         "eager",
@@ -203,7 +189,7 @@ def _with(names: list[str], t: Terms, config: MatmulConfig | None) -> Tensor:
         return matmul_reference(t)
     if name == "eager":
         return eager.matmul(t)
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: _kind(name, t),
         t.a.device,
         lambda t, config: _launch(name, t, config),
@@ -217,10 +203,10 @@ def _launch(name: str, t: Terms, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     if config is None:
         shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
-        config = choose_tile(problem(t), arch_of(t.a.device), *shape, name == "hopper")
+        config = choose_tile(problem(t), arch_of(t.a.device), *shape, name == "sm90")
     assert config.kernel == KERNELS[name == "triton"]
-    if name == "hopper":
-        from slipstream.kernels.matmul.hopper import launch
+    if name == "sm90":
+        from slipstream.kernels.matmul.sm90 import launch
     else:
         from slipstream.kernels.matmul.triton import launch
     return launch.matmul(t, config)

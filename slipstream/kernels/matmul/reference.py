@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.terms import Terms, activated, scaled
+from slipstream.kernels.matmul.inputs import Terms, activated, scaled
 
 
 def matmul_reference(t: Terms) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core.autograd import Function, Saved, by_operation, once_differentiable
+from slipstream.kernels.norm.inputs import Norm
 from slipstream.kernels.norm.reference import rms_reference
-from slipstream.kernels.norm.terms import Norm
+from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 

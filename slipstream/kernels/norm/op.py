@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import Function, Saved, anchors, needs_autograd, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, direct
-from slipstream.core.machine import Kind
-from slipstream.kernels.norm import plain
-from slipstream.kernels.norm.terms import Norm, h_dtype, stats_shape, stores_h
+from slipstream.compiler.compiler_state import Kind
+from slipstream.kernels.norm import fallback
+from slipstream.kernels.norm.inputs import Norm, h_dtype, stats_shape, stores_h
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    anchors,
+    needs_autograd,
+    once_differentiable,
+)
+from slipstream.runtime.custom_op import define, direct
+from slipstream.runtime.gradient import set_gradient
 
 _NORM = (
     "float eps, bool centre, bool l2, int groups, bool zero_centered, str activation, "
@@ -68,11 +74,11 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As the launch, which is the same but for the last argument."""
     *given, impl = args
     x, weight, bias, gate, residual, n, _ = given
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: kind(x, weight, gate, n),
         x.device,
         _launch().forward,
-        None if impl == "triton" else plain.forward,
+        None if impl == "triton" else fallback.forward,
         tuple(given),
         lambda: _mismatch(x, weight, bias, gate, residual, n),
     )
@@ -81,11 +87,11 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def _run_backward(*args: Any) -> Any:
     *given, impl = args
     _, _, h, weight, bias, gate, _, _, n, _, _ = given
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: kind(h, weight, gate, n),
         h.device,
         _launch().backward,
-        None if impl == "triton" else plain.backward,
+        None if impl == "triton" else fallback.backward,
         tuple(given),
         lambda: _mismatch(h, weight, bias, gate, None, n),
     )
@@ -103,10 +109,10 @@ def _mismatch(
     width = x.shape[-1]
     rows = {"x": x, "gate": gate, "residual": residual}
     given = {"weight": weight, "bias": bias}
-    made = {name: y if y is None else probe.fresh(y, 37, width) for name, y in rows.items()}
-    made |= {name: y if y is None else probe.fresh(y, width) for name, y in given.items()}
-    return probe.mismatch(
-        lambda t: norm(**t, n=n, impl="triton|eager"), lambda t: plain.norm(**t, n=n), made
+    made = {name: y if y is None else numeric_probe.fresh(y, 37, width) for name, y in rows.items()}
+    made |= {name: y if y is None else numeric_probe.fresh(y, width) for name, y in given.items()}
+    return numeric_probe.mismatch(
+        lambda t: norm(**t, n=n, impl="triton|eager"), lambda t: fallback.norm(**t, n=n), made
     )
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, shortcut
-from slipstream.core.machine import Kind
-from slipstream.core.plan import OR_PLAIN
-from slipstream.kernels.launching import choose_impl, is_triton
+from slipstream.compiler.compiler_state import Kind
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.backends import choose_impl, is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.gradient import set_gradient
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ def _plain_backward(
         y = _plain(leaves[0], leaves[1] if up is not None else None, f)
         return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
 
-    dgate, *dup = guard.apart(grads, dy.device)
+    dgate, *dup = guarded_launch.apart(grads, dy.device)
     return dgate, dup[0] if dup else None
 
 
 def _refuses(x: Tensor, f: str) -> str | None:
     if x.dim() == 0 or x.shape[-1] == 0:
         return "there are no features"
-    return guard.objection(lambda: _kind(x, f), x.device)
+    return guarded_launch.objection(lambda: _kind(x, f), x.device)
 
 
 def _kind(x: Tensor, f: str) -> Kind:
@@ -101,9 +101,9 @@ def _kind(x: Tensor, f: str) -> Kind:
 def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     """The probe: rows of the same width."""
     width = gate.shape[-1]
-    made = {"gate": probe.fresh(gate, 37, width)}
-    made |= {"up": None if up is None else probe.fresh(up, 37, width)}
-    return probe.mismatch(
+    made = {"gate": numeric_probe.fresh(gate, 37, width)}
+    made |= {"up": None if up is None else numeric_probe.fresh(up, 37, width)}
+    return numeric_probe.mismatch(
         lambda t: run(t["gate"], t["up"], f, OR_PLAIN), lambda t: _plain(**t, f=f), made
     )
 
@@ -131,7 +131,7 @@ def _attempt(name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None
 
         return getattr(glu, name)(*args)
 
-    return guard.attempt(
+    return guarded_launch.attempt(
         lambda: _kind(gate, f),
         gate.device,
         kernel,

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import Function, Saved, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.ids import clamped, expect_ids, launched, raise_pending
-from slipstream.core.library import define, shortcut
-from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.token_ids import clamped, expect_ids, launched, raise_pending
 
 
 class Embedding(Function):
@@ -42,7 +42,7 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"weight: want at least one row [V, D], got shape {(*weight.shape,)}")
     if not HAVE_TRITON:
         return _nearest(input_ids, weight)
-    y = guard.attempt(
+    y = guarded_launch.attempt(
         lambda: ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1]),
         weight.device,
         _launch().gather,
@@ -61,11 +61,11 @@ def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
 
 def _mismatch(input_ids: Tensor, weight: Tensor) -> str | None:
     """The probe: ids of a small table of the same width."""
-    if weight.dtype not in probe.BARS:
+    if weight.dtype not in numeric_probe.BARS:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
-    made = {"weight": probe.fresh(weight, 40, weight.shape[1])}
-    return probe.mismatch(
+    made = {"weight": numeric_probe.fresh(weight, 40, weight.shape[1])}
+    return numeric_probe.mismatch(
         lambda t: _launch().gather(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
         made,

@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import (
+from slipstream.kernels.pointwise import activation
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import (
     Function,
     Saved,
     by_operation,
     needs_autograd,
     once_differentiable,
 )
-from slipstream.core.library import define, shortcut
-from slipstream.core.plan import OR_PLAIN
-from slipstream.kernels.launching import is_triton
-from slipstream.kernels.pointwise import activation
+from slipstream.runtime.backends import is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import OR_PLAIN
 
 
 def glu_linear(
@@ -136,11 +136,11 @@ def _again(dh: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> tu
     else:
 
         def kernel(*args: Any) -> tuple[Tensor, Tensor | None]:
-            from slipstream.kernels.pointwise.triton.glu_again import glu_again
+            from slipstream.kernels.pointwise.triton.glu_bwd_recompute import glu_again
 
             return glu_again(*args)
 
-        dgate, dup = guard.attempt(
+        dgate, dup = guarded_launch.attempt(
             lambda: ("glu_again.triton", f, gate.dtype, gate.shape[-1]),
             gate.device,
             kernel,
@@ -164,16 +164,16 @@ def _plain_again(
 def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     """The probe: rows of the same width."""
     names = ("dh", "gate") if up is None else ("dh", "gate", "up")
-    made = {name: probe.fresh(gate, 37, gate.shape[-1]) for name in names}
+    made = {name: numeric_probe.fresh(gate, 37, gate.shape[-1]) for name in names}
 
-    def kernels(t: probe.Given) -> tuple[Tensor, ...]:
+    def kernels(t: numeric_probe.Given) -> tuple[Tensor, ...]:
         grads = _again(t["dh"], t["gate"], t.get("up"), f, OR_PLAIN)
         return (*grads[: len(names) - 1], t["dh"])
 
-    def plain(t: probe.Given) -> tuple[Tensor | None, ...]:
+    def plain(t: numeric_probe.Given) -> tuple[Tensor | None, ...]:
         return (*_plain_again(t["dh"], t["gate"], t.get("up"), f), t["dh"])
 
-    return probe.mismatch(kernels, plain, made, gradients=False)
+    return numeric_probe.mismatch(kernels, plain, made, gradients=False)
 
 
 def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:

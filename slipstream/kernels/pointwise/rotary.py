@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import (
+from slipstream.compiler.compiler_state import Kind
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import (
     Function,
     Saved,
     by_operation,
     needs_autograd,
     once_differentiable,
 )
-from slipstream.core.gradient import set_gradient
-from slipstream.core.ids import SYNC, launched
-from slipstream.core.library import define, shortcut
-from slipstream.core.machine import Kind
-from slipstream.core.plan import OR_PLAIN
-from slipstream.kernels.launching import is_triton
+from slipstream.runtime.backends import is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.token_ids import SYNC, launched
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -153,7 +153,7 @@ def _rotary(
 
         return turn(*args)
 
-    y = guard.attempt(
+    y = guarded_launch.attempt(
         lambda: _kind(x, cos.shape[-1], interleaved),
         x.device,
         kernel,
@@ -175,8 +175,8 @@ def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
     tables = angle.cos().to(cos.dtype), angle.sin().to(cos.dtype)
     positions = torch.randint(0, 40, (1, 19), device=x.device)
     rows = [y.float()[positions][:, :, None] for y in tables]
-    made = {"x": probe.fresh(x, 1, 19, 3, x.shape[-1])}
-    return probe.mismatch(
+    made = {"x": numeric_probe.fresh(x, 1, 19, 3, x.shape[-1])}
+    return numeric_probe.mismatch(
         lambda t: turned(t["x"], *tables, positions, interleaved, OR_PLAIN),
         lambda t: rotary(t["x"], *rows, interleaved=interleaved),
         made,
@@ -187,7 +187,7 @@ def refuses(x: Tensor, half: int, interleaved: bool = False) -> str | None:
     """Why the Triton kernel can't take a call, or None if it can."""
     if half == 0:
         return "no features turn"
-    return guard.objection(lambda: _kind(x, half, interleaved), x.device)
+    return guarded_launch.objection(lambda: _kind(x, half, interleaved), x.device)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import guard, probe
-from slipstream.core.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.core.gradient import set_gradient
-from slipstream.core.library import define, shortcut
-from slipstream.core.machine import Kind
-from slipstream.core.plan import OR_PLAIN
-from slipstream.kernels.launching import choose_impl, is_triton
+from slipstream.compiler.compiler_state import Kind
+from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.backends import choose_impl, is_triton
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.gradient import set_gradient
 
 
 def shift_reference(
@@ -140,7 +140,9 @@ def _shift(
         return shift(*args)
 
     instead = None if impl == "triton" else _plain
-    return guard.attempt(lambda: _kind(x), x.device, kernel, instead, args, lambda: _mismatch(x))
+    return guarded_launch.attempt(
+        lambda: _kind(x), x.device, kernel, instead, args, lambda: _mismatch(x)
+    )
 
 
 def _kind(x: Tensor) -> Kind:
@@ -149,9 +151,12 @@ def _kind(x: Tensor) -> Kind:
 
 def _mismatch(x: Tensor) -> str | None:
     """The probe: three packed sequences, one of them empty, with states."""
-    made = {"x": probe.fresh(x, 1, 40, x.shape[-1]), "state": probe.fresh(x, 3, x.shape[-1])}
+    made = {
+        "x": numeric_probe.fresh(x, 1, 40, x.shape[-1]),
+        "state": numeric_probe.fresh(x, 3, x.shape[-1]),
+    }
     made["cu_seqlens"] = torch.tensor([0, 17, 17, 40], device=x.device)
-    return probe.mismatch(
+    return numeric_probe.mismatch(
         lambda t: kernel_shift(**t, impl=OR_PLAIN), lambda t: shift_reference(**t), made
     )
 
@@ -163,7 +168,7 @@ def _refuses(x: Tensor, *given: Tensor | None) -> str | None:
         return "there are no features or sequences"
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs at all sizes"
-    return guard.objection(lambda: _kind(x), x.device)
+    return guarded_launch.objection(lambda: _kind(x), x.device)
 
 
 def _fake(

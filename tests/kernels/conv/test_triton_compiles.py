@@ -2,12 +2,12 @@
 
 import pytest
 
-from slipstream.core.aot import Compiled, compile_kernel
-from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.compiler.aot import Compiled, compile_kernel
+from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.conv.triton.conv"
-WALK = "slipstream.kernels.conv.triton.walk"
+WALK = "slipstream.kernels.conv.triton.bwd_rolling"
 
 
 def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> Compiled:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.ops.conv import short_convolution, short_convolution_update
-from tests.kernels.interpreted import error, run
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.trace import trace
-from slipstream.core.varlen import ChunkMap, chunk_map
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.common.varlen import ChunkMap, chunk_map
+from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.kernels.linear.test_peak_memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
@@ -42,7 +42,7 @@ def test_what_forward_leaves_backward_takes(name: str) -> None:
 def test_the_portable_backward_follows_a_forward_in_gluon(kind: str) -> None:
     def call(device: torch.device) -> None:
         terms = make(kind, (8192,), 32, device)
-        o, _, marks, *kept = op.spans_forward(*terms, 0.1, 64, "hopper", False, 1, keep=True)
+        o, _, marks, *kept = op.spans_forward(*terms, 0.1, 64, "sm90", False, 1, keep=True)
         assert kept
         more = {"marks": None if not marks.numel() else marks, "kept": kept}
         grads = op.gradients(terms, o, None, 0.1, 64, "triton", terms.g is not None, **more)
@@ -57,8 +57,8 @@ def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
 ) -> None:
     """Packed sequences have room for more chunks than there are, of which no walk on sm_90 writes
     how far they decay: from NaN there the gradient of u was NaN."""
-    from slipstream.kernels.linear.hopper import channel_launch
-    from slipstream.kernels.linear.triton import channel_walks
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+    from slipstream.kernels.linear.triton.vector_decay import launch
 
     made: list[Tensor] = []
 
@@ -66,16 +66,16 @@ def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
         made.append(prepared.decay)
 
     for name in ("edges", "walk"):
-        monkeypatch.setattr(channel_launch, name, lambda *args, **named: None)
-    monkeypatch.setattr(channel_launch.portable, "launch_grads", launch_grads)
-    monkeypatch.setattr(channel_launch.portable, "pairs_of", lambda work: None)
-    for module in (channel_launch.portable, channel_walks):
+        monkeypatch.setattr(backend, name, lambda *args, **named: None)
+    monkeypatch.setattr(backend.portable, "launch_grads", launch_grads)
+    monkeypatch.setattr(backend.portable, "pairs_of", lambda work: None)
+    for module in (backend.portable, launch):
         monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
-    monkeypatch.setattr(channel_launch, "sums_of", lambda work: SimpleNamespace(z=None))
+    monkeypatch.setattr(backend, "sums_of", lambda work: SimpleNamespace(z=None))
     x = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
     cu = torch.tensor([0, 1, 65, 130], dtype=torch.int32)
     terms = Terms(x, x, x, g=x, u=torch.zeros(2, 128), cu_seqlens=cu)
-    channel_launch.backward(terms, x, None, 1.0)
+    backend.backward(terms, x, None, 1.0)
     (decay,) = made
     assert decay.shape[0] == 130 // 64 + 3
     assert (decay == 1).all()
@@ -83,7 +83,7 @@ def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
 
 def test_gates_far_apart_are_laid_side_by_side() -> None:
     """The portable walk counts a gate's place in 32 bits."""
-    from slipstream.kernels.linear.triton.launch import contiguous
+    from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous
 
     x = torch.empty(64, 8192, 8, 64, device="meta")
     g = torch.empty(64, 8192, 8192, device="meta")[..., :8]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.core.trace import trace
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
-from slipstream.kernels.linear import op, slices
-from slipstream.kernels.linear.terms import Terms
+from slipstream.compiler.trace import trace
+from slipstream.kernels.linear import op, workspace
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 PROMISED = 25.0
@@ -93,13 +93,13 @@ def trained(terms: Terms) -> tuple[float, float]:
     """Peak of forward and backward, and bytes of what they are given and leave."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
-        spans = slices.spans_of(terms, "hopper")
+        spans = workspace.spans_of(terms, "sm90")
         keep = terms.transition == "delta"
-        found = op.spans_forward(*terms, 0.1, 64, "hopper", False, spans, keep=keep)
+        found = op.spans_forward(*terms, 0.1, 64, "sm90", False, spans, keep=keep)
         o, kept = found[0], found[2:]
         do = torch.empty_like(o)
         del found
-        options = (0.1, 64, "hopper", terms.g is not None)
+        options = (0.1, 64, "sm90", terms.g is not None)
         grads = op._backward(*terms, do, None, *options, *kept)
         made = sum(x.nbytes for x in (o, do, *grads))
     return seen.peak - made, made + sum(x.nbytes for x in given)
@@ -109,7 +109,7 @@ def alone(terms: Terms) -> tuple[float, float]:
     """Of a forward pass without gradients."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
-        o, final = op._forward(*terms, 0.1, 64, "hopper", False)
+        o, final = op._forward(*terms, 0.1, 64, "sm90", False)
     return seen.peak - o.nbytes - final.nbytes, o.nbytes + sum(x.nbytes for x in given)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.kernels.linear import op, probe
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.inputs import Terms
 from slipstream.kernels.linear.triton.plan import kind
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slipstream.kernels.launching import HAVE_TRITON
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -25,7 +25,7 @@ RULE = [
 
 @pytest.mark.parametrize("case", RULE, ids=str)
 def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
-    from slipstream.kernels.linear.hopper.dplr_segments import segments
+    from slipstream.kernels.linear.sm90.dplr.segment_policy import segments
 
     *shape, n = case
     assert segments(*shape) == n
@@ -33,7 +33,7 @@ def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("lengths", [None, (20000, 0, 12768)], ids=["whole", "packed"])
 def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
-    from slipstream.kernels.linear.hopper.dplr_segments import split_of
+    from slipstream.kernels.linear.sm90.dplr.segment_policy import split_of
 
     T = 32768
     cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()

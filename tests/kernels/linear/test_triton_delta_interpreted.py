@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.kernels.interpreted import PARTS, parts, run
-from tests.kernels.linear.test_triton_interpreted import GATES, reference
-from tests.operators import offsets, relative_error
+from tests.kernels.linear.test_triton_scalar_decay_interpreted import GATES, reference
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.operators import offsets, relative_error
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -77,7 +77,7 @@ def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> 
 
 
 def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> None:
-    from slipstream.kernels.linear.triton.delta_launch import backward, forward
+    from slipstream.kernels.linear.triton.delta.backend import backward, forward
 
     terms = make(size, gate, has_p, dtype, state)
     scale = terms.q.shape[-1] ** -0.5
@@ -95,7 +95,7 @@ def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) ->
 
 
 def check_nothing_but_final() -> None:
-    from slipstream.kernels.linear.triton.delta_launch import backward
+    from slipstream.kernels.linear.triton.delta.backend import backward
 
     terms = make("odd", "weak", False, torch.float32, True)
     dfinal = torch.randn(terms.state_shape)
@@ -107,46 +107,46 @@ def check_nothing_but_final() -> None:
 
 def check_descriptors() -> None:
     """Rows of a multiple of 16 bytes by tensor descriptors, as on sm_90."""
-    from slipstream.kernels.linear.triton import delta_plan
+    from slipstream.kernels.linear.triton.delta import plan
 
-    choose = delta_plan._tile
+    choose = plan._tile
 
     def with_descriptors(*args):
         tile, BK = choose(*args)
         return dataclasses.replace(tile, tma=True), BK
 
-    delta_plan._tile = with_descriptors
+    plan._tile = with_descriptors
     check("grouped", "weak", True, torch.float32, True)
-    delta_plan._tile = choose
+    plan._tile = choose
 
 
 def check_segments(part: str) -> None:
     """Cut into segments of two chunks."""
-    from slipstream.kernels.linear.triton import delta_plan
+    from slipstream.kernels.linear.triton.delta import plan
 
-    kept = delta_plan.segment_tokens
-    delta_plan.segment_tokens = lambda programs, T, C: 2 * C
+    kept = plan.segment_tokens
+    plan.segment_tokens = lambda programs, T, C: 2 * C
     for size, gate, has_p, state in SEGMENTS[part]:
         check(size, gate, has_p, torch.float32, state)
         print(size, gate, has_p, "segments ok", flush=True)
-    delta_plan.segment_tokens = kept
+    plan.segment_tokens = kept
 
 
 def check_fine(part: str) -> None:
     """Products of pairs, of float16 here, for the interpreter gets bfloat16 wrong."""
-    from slipstream.kernels.linear.triton import delta_launch
+    from slipstream.kernels.linear.triton.delta import backend
 
-    kept = delta_launch.fine
-    delta_launch.fine = lambda terms: terms.q.dtype == torch.float16
+    kept = backend.fine
+    backend.fine = lambda terms: terms.q.dtype == torch.float16
     for size, gate, has_p in FINE[part]:
         check(size, gate, has_p, torch.float16, True)
         print(size, gate, has_p, "fine ok", flush=True)
-    delta_launch.fine = kept
+    backend.fine = kept
 
 
 def check_inverse() -> None:
     """Of 64 rows, where keys alike and a beta of 2 make 2 below the diagonal."""
-    from slipstream.kernels.linear.triton.delta_solve import delta_solve_kernel
+    from slipstream.kernels.linear.triton.delta.solve_tril import delta_solve_kernel
 
     k = torch.ones(1, 64, 1, 1)
     beta, r = torch.full((1, 64, 1), 2.0), torch.empty(1, 64, 1, 64)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.core.aot import Compiled, compile_kernel, load
-from slipstream.core.arch import ARCHS
-from slipstream.kernels.linear.triton import dplr_tiles, tiles
-from slipstream.kernels.linear.triton.delta_tiles import Part
+from slipstream.compiler.aot import Compiled, compile_kernel, load
+from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.dplr import tiles as triton_dplr_tiles
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.kernels.linear.test_triton_compiles import TYPES
+from slipstream.kernels.linear.triton.scalar_decay import tiles
+from tests.kernels.linear.test_triton_scalar_decay_compiles import TYPES
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -54,7 +55,7 @@ def compile_dplr(
 ) -> Compiled:
     """kind: kda, dplr or iplr."""
     family = tiles.family(divmod(capability, 10))
-    tile, wide = dplr_tiles.choose(family, K, V, bytes_each, free=kind != "kda")
+    tile, wide = triton_dplr_tiles.choose(family, K, V, bytes_each, free=kind != "kda")
     part = override or getattr(tile, OF.get(kernel, kernel))
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.kernels.interpreted import PARTS, parts, run
-from tests.kernels.linear.test_triton_interpreted import GATES, reference
-from tests.operators import offsets, relative_error
+from tests.kernels.linear.test_triton_scalar_decay_interpreted import GATES, reference
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.operators import offsets, relative_error
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -98,7 +98,7 @@ def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Te
 
 
 def check(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
-    from slipstream.kernels.linear.triton.dplr_launch import backward, forward
+    from slipstream.kernels.linear.triton.dplr.backend import backward, forward
 
     terms = make(kind, size, gate, dtype, state)
     scale = terms.q.shape[-1] ** -0.5
@@ -117,7 +117,7 @@ def check(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> N
 
 
 def check_nothing_but_final() -> None:
-    from slipstream.kernels.linear.triton.dplr_launch import backward
+    from slipstream.kernels.linear.triton.dplr.backend import backward
 
     for kind in ("kda", "dplr"):
         terms = make(kind, "odd", "weak", torch.float32, True)
@@ -130,16 +130,16 @@ def check_nothing_but_final() -> None:
 
 def check_segments(part: str) -> None:
     """Cut into segments of one chunk, or two."""
-    from slipstream.kernels.linear.triton import delta_plan
-    from slipstream.kernels.linear.triton.dplr_walks import split_of
+    from slipstream.kernels.linear.triton.delta import plan
+    from slipstream.kernels.linear.triton.dplr.launch import split_of
 
-    kept = delta_plan.segment_tokens
+    kept = plan.segment_tokens
     for kind, size, gate, state, chunks in SEGMENTS[part]:
-        delta_plan.segment_tokens = lambda programs, T, C, chunks=chunks: chunks * C
+        plan.segment_tokens = lambda programs, T, C, chunks=chunks: chunks * C
         assert split_of(make(kind, size, gate, torch.float32, state)) is not None
         check(kind, size, gate, torch.float32, state)
         print(kind, size, gate, "segments ok", flush=True)
-    delta_plan.segment_tokens = kept
+    plan.segment_tokens = kept
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.ops.distill import linear_kl_div
-from tests.kernels.interpreted import error, run
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

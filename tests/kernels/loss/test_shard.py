@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from slipstream.core import guard, machine
-from slipstream.kernels.launching import HAVE_TRITON, INTERPRETED
+from slipstream.compiler import compiler_state
 from slipstream.kernels.loss import shard
 from slipstream.kernels.loss.reference import Terms
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
-from tests.kernels.interpreted import error, run
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.interpreted import error, run
 
 RANKS, V = 2, 37 * 2
 OPTIONS: list[dict[str, Any]] = [
@@ -42,13 +43,13 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
     fate: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
-    here = machine.Machine("sm_90", "3.6.0", "1.2.3")
-    monkeypatch.setattr(guard, "machine", lambda device: here)
+    here = compiler_state.Machine("sm_90", "3.6.0", "1.2.3")
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
 
     def planted(plain: Callable) -> Callable:
         def launch(*args: Any) -> Any:
             if fate == "dies":
-                raise guard.Unusable("planted_kernel: the compiler's process died")
+                raise guarded_launch.Unusable("planted_kernel: the compiler's process died")
             out = plain(*args)
             return out * 1.2 if isinstance(out, Tensor) else [x * 1.2 for x in out]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.ids import WrongId, raise_pending
-from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
-from tests.kernels.interpreted import error, run
+from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.token_ids import WrongId, raise_pending
+from tests.support.interpreted import error, run
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core import arch as arches
-from slipstream.core.aot import Compiled, compile_kernel
-from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.compiler import arch as arches
+from slipstream.compiler.aot import Compiled, compile_kernel
 from slipstream.kernels.matmul.config import (
     MatmulConfig,
     Problem,
@@ -17,6 +16,7 @@ from slipstream.kernels.matmul.config import (
     nearest,
     shared_bytes,
 )
+from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 NAMES = {
@@ -153,7 +153,7 @@ def test_shared_tiles_compile_for_sm_80(p: Problem) -> None:
 
 
 def tma(p: Problem, c: MatmulConfig, extra: dict[str, str], f: str = "") -> Compiled:
-    from slipstream.kernels.matmul.hopper import launch
+    from slipstream.kernels.matmul.sm90 import launch
 
     levels = max((c.block_n * p.out_dtype.itemsize // 128).bit_length() - 1, 0)
     part = c.block_n >> levels
@@ -170,7 +170,7 @@ def tma(p: Problem, c: MatmulConfig, extra: dict[str, str], f: str = "") -> Comp
     tensors["out_desc"] = descriptor(p.out_dtype, *((part, 64) if swapped else (64, part)))
     sizes = {"BN": c.block_n, "BK": c.block_k, "GROUP": c.group_m, "STAGES": c.num_stages}
     return compile_kernel(
-        "slipstream.kernels.matmul.hopper.matmul:matmul_sm90_kernel",
+        "slipstream.kernels.matmul.sm90.matmul:matmul_sm90_kernel",
         {**tensors, **extra},
         {**sizes, "A_T": a_t, "B_T": b_t, "OUT_T": swapped, "ACTIVATION": f, "LEVELS": levels},
         options={"maxnreg": launch.REGISTERS},

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.launching import HAVE_TRITON
-from slipstream.kernels.matmul.terms import ACTIVATIONS
+from slipstream.kernels.matmul.inputs import ACTIVATIONS
 from slipstream.ops.matmul import MatmulConfig, matmul
-from tests.kernels.interpreted import PARTS, error, parts, run
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import PARTS, error, parts, run
 
 SMALL = MatmulConfig(16, 16, 16, 4, 2, group_m=2)
 SHARED = MatmulConfig(16, 16, 16, 4, 2, group_m=2, split_k=3)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.core.aot import Compiled, compile_kernel
-from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.compiler.aot import Compiled, compile_kernel
 from slipstream.kernels.norm.triton import tiles
+from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.launching import HAVE_TRITON
-from slipstream.kernels.norm.call import run as norm
-from slipstream.kernels.norm.terms import AGAIN, Norm
-from tests.kernels.interpreted import error, run
+from slipstream.kernels.norm.dispatch import run as norm
+from slipstream.kernels.norm.inputs import AGAIN, Norm
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
 
 NAMES = ("rms_norm", "layer_norm", "l2_norm", "group_norm", "rms_norm_gated")
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.conv import op as conv
-from slipstream.kernels.launching import HAVE_TRITON
-from slipstream.kernels.loss import kernels as loss
+from slipstream.kernels.loss import cross_entropy_op as loss
 from slipstream.kernels.pointwise import activation, linear, rotary, token_shift
 from slipstream.ops.activation import glu_linear
-from tests.kernels.interpreted import error, run
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
 
 CU = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
 LOSS = (-100, 0.1, 5.0, 0.01, 0.9)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from slipstream.core.aot import compile_kernel
-from slipstream.kernels.launching import HAVE_TRITON
+from slipstream.compiler.aot import compile_kernel
+from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 PACKAGE = "slipstream.kernels.pointwise.triton"

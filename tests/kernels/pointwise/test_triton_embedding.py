@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from slipstream.core import ids as guard
-from slipstream.core.aot import compile_kernel
-from slipstream.core.ids import raise_pending
-from slipstream.kernels.launching import HAVE_TRITON
-from tests.kernels.interpreted import run
+from slipstream.compiler.aot import compile_kernel
+from slipstream.runtime import token_ids as guard
+from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.token_ids import raise_pending
+from tests.support.interpreted import run
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -32,7 +32,7 @@ def test_embedding_compiles(arch: str, ids: str) -> None:
 @pytest.mark.parametrize("ignored", [False, True])
 def test_scan_compiles(ignored: bool) -> None:
     got = compile_kernel(
-        "slipstream.core.ids_triton:scan_kernel",
+        "slipstream.runtime.token_ids_kernel:scan_kernel",
         {"ids_ptr": "*i64", "slots_ptr": "*i64"},
         {"HAS_IGNORED": ignored, "B": 1024},
     )
@@ -48,12 +48,12 @@ def message() -> str:
 
 
 def main() -> None:
-    from slipstream.core import ids_triton
     from slipstream.kernels.pointwise.triton import embedding
+    from slipstream.runtime import token_ids_kernel
 
-    for modules in (ids_triton, embedding):
+    for modules in (token_ids_kernel, embedding):
         modules.SLOTS = 4  # several blocks a program
-    ids_triton.BLOCK = 8
+    token_ids_kernel.BLOCK = 8
     for shape, D in [((2, 30), 5), ((7,), 12), ((1, 700), 1500), ((0, 3), 4), ((2, 2, 3), 16)]:
         for dtype in (torch.int32, torch.int64):
             ids, weight = torch.randint(0, 9, shape, dtype=dtype), torch.randn(9, D)
@@ -63,7 +63,7 @@ def main() -> None:
                 y = embedding.gather(ids, table)
                 assert torch.equal(y, table[ids.long()]), (shape, D)
             if ids.numel():
-                ids_triton.scan("target", ids, 9, None)
+                token_ids_kernel.scan("target", ids, 9, None)
             assert message() == ""
     ids, weight = torch.randint(0, 9, (3, 300)), torch.randn(9, 5)
     for wrong in (9, -1, 27, 1 << 40, -(1 << 62)):
@@ -73,12 +73,12 @@ def main() -> None:
         want = f"input_ids: id {wrong} at position (1, 17) is outside the vocabulary of 9"
         assert message() == want, message()
         assert message() == ""
-        ids_triton.scan("target", ids.flatten(), 9, wrong)
+        token_ids_kernel.scan("target", ids.flatten(), 9, wrong)
         last = 2 * 300 + 5
         assert message() == f"target: id {1 << 33} at position ({last},) is outside the " + (
             "vocabulary of 9"
         )
-    ids_triton.scan("target", torch.tensor([0, -100, 8, -100]), 9, -100)
+    token_ids_kernel.scan("target", torch.tensor([0, -100, 8, -100]), 9, -100)
     assert message() == "" and not guard._watches[0].slots.any()
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from slipstream.kernels.launching import HAVE_TRITON
 from slipstream.ops.activation import geglu, swiglu
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
-from tests.kernels.interpreted import error, run
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

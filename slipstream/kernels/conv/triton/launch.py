@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.conv.triton.bwd_rolling import conv_bwd_walk_kernel
 from slipstream.kernels.conv.triton.conv import (
     conv_bwd_kernel,
     conv_fwd_kernel,
@@ -17,9 +18,8 @@ from slipstream.kernels.conv.triton.conv import (
     conv_update_kernel,
     conv_where_kernel,
 )
-from slipstream.kernels.conv.triton.walk import conv_bwd_walk_kernel
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on, processors
+from slipstream.runtime.backends import on, processors
+from slipstream.runtime.launch_cache import kept
 
 
 class Tile(NamedTuple):

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from slipstream.kernels.linear.eager.gates import ChannelGate, Intra, NoGate, ScalarGate
 from slipstream.kernels.linear.eager.layout import Layout, Span
-from slipstream.kernels.linear.eager.values import ValueGate
-from slipstream.kernels.linear.eager.walk import Step, walk_in_place
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.eager.state_scan import Step, walk_in_place
+from slipstream.kernels.linear.eager.value_decay import ValueGate
+from slipstream.kernels.linear.inputs import Terms
 
 # exp of this is 0 in float64 too, and a chunk of it is still finite: stands in for a gate of -inf.
 LOWEST_GATE = -1e4

@@ -18,8 +18,8 @@ from torch import Tensor
 from slipstream.kernels.linear.eager.chunk import Forward, prepare
 from slipstream.kernels.linear.eager.gates import InputGrads, IntraGrads
 from slipstream.kernels.linear.eager.layout import Carry, Layout
-from slipstream.kernels.linear.eager.walk import walk, walk_in_place
-from slipstream.kernels.linear.terms import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.eager.state_scan import walk, walk_in_place
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
 
 
 def chunk_backward(

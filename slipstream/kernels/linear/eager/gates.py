@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.scan import (
+from slipstream.kernels.linear.eager.gate_cumsum import (
     ChannelScan,
     Seam,
     halves,

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.core.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
-from slipstream.kernels.linear.terms import Terms
+from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
+from slipstream.kernels.linear.inputs import Terms
 
 # Elements of one [n, C, K] tensor of a span; 2^18 and 2^19 are best of 2^17 to 2^21 (docs/log.md).
 SPAN_ELEMENTS = 1 << 19

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
-from slipstream.kernels.linear.terms import Terms
+from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
+from slipstream.kernels.linear.inputs import Terms
 
 
 class Tokens(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.eager.recurrent import Order, Tokens, gather, step
-from slipstream.kernels.linear.terms import Terms
+from slipstream.kernels.linear.inputs import Terms
 
 SEGMENT = 64
 

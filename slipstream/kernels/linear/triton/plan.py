@@ -2,12 +2,12 @@
 
 import torch
 
-from slipstream.core import guard
-from slipstream.core.machine import Kind, of_device
-from slipstream.kernels.launching import HAVE_TRITON as HAVE_TRITON
-from slipstream.kernels.launching import INTERPRETED as INTERPRETED
-from slipstream.kernels.launching import unfit
-from slipstream.kernels.linear.terms import Terms
+from slipstream.compiler.compiler_state import Kind, of_device
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
+from slipstream.runtime.backends import INTERPRETED as INTERPRETED
+from slipstream.runtime.backends import unfit
 
 WIDEST = 256
 LITTLE = 1 << 16  # bytes of shared memory, of sm_75
@@ -23,7 +23,7 @@ def refuses(terms: Terms) -> str | None:
         return f"K and V may be at most {WIDEST}"
     if reason := _unwritten(terms) or _without_room(terms):
         return reason
-    return guard.objection(lambda: kind(terms), terms.q.device)
+    return guarded_launch.objection(lambda: kind(terms), terms.q.device)
 
 
 def _unwritten(terms: Terms) -> str | None:

@@ -21,7 +21,7 @@ writes lse, z[target] or 0, and sum(z) of its own columns; the second is given l
 import triton
 import triton.language as tl
 
-from slipstream.core.ids_triton import report
+from slipstream.runtime.token_ids_kernel import report
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -153,7 +153,7 @@ def inverse_count_kernel(
     target_ptr, out_ptr, slots_ptr, N, ignore_index, size, NAME: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
     """out: 1 / how many targets count, or 1 if none does; one program. With slots the first target
-    that counts and is outside of [0, size) is left there, as core/ids.py has them."""
+    that counts and is outside of [0, size) is left there, as runtime/token_ids.py has them."""
     b_count = tl.zeros([B], tl.int32)
     b_first = tl.zeros([B], tl.int32) + N
     for i in range(0, N, B):

@@ -8,10 +8,10 @@ in place.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on
 from slipstream.kernels.loss.triton import launch
 from slipstream.kernels.loss.triton.kl_div import kl_div_kernel
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
 
 
 def kl_div(

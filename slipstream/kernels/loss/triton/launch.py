@@ -10,9 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.ids import NAMES, slots_for
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on, processors
 from slipstream.kernels.loss.reference import Terms
 from slipstream.kernels.loss.triton.cross_entropy import (
     cross_entropy_kernel,
@@ -20,6 +17,9 @@ from slipstream.kernels.loss.triton.cross_entropy import (
     scale_kernel,
     total_kernel,
 )
+from slipstream.runtime.backends import on, processors
+from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.token_ids import NAMES, slots_for
 
 # largest V, columns of a block, warps: 32 elements a thread, whose loads are all on their way
 # before the first is used. On an H200 few warps a row are best for long rows too: 1.93 ms at

@@ -5,11 +5,11 @@ float32 where K is split in S, and a copy of a factor neither of whose strides i
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import INTERPRETED, on
 from slipstream.kernels.matmul.config import MOST_SPLITS, MatmulConfig
-from slipstream.kernels.matmul.terms import Terms
+from slipstream.kernels.matmul.inputs import Terms
 from slipstream.kernels.matmul.triton.matmul import matmul_kernel, matmul_sum_kernel
+from slipstream.runtime.backends import INTERPRETED, on
+from slipstream.runtime.launch_cache import kept
 
 # elements of a row that one program of matmul_sum_kernel adds up, by 4 warps
 SUMMED = 512

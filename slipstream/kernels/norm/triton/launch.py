@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kept import Found, found, kept
-from slipstream.kernels.launching import on, processors, shared_memory
-from slipstream.kernels.norm.terms import Norm, h_dtype, stats_shape, stores_h
+from slipstream.kernels.norm.inputs import Norm, h_dtype, stats_shape, stores_h
 from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import (
     norm_bwd_kernel,
@@ -22,6 +20,8 @@ from slipstream.kernels.norm.triton.norm import (
     norm_fwd_kernel,
     norm_sums_kernel,
 )
+from slipstream.runtime.backends import on, processors, shared_memory
+from slipstream.runtime.launch_cache import Found, found, kept
 
 # Partial sums that norm_dweight_kernel adds up at once: more than there mostly are, so that it
 # waits for memory but once.
@@ -58,8 +58,8 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
 class _Forward:
     """A forward launch for inputs of given shapes and dtypes: all of it but the tensors.
 
-    The kernel that Triton found is kept here (kernels/kept.py): it is the same for the same inputs,
-    if all tensors begin at multiples of 16 bytes, which is what it was compiled for.
+    The kernel that Triton found is kept here (runtime/launch_cache.py): it is the same for the same
+    inputs, if all tensors begin at multiples of 16 bytes, which is what it was compiled for.
     """
 
     def __init__(self, x: Tensor, residual: Tensor | None, n: Norm, save: bool) -> None:

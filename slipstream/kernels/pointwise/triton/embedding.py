@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.core.ids import SLOTS, slots_for
-from slipstream.core.ids_triton import last_length, report
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.token_ids import SLOTS, slots_for
+from slipstream.runtime.token_ids_kernel import last_length, report
 
 COLUMNS = 1024
 ELEMENTS = 2048

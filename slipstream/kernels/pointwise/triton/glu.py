@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
 
 COLUMNS, ELEMENTS, WARPS = 1024, 2048, 8
 

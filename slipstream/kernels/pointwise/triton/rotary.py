@@ -6,7 +6,7 @@
     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward with -sin
 
 cos and sin are rows of tables, found by position. Of one outside of the table the nearest row is
-taken, and it is reported (core/ids.py).
+taken, and it is reported (runtime/token_ids.py).
 """
 
 import torch
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.core.ids import NAMES, SLOTS, slots_for
-from slipstream.core.ids_triton import report
-from slipstream.kernels.kept import kept
-from slipstream.kernels.launching import on
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.token_ids import NAMES, SLOTS, slots_for
+from slipstream.runtime.token_ids_kernel import report
 
 ELEMENTS = 2048
 

@@ -1,0 +1,2 @@
+"""What Slipstream knows of architectures and compilers, and the tools that compile without a
+GPU."""

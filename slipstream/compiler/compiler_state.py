@@ -1,0 +1,437 @@
+"""The compilers for one GPU architecture here, and what was learnt of them.
+
+Verdicts outlive the process: in verdicts.json, by everything that decides what a kernel is compiled
+to (release, kernels' sources, architecture, Triton, ptxas). Where slipstream matrix has verified a
+family of kernels on such a combination (verified.json, with a digest of the family's sources),
+nothing is watched: a kernel that has changed since is as unverified as a new compiler.
+
+    SLIPSTREAM_GUARD   auto (unverified combinations), off, always
+    SLIPSTREAM_PROBE   once (the first use on an unverified combination compares with plain torch,
+                       and is remembered), always (once in every process, everywhere), off
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.compiler import arch as arches
+from slipstream.compiler import toolchain
+from slipstream.compiler.aot import cached, job_of
+from slipstream.compiler.compile_worker import Worker
+from slipstream.compiler.kernel_key import CORE, TRAITS, family, in_words, triggers
+from slipstream.compiler.kernel_key import Kind as Kind
+from slipstream.compiler.known_bugs import (
+    INTERPRETER,
+    Fault,
+    applying,
+    blocking,
+    suspected,
+    version,
+)
+from slipstream.compiler.source_digest import digests
+from slipstream.compiler.triton_hooks import before_compiling
+from slipstream.runtime.files import write_text
+
+TIMEOUT = 300.0
+# Seconds that a process waits for another that writes down what it has learnt.
+LOCKED = 10.0
+# The folder of kernels/ with what several families share.
+PRIMITIVES = "primitives"
+# runtime/backends.py's GLUON
+_GLUON = ((3, 6), (3, 8))
+_NARROW = frozenset((torch.float16, torch.bfloat16))
+
+
+class Unusable(RuntimeError):
+    """A kernel that this machine's compilers cannot make, or make wrong; its text says why.
+
+    lasting: whether it holds for later processes, too.
+    """
+
+    def __init__(self, reason: str, lasting: bool = True) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+class Guarded(RuntimeWarning):
+    """An implementation is not used on this machine."""
+
+
+def cache_dir() -> Path:
+    """Where verdicts are remembered: $SLIPSTREAM_CACHE_DIR, or slipstream in the user's cache."""
+    if given := os.environ.get("SLIPSTREAM_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "slipstream"
+
+
+def home() -> Path:
+    """The user's folder; where there is no such user, as in a container with any uid, one in the
+    folder for temporary files.
+
+    Raises:
+        OSError: there is neither.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        place = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    if place.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{place} belongs to another user")  # who could leave kernels there
+    return place
+
+
+def triton_cache() -> Path:
+    """Where Triton leaves what it compiles."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home() / ".triton/cache")
+
+
+def select_cache() -> None:
+    """Gives Triton a folder for temporary files where its own cannot be written."""
+    place = None
+    try:
+        place = triton_cache()
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+        # Triton itself knows no home but the user's
+        if not os.path.isabs(os.path.expanduser("~")):
+            os.environ["TRITON_CACHE_DIR"] = str(place)
+    except OSError as error:
+        try:
+            instead = tempfile.mkdtemp(prefix="slipstream-triton-")
+        except OSError:
+            return  # what needs to be compiled then runs in plain torch
+        os.environ["TRITON_CACHE_DIR"] = instead
+        text = f"Triton's cache {place or ''} cannot be written ({error}); {instead} is used"
+        warnings.warn(text, Guarded, stacklevel=3)
+
+
+def verdicts_file() -> Path:
+    return cache_dir() / "verdicts.json"
+
+
+@cache
+def verified() -> dict[tuple[str, str, str], frozenset[str]]:
+    """What `slipstream matrix --record` found sound: (arch, Triton, ptxas) -> families of kernels
+    that are still the same."""
+    rows = json.loads((Path(__file__).parent / "verified.json").read_text())
+
+    def same(row: dict[str, Any]) -> frozenset[str]:
+        now = families(takes_gluon(row["arch"], row["triton"]))
+        return frozenset(
+            name for name, digest in row["families"].items() if now.get(name) == digest
+        )
+
+    return {(x["arch"], x["triton"], x["ptxas"]): same(x) for x in rows}
+
+
+def takes_gluon(arch: str, triton: str) -> bool:
+    """Whether kernels in Gluon, those of the folders sm90, are taken there."""
+    return arch == "sm_90" and _GLUON[0] <= version(triton)[:2] <= _GLUON[1]
+
+
+@cache
+def families(gluon: bool = True) -> dict[str, str]:
+    """Of each family a digest of what its kernels are, and of how they are launched.
+
+    gluon: those in Gluon, too.
+    """
+    root = Path(__file__).parents[1]
+    shared = [root / "runtime/backends.py", *(root / "kernels" / PRIMITIVES).glob("*.py")]
+    found = {CORE: [root / "runtime/token_ids_kernel.py", *shared]}
+    for folder in (root / "kernels").iterdir():
+        if (folder / "__init__.py").exists() and folder.name != PRIMITIVES:
+            paths = [x for x in folder.rglob("*.py") if not _plain(x, folder)]
+            paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "sm90"]
+            found[folder.name] = [*paths, *shared]
+    return digests(found, cache_dir() / "source_digests.json")
+
+
+def _plain(path: Path, family: Path) -> bool:
+    """Whether a module is plain torch, which decides nothing about kernels."""
+    return path.relative_to(family).parts[0].startswith(("eager", "reference", "fallback"))
+
+
+@cache
+def sources() -> str:
+    """A digest of the kernels: a verdict on other ones is none on these."""
+    text = json.dumps(families(), sort_keys=True)
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
+
+
+def family_of(module: str) -> str:
+    """Of a kernel, by its module: "linear" of
+    "slipstream.kernels.linear.triton.scalar_decay.chunk"."""
+    _, _, inside = module.partition(".kernels.")
+    return inside.partition(".")[0] or CORE
+
+
+def _wants(variable: str, default: str, needed: bool) -> bool:
+    """Whether a variable that is the default, "off" or "always" asks for what it is about."""
+    value = os.environ.get(variable, default)
+    if value not in (default, "always", "off"):
+        raise ValueError(f"{variable}: want {default}, off, always, got {value!r}")
+    return value == "always" or (value == default and needed)
+
+
+class Machine:
+    """quiet: nothing is guarded, probed or known against any kernel, so nobody need look.
+
+    verified: families of kernels that the matrix has seen with these compilers, as they are now.
+    unverified: the others. guards, probes: whether anything is compiled in the child first, or
+    compared.
+
+    wide: dtypes whose products want operands in float32, since the compiler fails at them.
+    admitted: kinds that need no further look. probing: those that a probe is at.
+
+    Args:
+        passive: for tools that plan for a GPU that is not here: nothing is guarded or probed.
+        remembers: what was learnt here before counts.
+    """
+
+    def __init__(
+        self,
+        arch: str,
+        triton: str,
+        ptxas: str,
+        *,
+        passive: bool = False,
+        remembers: bool = True,
+    ) -> None:
+        self.arch, self.triton, self.ptxas = arch, triton, ptxas
+        self.verified = verified().get((arch, triton, ptxas), frozenset())
+        self.unverified = frozenset(families()) - self.verified
+        doubted = any(self._suspected(x.triggers) for x in TRAITS)
+        unknown = bool(self.unverified)
+        self.guards = not passive and _wants("SLIPSTREAM_GUARD", "auto", unknown)
+        self.probes = not passive and _wants("SLIPSTREAM_PROBE", "once", unknown or doubted)
+        self.admitted: set[Kind] = set()
+        self.probing: set[Kind] = set()
+        self._worker = Worker()
+        self._said: set[Kind] = set()
+        self._passing = False  # whether something is unusable in this process alone
+        self._reasons: dict[Kind, str | None] = {}
+        self._verdicts: dict[str, dict[str, str]] = {}
+        if remembers:
+            self._verdicts = self._read().get(self.name, {})
+        known = applying(arch, triton, ptxas or None)
+        self.wide = _NARROW if any(x.cured_by_float32 for x in known) else frozenset()
+        every = {y for x in TRAITS for y in x.triggers}
+        self._blocked = blocking(arch, triton, ptxas or None, every) is not None
+        self._settle()
+
+    def _settle(self) -> None:
+        self.quiet = not (
+            self.guards
+            or self.probes
+            or self._blocked
+            or self._passing
+            or self._verdicts.get("unusable")
+        )
+
+    @property
+    def trust(self) -> str:
+        """In words."""
+        if not self.unverified:
+            return "verified by the matrix"
+        if not self.verified:
+            return "not verified by the matrix"
+        return f"verified by the matrix but for {', '.join(sorted(self.unverified))}"
+
+    @property
+    def name(self) -> str:
+        from slipstream import __version__
+
+        versions = f"triton {self.triton} ptxas {self.ptxas}"
+        return f"slipstream {__version__} {sources()} {self.arch} {versions}"
+
+    def unusable(self, kind: Kind) -> str | None:
+        """Why these kernels are not used here, or None."""
+        try:
+            return self._reasons[kind]
+        except KeyError:
+            reason = self._verdicts.get("unusable", {}).get(in_words(kind))
+        if reason is None and (fault := self._fault(kind)):
+            reason = _reason(fault)
+        self._reasons[kind] = reason
+        return reason
+
+    def _fault(self, kind: Kind) -> Fault | None:
+        """One that these kernels meet by what they are and by their dtypes."""
+        return blocking(self.arch, self.triton, self.ptxas or None, triggers(kind))
+
+    def _suspected(self, triggers: Collection[str]) -> Fault | None:
+        """One that only results can show."""
+        return suspected(self.arch, self.triton, self.ptxas or None, triggers)
+
+    @property
+    def remembered(self) -> dict[str, dict[str, str]]:
+        """ "unusable" and "probed": kind, in words -> why."""
+        return self._verdicts
+
+    def demote(self, kind: Kind, reason: str, lasting: bool = True) -> None:
+        """lasting: for later processes, too."""
+        self._reasons[kind] = reason
+        self.admitted.discard(kind)
+        if lasting:
+            self._learn("unusable", kind, reason)
+        else:
+            self._passing = True
+            self._settle()
+
+    def wants_probe(self, kind: Kind) -> bool:
+        """Whether a probe is still to be made."""
+        if not self.probes:
+            return False
+        if os.environ.get("SLIPSTREAM_PROBE") == "always":
+            return True
+        if family(kind) in self.verified and not self._suspected(triggers(kind)):
+            return False
+        return in_words(kind) not in self._verdicts.get("probed", {})
+
+    def probed(self, kind: Kind) -> None:
+        self._learn("probed", kind, "agrees")
+
+    def say(self, kind: Kind, reason: str) -> None:
+        """A warning, once a process."""
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        text = f"{in_words(kind)} is not used on {self.arch} with Triton {self.triton}: {reason}"
+        warnings.warn(f"{text}. Forget it with `slipstream doctor --forget`", Guarded, stacklevel=3)
+
+    def compiles(self, module: str, name: str, compile: dict) -> None:
+        """Compiles in the child what the JIT is about to, unless it is verified; Unusable if that
+        goes wrong."""
+        always = os.environ.get("SLIPSTREAM_GUARD") == "always"
+        if not always and family_of(module) in self.verified:
+            return
+        job = job_of(module, name, compile, self.arch)
+        if cached(job):
+            return
+        outcome = self._worker.compile(job, TIMEOUT)
+        if outcome.status == "absent":
+            advice = "SLIPSTREAM_GUARD=off compiles without one"
+            raise Unusable(f"{name}: {outcome.reason}; {advice}", lasting=False)
+        if outcome.status != "ok":
+            raise Unusable(f"{name}: {outcome.reason}")
+
+    def forget(self) -> None:
+        verdicts_file().unlink(missing_ok=True)
+        self._verdicts, self._reasons = {}, {}
+        self.admitted.clear()
+        self._settle()
+
+    def _learn(self, what: str, kind: Kind, text: str) -> None:
+        from filelock import FileLock  # 10 ms of the import, which few need
+
+        self._verdicts.setdefault(what, {})[in_words(kind)] = text
+        self._settle()
+        # a read-only home must not stop the work: then each process learns it again
+        with contextlib.suppress(OSError):
+            path = verdicts_file()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock"), timeout=LOCKED):
+                everything = self._read()  # others learn, too
+                mine = everything.setdefault(self.name, {})
+                for name, known in self._verdicts.items():
+                    mine[name] = {**mine.get(name, {}), **known}
+                self._verdicts = mine
+                write_text(path, json.dumps(everything, indent=1))
+
+    @staticmethod
+    def _read() -> dict[str, dict[str, dict[str, str]]]:
+        """What is on disk, of it only what is as it was written."""
+        try:
+            found = json.loads(verdicts_file().read_text())
+        except (OSError, ValueError):
+            return {}
+        return {
+            name: {k: v for k, v in known.items() if isinstance(v, dict)}
+            for name, known in (found.items() if isinstance(found, dict) else ())
+            if isinstance(known, dict)
+        }
+
+
+def interpreted(kind_of: Callable[[], Kind]) -> str | None:
+    """What is known against these kernels in Triton's interpreter, where they run in it."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or (triton := toolchain.triton_version()) is None:
+        return None
+    fault = blocking(INTERPRETER, triton, None, triggers(kind_of()))
+    return None if fault is None else _reason(fault)
+
+
+def _reason(fault: Fault) -> str:
+    return f"{fault.pattern}: {fault.name}; {fault.way_out}"
+
+
+@cache
+def machine(device: torch.device) -> Machine | None:
+    """What compiles for a device; None where Triton's compiler is not used.
+
+    The first time it selects the right ptxas and, where nothing is verified, sets the guard: so it
+    has to be called before the first compilation for the device.
+    """
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    triton = toolchain.triton_version()
+    if triton is None or not torch.cuda.is_available():
+        return None
+    archs = [of_device(torch.device("cuda", i)).name for i in range(torch.cuda.device_count())]
+    toolchain.select_ptxas(tuple(archs), toolchain.driver())
+    arch = of_device(device).name
+    return _of_arch(arch, triton, tuple(i for i, x in enumerate(archs) if x == arch))
+
+
+@cache
+def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> Machine:
+    select_cache()
+    path = toolchain.ptxas_path(arch)
+    found = Machine(arch, triton, (path and toolchain.ptxas_version(path)) or "")
+    if found.guards:
+        watch(found, devices=devices)
+    return found
+
+
+def of_device(device: torch.device) -> arches.Arch:
+    """The row of a CUDA or ROCm device; AMD's have gfx942's, under their own names."""
+    hip = getattr(torch.version, "hip", None) is not None
+    found = arches.of(torch.cuda.get_device_capability(device), hip)
+    if hip and (name := getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")):
+        return replace(found, name=name.partition(":")[0])
+    return found
+
+
+def elsewhere(
+    arch: str, remembers: bool = False, compilers: Mapping[str, str] | None = None
+) -> Machine:
+    """The compilers that are here, or others, as they would be for a GPU that is not: for tools."""
+    compilers = compilers or toolchain.versions()
+    ptxas = toolchain.ptxas_of(arch, compilers)
+    return Machine(arch, compilers["triton"], ptxas, passive=True, remembers=remembers)
+
+
+def watch(
+    here: Machine, package: str = "slipstream.", devices: Container | None = None
+) -> Callable[[], None]:
+    """Before Triton's JIT compiles a kernel of `package`, for one of `devices` if given, the child
+    does. Returns the way back."""
+
+    def hook(*, fn: Any, compile: Any, **_: Any) -> None:
+        served = devices is None or compile.get("device") in devices
+        if served and fn.module.startswith(package):
+            here.compiles(fn.module, fn.name, compile)
+
+    return before_compiling(hook)

@@ -1,0 +1,343 @@
+"""Known faults of GPU compilers, as data: where, what triggers them, what happens, the way out.
+
+The plan asks `blocking` before it takes a kernel, with the triggers that compiler/kernel_key.py
+knows of it; the matrix and `slipstream doctor` list what `applying` finds. What is done about a
+fault:
+
+    (nothing said)    the plan refuses kernels with the trigger
+    avoided           no kernel here has the pattern (tests/compiler/test_known_bug_patterns.py
+    looks) cured_by_float32  products are of float32 operands; kernels that cannot are refused
+    probed            it cannot be told from sound kernels, so that the first use of each is
+                      compared with plain torch, verified by the matrix or not
+    effect "slow"     results are right
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from slipstream.compiler.arch import ARCHS, like
+
+NEWEST = (999,)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """triton, ptxas: first and last release affected, inclusive; None: every one.
+
+    trigger: the feature of a kernel, as compiler/kernel_key.py names it. effect: "crash", "wrong
+    result",
+    "refusal" or "slow". avoided, cured_by_float32, probed: as the module says. sound: (Triton,
+    ptxas) with which every operator's GPU tests pass in spite of it.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    triton: tuple[str, str] | None
+    ptxas: tuple[str, str] | None
+    trigger: str
+    pattern: str
+    effect: str
+    source: str
+    way_out: str
+    avoided: bool = False
+    cured_by_float32: bool = False
+    probed: bool = False
+    sound: tuple[tuple[str, str], ...] = ()
+
+
+_SM90 = ("sm_90",)
+_FROM_SM90 = ("sm_90", "sm_100", "sm_120")
+_BEFORE_AMPERE = ("sm_70", "sm_75")
+# Not an architecture: the kernels under TRITON_INTERPRET=1.
+INTERPRETER = "interpreter"
+
+FAULTS = (
+    Fault(
+        "narrow-dot",
+        _SM90,
+        None,
+        ("12.8", "12.8.93"),
+        "narrow_dot",
+        "a wgmma of 16 or 32 columns beside other products",
+        "wrong result",
+        "pytorch/helion#1905, triton-lang/triton#11366",
+        "ptxas 13 (pip install slipstream[cuda]), or tiles of 64 and more",
+        avoided=True,
+    ),
+    Fault(
+        "transposed-dot",
+        _SM90,
+        ("3.4.0", "3.7.0"),
+        None,
+        "transposed_dot",
+        "tl.dot(tl.trans(x), y) where x is itself a product",
+        "wrong result",
+        "fla-org/flash-linear-attention#640, #826",
+        "Triton 3.7.1, or compute the transposed product",
+        avoided=True,
+    ),
+    Fault(
+        "chained-dots",
+        _SM90,
+        ("3.4.0", "3.7.1"),
+        ("12.8", "13.0.88"),
+        "chained_64_dots",
+        "several chained dots of 64 x 64 with num_warps=4",
+        "wrong result",
+        "fla-org/flash-linear-attention#984, #1262",
+        "ptxas 13.1 or later (pip install slipstream[cuda])",
+        probed=True,
+        sound=(("3.6.0", "13.0.88"),),
+    ),
+    Fault(
+        "overwritten-tile",
+        _SM90,
+        None,
+        None,
+        "overwritten_tile",
+        "a tile loaded ahead in a loop and read by registers and by products that go on meanwhile",
+        "wrong result",
+        "triton-lang/triton#6691, #7110; compiler/smem_hazards.py",
+        "num_stages=1 for the loop, or a product after that one whose result the turn needs",
+        avoided=True,
+    ),
+    Fault(
+        "fp8-scaled-mm",
+        _SM90,
+        ("3.8.0", "3.8.0"),
+        None,
+        "fp8_dot",
+        "scaled fp8 products",
+        "wrong result",
+        "triton-lang/triton#10787",
+        "Triton 3.7.1 or 3.9.0",
+    ),
+    Fault(
+        "rounding-mode",
+        _BEFORE_AMPERE,
+        ("3.3.0", "3.3.1"),
+        None,
+        "dot16",
+        "a dot of fp16 or bf16 operands",
+        "crash",
+        "LLVM: Unsupported rounding mode for conversion",
+        "Triton 3.4 or later, or operands in float32",
+        cured_by_float32=True,
+    ),
+    Fault(
+        "mixed-encodings",
+        _BEFORE_AMPERE,
+        ("3.3.0", "3.3.1"),
+        None,
+        "decayed_dot",
+        "a product scaled by a tensor, in kernels of linear attention",
+        "refusal",
+        "slipstream matrix: arith.mulf requires the same encoding for all operands and results",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "volta-bf16",
+        _BEFORE_AMPERE,
+        ("3.2.0", "3.2.0"),
+        None,
+        "dot16",
+        "a dot of bf16 operands",
+        "crash",
+        "ptxas: bf16 wants sm_80; IndexError map::at",
+        "Triton 3.4 or later, or operands in float32",
+        cured_by_float32=True,
+    ),
+    Fault(
+        "fma-dots",
+        _BEFORE_AMPERE,
+        ("3.4.0", "999"),
+        None,
+        "dot16",
+        "any dot: its tensor cores are no longer used",
+        "slow",
+        "triton-lang/triton, release 3.3",
+        "none; results are right",
+    ),
+    Fault(
+        "wgmma-fp32-shape",
+        _SM90,
+        ("3.2.0", "3.2.0"),
+        None,
+        "fp32_tma_dot",
+        "an fp32 product through TMA with the right operand [K, N]",
+        "crash",
+        "WGMMA type or shape is not supported",
+        "Triton 3.3 or later, or the operand as [N, K]",
+    ),
+    Fault(
+        "blackwell-dot-3.2",
+        ("sm_100", "sm_120"),
+        ("3.2.0", "3.2.0"),
+        None,
+        "dot",
+        "any dot: the compiler aborts",
+        "crash",
+        "getMMAVersionSafe assertion",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "blackwell-dot-3.3",
+        ("sm_120",),
+        ("3.3.0", "3.3.0"),
+        None,
+        "dot",
+        "any dot",
+        "refusal",
+        "assertion caught as RuntimeError",
+        "Triton 3.3.1 or later",
+    ),
+    Fault(
+        "two-axis-sum",
+        ("sm_100",),
+        ("3.6.0", "3.6.0"),
+        None,
+        "two_axis_sum",
+        "one reduction over both axes of an accumulator, or one after the other over a product's",
+        "refusal",
+        "slipstream matrix, Triton 3.6.0: parent layout must have at least rank >= 2",
+        "reduce a flat tensor",
+        avoided=True,
+    ),
+    Fault(
+        "pipelined-store",
+        ("sm_100",),
+        ("3.6.0", "3.6.0"),
+        None,
+        "pipelined_store",
+        "a store by a descriptor in a pipelined loop",
+        "refusal",
+        "slipstream matrix: op pipeliner doesn't know how to predicate this op",
+        "num_stages=1",
+        avoided=True,
+    ),
+    Fault(
+        "ptxas13-volta",
+        ("sm_70",),
+        None,
+        ("13.0", "999"),
+        "any",
+        "any kernel: ptxas 13 has no sm_70",
+        "refusal",
+        "ptxas: sm_70 is not defined",
+        "unset TRITON_PTXAS_PATH: Triton's own ptxas 12 takes sm_70",
+    ),
+    Fault(
+        "no-rocm-linker",
+        ("gfx942",),
+        ("3.2.0", "3.4.0"),
+        None,
+        "any",
+        "any kernel, where ROCm is not installed",
+        "refusal",
+        "ROCm ld.lld not found",
+        "Triton 3.5.1 or later, or an installed ROCm",
+    ),
+    Fault(
+        "tf32x3-on-hip",
+        ("gfx942",),
+        None,
+        None,
+        "tf32x3",
+        "input_precision='tf32x3'",
+        "refusal",
+        "triton.compiler.errors.CompilationError",
+        "input_precision='ieee'",
+    ),
+    Fault(
+        "no-dependent-launch",
+        tuple(ARCHS),
+        ("3.2.0", "3.3.1"),
+        None,
+        "dependent_launch",
+        "gdc_launch_dependents, which Triton has from 3.4 on",
+        "refusal",
+        "slipstream matrix: AttributeError",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "no-host-descriptors",
+        _FROM_SM90,
+        ("3.2.0", "3.3.1"),
+        None,
+        "tensor_descriptor",
+        "triton.tools.tensor_descriptor, which Triton has from 3.4 on",
+        "refusal",
+        "ImportError",
+        "Triton 3.4 or later",
+    ),
+    Fault(
+        "no-licm-option",
+        tuple(ARCHS),
+        ("3.2.0", "3.4.0"),
+        None,
+        "disable_licm",
+        "range(disable_licm=True), which Triton has from 3.5 on",
+        "refusal",
+        "slipstream matrix: TypeError",
+        "Triton 3.5.1 or later",
+    ),
+    Fault(
+        "interpreter-bf16",
+        (INTERPRETER,),
+        ("3.6.0", "3.9.0"),
+        None,
+        "interpreted_bf16",
+        "a bf16 dot under TRITON_INTERPRET=1",
+        "wrong result",
+        "triton-lang/triton#11584",
+        "interpret in float32 or float16",
+    ),
+)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """(3, 6, 0) of "3.6.0", "3.6.0+git" ..."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def _within(text: str | None, bounds: tuple[str, str] | None) -> bool:
+    if bounds is None or text is None:
+        return bounds is None
+    first, last = map(version, bounds)
+    found = version(text)
+    # "12.8" is before "12.8.93", and "12.8.93" is within a range that ends in "12.8.93"
+    return first <= found and found[: len(last)] <= last
+
+
+def applying(arch: str, triton: str, ptxas: str | None = None) -> tuple[Fault, ...]:
+    """The faults of this architecture (or INTERPRETER), Triton release and ptxas."""
+    names = (arch, like(arch))
+    return tuple(
+        x
+        for x in FAULTS
+        if any(y in x.archs for y in names)
+        and _within(triton, x.triton)
+        and _within(ptxas, x.ptxas)
+    )
+
+
+def blocking(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
+    """The first fault that a kernel with these features meets; "any" is a feature of every one."""
+    found = (x for x in applying(arch, triton, ptxas) if _blocks(x))
+    return next((x for x in found if x.trigger == "any" or x.trigger in features), None)
+
+
+def _blocks(x: Fault) -> bool:
+    return not (x.avoided or x.probed or x.effect == "slow")
+
+
+def suspected(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
+    """The first fault that a kernel with these features may meet, as only its results can show."""
+    found = (x for x in applying(arch, triton, ptxas) if x.probed and x.trigger in features)
+    return next((x for x in found if (triton, ptxas) not in x.sound), None)

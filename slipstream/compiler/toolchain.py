@@ -1,0 +1,178 @@
+"""Which compilers are here, and the right ptxas among them.
+
+Triton brings a ptxas of its own; where compiler/known_bugs.py knows it for faulty and a better one
+is installed, that one is selected, by TRITON_PTXAS_PATH, before the first compilation: PyPI's
+nvidia-cuda-nvcc (`pip install slipstream[cuda]`), else a CUDA toolkit's. A path that the user has
+set stays, if it runs.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from slipstream.compiler.known_bugs import applying, version
+
+VARIABLE = "TRITON_PTXAS_PATH"
+BLACKWELL = "TRITON_PTXAS_BLACKWELL_PATH"
+
+
+@cache
+def triton_version() -> str | None:
+    """Without importing it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def ptxas_version(path: str) -> str | None:
+    """ "12.8.93" of an executable, None if it does not run."""
+    try:
+        out = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"V(\d+\.\d+\.\d+)", out.stdout)
+    return found[1] if found else None
+
+
+def ptxas_path(arch: str) -> str | None:
+    """The ptxas that Triton would run for an architecture; None for AMD or without Triton."""
+    if not arch.startswith("sm_"):
+        return None
+    blackwell = int(arch[3:]) >= 100
+    variable = BLACKWELL if blackwell else VARIABLE
+    if (given := os.environ.get(variable)) and ptxas_version(given) is not None:
+        return given
+    bundled = _bundled()
+    if bundled is None:
+        return None
+    own = bundled / "ptxas-blackwell"
+    return str(own if blackwell and own.exists() else bundled / "ptxas")
+
+
+def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | None:
+    """Points Triton to another ptxas if its own is known faulty for one of `archs`. Returns why.
+
+    Not if another of them is an architecture that this ptxas has dropped, and none of a later CUDA
+    than the driver's, which might not load what it makes.
+
+    Args:
+        driver: the major version of CUDA that it is for; None does not ask.
+    """
+    triton = triton_version()
+    if triton is None:
+        return None
+    for variable in (VARIABLE, BLACKWELL):
+        _drop_broken(variable)
+    if VARIABLE in os.environ:
+        return None
+    for path in installed_ptxas():
+        found = ptxas_version(str(path))
+        if found is None or (driver is not None and version(found)[0] > driver):
+            continue
+        if cured := _cures(archs, triton, found):
+            os.environ[VARIABLE] = str(path)
+            return f"ptxas {found} of {_origin(path)}: {', '.join(sorted(cured))}"
+    return None
+
+
+def _drop_broken(variable: str) -> None:
+    given = os.environ.get(variable)
+    if given is not None and ptxas_version(given) is None:
+        del os.environ[variable]
+        text = f"{variable}: {given!r} does not run as ptxas; Slipstream chooses another"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _cures(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
+    """The faults that a later ptxas has not; none if it has others, or is no later."""
+    cured: set[str] = set()
+    for arch in archs:
+        own = ptxas_path(arch)
+        if own is None or int(arch[3:]) >= 100:
+            continue
+        own_version = ptxas_version(own)
+        before, after = (_faults(arch, triton, x) for x in (own_version, other))
+        if after - before or version(other) <= version(own_version or ""):
+            return set()
+        cured |= before - after
+    return cured
+
+
+def selected() -> str:
+    """Whose ptxas TRITON_PTXAS_PATH points to, "Triton's own" if it is not set."""
+    given = os.environ.get(VARIABLE)
+    return "Triton's own" if given is None else f"{_origin(Path(given))}'s"
+
+
+def _origin(path: Path) -> str:
+    if "triton" in path.parts:
+        return "Triton"
+    return "nvidia-cuda-nvcc" if "nvidia" in path.parts else f"the toolkit at {path.parent.parent}"
+
+
+def driver() -> int | None:
+    """The major version of CUDA that the driver is for."""
+    import torch
+
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return ask() // 1000 if ask is not None and torch.cuda.is_available() else None
+
+
+def _faults(arch: str, triton: str, ptxas: str | None) -> set[str]:
+    """Names of those that this ptxas has; none if it is unknown."""
+    if ptxas is None:
+        return set()
+    return {x.name for x in applying(arch, triton, ptxas) if x.ptxas is not None}
+
+
+def installed_ptxas() -> list[Path]:
+    """What there is besides Triton's: nvidia-cuda-nvcc's, then the toolkits', newest first."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        spec = None
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    packaged = [y for x in places for y in Path(x).glob("cu*/bin/ptxas")]
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    toolkits = [x for r in roots if r and (x := Path(r) / "bin/ptxas").exists()]
+    if on_path := shutil.which("ptxas"):
+        toolkits.append(Path(on_path))
+    return [*_newest_first(packaged), *_newest_first(toolkits)]
+
+
+def _newest_first(paths: list[Path]) -> list[Path]:
+    working = {x: version(v) for x in paths if (v := ptxas_version(str(x)))}
+    return sorted(working, key=lambda x: working[x], reverse=True)
+
+
+def _bundled() -> Path | None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / "backends/nvidia/bin"
+    return path if (path / "ptxas").exists() else None
+
+
+def ptxas_of(arch: str, compilers: Mapping[str, str]) -> str:
+    """The version of the ptxas for an architecture, of what `versions` says."""
+    if not arch.startswith("sm_"):
+        return ""
+    return compilers["ptxas_sm_100" if int(arch[3:]) >= 100 else "ptxas_sm_90"]
+
+
+def versions() -> dict[str, str]:
+    """Of what compiles: Triton, and the ptxas for sm_90 and for sm_100."""
+    found = {"triton": triton_version() or ""}
+    for arch in ("sm_90", "sm_100"):
+        path = ptxas_path(arch)
+        found[f"ptxas_{arch}"] = (path and ptxas_version(path)) or ""
+    return found

@@ -1,0 +1,72 @@
+"""Triton's digest of itself, remembered.
+
+Every key in Triton's cache begins with a digest of the compiler: 400 MB, read anew by each process,
+a third of a second of its first call. It is kept on disk, by the names, sizes and times of the
+files that it is of; where none of these has changed, Triton is told what it found the last time.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.compiler.compiler_state import cache_dir
+from slipstream.runtime.files import write_text
+
+# What it is of, in Triton's folder: everything that can be imported, and the compiler.
+PARTS = ("__init__.py", "runtime", "compiler", "backends", "language", "_C")
+SUFFIXES = (".py", ".so", ".pyd")
+
+
+def _file() -> Path:
+    return cache_dir() / "triton_digest.json"
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for part in PARTS:
+        path = root / part
+        found = [path] if path.is_file() else path.rglob("*")
+        yield from (x for x in found if x.suffix in SUFFIXES and x.is_file())
+
+
+def _state(root: Path) -> str:
+    """Differs where one of the files has been written, replaced or moved."""
+    digest = hashlib.sha1(str(root).encode(), usedforsecurity=False)
+    for path in sorted(_files(root)):
+        found = path.stat()
+        each = (path.relative_to(root), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        digest.update(repr(each).encode())
+    return digest.hexdigest()
+
+
+@cache
+def recall() -> None:
+    """From then on Triton has its digest; what goes wrong here only takes time."""
+    with contextlib.suppress(Exception):
+        import triton
+        from triton.runtime import cache as triton_cache
+
+        module: Any = triton_cache
+        state = _state(Path(str(triton.__file__)).parent)
+        known = _read()
+        if known.get("state") == state:
+            key = known["key"]
+            module.triton_key = lambda: key
+        else:
+            _write({"state": state, "key": module.triton_key()})
+
+
+def _read() -> dict[str, str]:
+    try:
+        return json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(found: dict[str, str]) -> None:
+    path = _file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(found))

@@ -1,0 +1,92 @@
+"""From checked terms to an implementation."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention import eager, op
+from slipstream.kernels.attention.cache import Cache
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.reference import softmax_reference
+from slipstream.kernels.attention.sm90.plan import refuses as sm90_refuses
+from slipstream.kernels.attention.triton.plan import kind, refuses
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.dispatch import Candidate, choose
+
+NO_DROPOUT = "it has no dropout"
+
+
+def _refuses_hopper(call: tuple[Terms, Options]) -> str | None:
+    return NO_DROPOUT if call[1].dropout else sm90_refuses(*call)
+
+
+def _refuses(call: tuple[Terms, Options]) -> str | None:
+    terms, options = call
+    if options.dropout:
+        return NO_DROPOUT
+    return refuses(terms[:3]) or guarded_launch.objection(
+        lambda: kind(terms, options), terms.q.device
+    )
+
+
+CANDIDATES = (
+    Candidate("sm90", "kernels for sm_90", _refuses_hopper),
+    Candidate("triton", "kernels for any CUDA device", _refuses),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate(
+        "reference",
+        "dense, the oracle of the tests",
+        lambda call: NO_DROPOUT if call[1].dropout else None,
+        by_name_only=True,
+    ),
+)
+
+
+def _refuses_gradients(call: tuple[Terms, Options]) -> str | None:
+    if not op.has_gradients("sm90", call[0]):
+        return "its gradients want heads of q and v of one width"
+    return sm90_refuses(*call)
+
+
+OF_GRADIENTS = (
+    replace(CANDIDATES[0], refuses=_refuses_gradients),
+    replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
+    CANDIDATES[2],
+)
+CACHE_CANDIDATES = (Candidate("triton", "kernels for any CUDA device", refuses), CANDIDATES[2])
+
+
+def run(
+    terms: Terms, options: Options, want_lse: bool, impl: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64."""
+    plan = choose(CANDIDATES, (terms, options), impl, "attention", terms.q)
+    chosen = plan.impl
+    if chosen == "reference":
+        o, lse = softmax_reference(_wide(terms), options)
+        return o.to(terms.q.dtype), lse if want_lse else None
+    if chosen == "eager" and not want_lse and eager.torch_takes(terms, options):
+        return eager.with_torch(terms, options), None
+    gradients = None
+    if not op.has_gradients(chosen, terms) and needs_autograd(*terms):
+        gradients = choose(OF_GRADIENTS, (terms, options), impl, "attention", terms.q).tries
+    o, lse = op.softmax(terms, options, plan.tries, gradients)
+    return o, lse if want_lse else None
+
+
+def _wide(terms: Terms) -> Terms:
+    floating = {n: x for n, x in terms._asdict().items() if x is not None and x.is_floating_point()}
+    return terms._replace(**{name: x.to(terms.dtype) for name, x in floating.items()})
+
+
+def decode(call: Cache, options: Options, impl: str | None) -> tuple[Tensor, Tensor]:
+    """As run, from a cache, without gradients."""
+    with torch.no_grad():
+        return op.call_decode(*call, *options, plan_cache(call.q, call.k, call.v, impl))
+
+
+def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:
+    """Which work on a cache, in order: "triton", "triton|eager" or "eager"."""
+    return choose(CACHE_CANDIDATES, (q, k, v), impl, "attention on a cache", q).tries

@@ -1,0 +1,169 @@
+"""Attention to a cache of latents, each a key and a value of all heads: MLA's decoding, absorbed.
+
+    x_ts = scale q_t . [c_s, r_s]     o_t = sum_s softmax(x_t)_s c_s     s <= lengths - T + t
+
+slipstream::softmax_latent has no gradient; where one is wanted, plain torch makes it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention import cache_probe
+from slipstream.kernels.attention.cache import missing_pages, pages_in_use
+from slipstream.kernels.attention.triton.plan import kind_of_cache
+from slipstream.kernels.attention.triton.tiles import LATENT, family
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import INTERPRETED, unfit
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import Candidate, choose
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.token_ids import expect_below
+
+# of the latents, and of what follows them in a row
+WIDEST, WIDEST_REST = 512, 64
+
+
+def latent_attention(
+    q: Tensor,
+    latent: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    width: int,
+    scale: float,
+    table: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """o [B, T, H, width] in q's dtype.
+
+    Args:
+        q: [B, T, H, width + rest], the last query on its sequence's last key.
+        latent: [B, S, width + rest], or pages [M, page, width + rest].
+        lengths: [B], keys in use; None is all.
+        width: of c. scale: of the scores.
+        table: [B, pages], the pages of each sequence; one outside of the cache is a page of zeros.
+        impl: "triton", "eager", or None to choose.
+    """
+    grad = torch.is_grad_enabled() and (q.requires_grad or latent.requires_grad)
+    tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl, "latent attention", q).tries
+    if grad:
+        _check_pages(latent, lengths, table)
+        return plain(q, latent, lengths, table, width, scale)[0]
+    return _call(q, latent, lengths, table, width, scale, tries)[0]
+
+
+def plain(
+    q: Tensor,
+    latent: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    width: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o and lse [B, H, T], in plain torch, with gradients."""
+    if table is not None:
+        missing = missing_pages(table, latent.shape[0])
+        pages = latent[table.long().masked_fill(missing, 0)]
+        latent = pages.masked_fill(missing[..., None, None], 0).flatten(1, 2)
+    T, S = q.shape[1], latent.shape[1]
+    x = (q.flatten(1, 2) @ latent.mT).unflatten(1, (T, -1))  # [B, T, H, S]
+    x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
+    if lengths is None:
+        lengths = torch.full(q.shape[:1], S, device=q.device)
+    own = lengths[:, None] - T + torch.arange(T, device=q.device)
+    later = torch.arange(S, device=q.device) > own[..., None]
+    x = x.masked_fill(later[:, :, None], -torch.inf)
+    lse = x.logsumexp(-1)
+    p = (x - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()
+    o = p.to(latent.dtype).flatten(1, 2) @ latent[..., :width]
+    return o.unflatten(1, (T, -1)), lse.transpose(1, 2).contiguous()
+
+
+def refuses(call: tuple[Tensor, Tensor, int, float, bool]) -> str | None:
+    """Why the Triton kernel can't take this call, or None if it can."""
+    q, latent, width, scale, grad = call
+    if grad:
+        return "it has no gradient"
+    if reason := unfit(q, "q"):
+        return reason
+    if latent.dtype != q.dtype:
+        return "q and the latents differ in dtype"
+    if width > WIDEST or q.shape[-1] - width > WIDEST_REST:
+        return f"latents may be at most {WIDEST} wide, and {WIDEST_REST} beside them"
+    if scale <= 0:
+        return "the scale is to be positive"
+    if INTERPRETED:
+        return None
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, and q is {q.dtype}"
+    of = family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
+    if of not in LATENT:
+        return f"there is no tile for {of}"
+    return guarded_launch.objection(lambda: _kind(q, latent), q.device)
+
+
+CANDIDATES = (
+    Candidate("triton", "a kernel over shares of the cache", refuses),
+    Candidate("eager", "plain torch, on any device"),
+)
+
+
+def _kind(q: Tensor, latent: Tensor) -> tuple:
+    return kind_of_cache("latent", q, latent, None)
+
+
+def _latent(
+    q: Tensor,
+    latent: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    width: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    given = (q, latent, lengths, table, width, scale)
+    _check_pages(latent, lengths, table)
+    if impl == "eager":
+        return plain(*given)
+    if 0 in (q.numel(), latent.numel()):
+        o, lse = _fake(*given, impl)
+        return o.zero_(), lse.fill_(-torch.inf)
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        from slipstream.kernels.attention.triton import decode_latent_launch
+
+        return decode_latent_launch.decode(*given)
+
+    instead = None if impl == "triton" else plain
+    return guarded_launch.attempt(
+        lambda: _kind(q, latent),
+        q.device,
+        run,
+        instead,
+        given,
+        lambda: cache_probe.mismatch_of_latents(given, run, plain),
+    )
+
+
+def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -> None:
+    pages, size = latent.shape[:2]
+    expect_below("table", pages_in_use(table, lengths, size), pages, "pages of latent")
+
+
+def _fake(q: Tensor, latent: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(B, T, H, rest[2]), q.new_empty(B, H, T, dtype=wide)
+
+
+_op: Callable = define(
+    "softmax_latent",
+    "(Tensor q, Tensor latent, Tensor? lengths, Tensor? table, int width, float scale, str impl)"
+    " -> (Tensor, Tensor)",
+    _latent,
+    _fake,
+)
+_call = shortcut(_op)
+set_gradient(_op, lambda *args: plain(*args[:-1]))

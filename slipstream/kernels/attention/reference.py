@@ -1,0 +1,164 @@
+"""Softmax attention as a formula, dense, in any dtype: the oracle of the tests.
+
+    x_ts = f(scale q_t . k_s) - slope |p_t - p_s| + g_{s+1} + ... + g_t     f(x) = c tanh(x / c)
+    lse_t = log(exp(sink) + sum over visible s of exp(x_ts))
+    o_t = sum over visible s of exp(x_ts - lse_t) v_s
+
+Each part only if asked for: without softcap c, f(x) = x; without a sink its exponential is 0.
+
+Symbols: B batch, T queries, S keys, H heads of q, HKV of k and v, D and DV widths, N sequences.
+What a query sees: keys of its own sequence, at most `left` before it and `right` after it, where
+positions p count from the sequence's start and the last query stands on the last key (-1 is no
+bound). A query that sees nothing has o = 0, and without a sink lse = -inf.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.inputs import LOWEST_GATE, Options, Terms
+
+
+class Places(NamedTuple):
+    """Sequence and position of each query [B or 1, T] and key [N or 1, S]; key: the row of k that
+    a query stands on. Keys that no sequence uses are of sequence -1.
+    """
+
+    q_sequence: Tensor
+    q_position: Tensor
+    q_key: Tensor
+    k_sequence: Tensor
+    k_position: Tensor
+
+
+def softmax_reference(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, DV] and lse [B, H, T]."""
+    q, k, v, g, sinks, slopes = terms[:6]
+    where = places(terms)
+    if terms.cu_q is not None and terms.cu_k is None:  # packed queries of caches
+        k, v, g = (None if x is None else x.flatten(0, 1)[None] for x in (k, v, g))
+        where = flat_keys(where)
+    assert k is not None and v is not None
+    seen = visible(where, options)
+    if k.shape[1] == 0:
+        k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
+        seen = seen.new_zeros(*seen.shape[:-1], 1)
+        g = None
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    x = torch.einsum("bthd,bshd->bhts", q, k) * options.scale
+    if options.softcap:
+        x = options.softcap * torch.tanh(x / options.softcap)
+    if slopes is not None:
+        x = x - sequence_slopes(slopes, where) * distance(where)[:, None].abs()
+    if g is not None:
+        G = g.clamp(min=LOWEST_GATE).cumsum(1).transpose(1, 2)  # [., H, S]
+        x = x + take(G, where.q_key)[..., None] - G[:, :, None]
+    x = x.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is None:
+        extra = torch.full_like(x[..., :1], float("-inf"))
+    else:
+        extra = sinks.to(x.dtype)[:, None, None].expand_as(x[..., :1])
+    both = torch.cat([x, extra], -1)
+    blind = both.detach().amax(-1) == float("-inf")  # sees nothing at all
+    lse = both.masked_fill(blind[..., None], 0.0).logsumexp(-1)
+    p = (x - lse[..., None]).exp()
+    o = torch.einsum("bhts,bshd->bthd", p, v)
+    return o, lse.masked_fill(blind, float("-inf"))
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """visible [B or 1, T, S] -> o [B, T, H, DV], with nothing but a scale."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    score = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    score = score.masked_fill(~visible[:, None], float("-inf"))
+    top = score.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    p = (score - top).exp()
+    p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return torch.einsum("bhts,bshd->bthd", p, v)
+
+
+def places(terms: Terms) -> Places:
+    """Without reading a device's offsets."""
+    device, (B, T), (KB, S) = terms.q.device, terms.q.shape[:2], terms.k.shape[:2]
+    N = terms.sequences
+    q_sequence, q_begin, queries = _rows(terms.cu_q, B, T, N, device)
+    k_sequence, k_begin, keys = _rows(terms.cu_k, KB, S, N, device)
+    if terms.lengths is not None:
+        keys = torch.minimum(terms.lengths.long().clamp(min=0), keys)
+    if N == 0:
+        none = torch.zeros(1, T, dtype=torch.long, device=device)
+        return Places(none, none, none, none.new_full((1, S), -1), none.new_zeros(1, S))
+    q_row = torch.arange(T, device=device) - q_begin[q_sequence]
+    k_row = torch.arange(S, device=device) - k_begin[k_sequence]
+    q_position = q_row + (keys - queries)[q_sequence]
+    used = k_row < keys[k_sequence]
+    q_key = (q_position + k_begin[q_sequence]).clamp(0, max(S - 1, 0))
+    return Places(q_sequence, q_position, q_key, torch.where(used, k_sequence, -1), k_row)
+
+
+def _rows(
+    cu: Tensor | None, B: int, rows: int, N: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sequence of each row [B or 1, rows]; each sequence's first row and number of rows [N]."""
+    if cu is None:
+        batch = torch.arange(B, device=device)
+        return batch[:, None].expand(B, rows), torch.zeros_like(batch), torch.full_like(batch, rows)
+    begin = cu.long()
+    token = torch.arange(rows, device=device)
+    sequence = torch.searchsorted(begin[1:], token, right=True).clamp(max=max(N - 1, 0))
+    return sequence[None], begin[:-1], begin.diff()
+
+
+def flat_keys(where: Places) -> Places:
+    """Of keys [N, S] seen as [1, N * S]."""
+    S = where.k_sequence.shape[1]
+    return where._replace(
+        q_key=where.q_key + where.q_sequence * S,
+        k_sequence=where.k_sequence.flatten()[None],
+        k_position=where.k_position.flatten()[None],
+    )
+
+
+def visible(where: Places, options: Options) -> Tensor:
+    """[B or 1, T, S]"""
+    same = where.q_sequence[:, :, None] == where.k_sequence[:, None]
+    window = (options.left, options.right)
+    age = distance(where)
+    if window[0] >= 0:
+        same = same & (age <= window[0])
+    if window[1] >= 0:
+        same = same & (age >= -window[1])
+    return same
+
+
+def distance(where: Places) -> Tensor:
+    return where.q_position[:, :, None] - where.k_position[:, None]
+
+
+def sequence_slopes(slopes: Tensor, where: Places) -> Tensor:
+    """[H] or [N, H] -> [B or 1, H, T or 1, 1]"""
+    if slopes.dim() == 1:
+        return slopes[None, :, None, None]
+    return slopes[where.q_sequence].transpose(1, 2)[..., None]
+
+
+def take(G: Tensor, q_key: Tensor) -> Tensor:
+    """G [B, H, S] at the keys [B, T] that queries stand on -> [B, H, T]"""
+    return G.gather(2, q_key[:, None].expand(G.shape[0], G.shape[1], -1))
+
+
+def visibility(
+    q_position: Tensor, k_position: Tensor, window: tuple[int, int], k_length: Tensor | None
+) -> Tensor:
+    """q_position [..., T], k_position [S], k_length [..., 1, 1] of real keys -> [..., T, S]."""
+    age = q_position[..., :, None] - k_position
+    left, right = window
+    seen = torch.ones_like(age, dtype=torch.bool)
+    if left >= 0:
+        seen = seen & (age <= left)
+    if right >= 0:
+        seen = seen & (age >= -right)
+    return seen if k_length is None else seen & (k_position < k_length)

@@ -1,0 +1,102 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""The launches of backward_fused.py, and of what goes before and after it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
+from slipstream.kernels.attention.sm90.bwd_preprocess import (
+    softmax_dq_of_sums_kernel,
+    softmax_rows_of_tiles_kernel,
+)
+from slipstream.kernels.attention.sm90.tiles import WALKED
+from slipstream.kernels.attention.triton.launch_utils import bound, factor_and_cap
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.launch_cache import kept
+
+# by the width of a head: buffers of queries
+BUFFERS = {64: 3, 128: 2}
+# queries and keys of a tile
+BM, BN = 64, 128
+
+
+def fused(
+    terms: Terms,
+    options: Options,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    matrix: Any,
+    flags: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Writes dq, dk and dv. `matrix` makes launch.py's descriptors, `flags` are its flags.
+
+    Returns:
+        base and delta [B, H, tiles * BM], infinite and 0 where there is no query.
+    """
+    B, T, H, D = do.shape
+    S, HKV = terms.k.shape[1:3]
+    N, offsets = terms.sequences, (terms.cu_q, terms.cu_k, terms.lengths)
+    # tiles of keys and of queries, an upper bound where lengths are not known
+    tiles = -(-S // BN) if terms.cu_k is None else S // BN + N
+    pairs = HKV if terms.cu_k is not None else HKV * N
+    queries = -(-T // BM) if terms.cu_q is None else T // BM + N
+    steps = (N - 1).bit_length()
+    each = T, H, N, queries, steps
+    packed = terms.cu_q is not None
+    base, delta = (
+        torch.empty(B * H * queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
+    )
+    kept(softmax_rows_of_tiles_kernel)[(B * H * queries,)](
+        *(o.contiguous(), do, lse, dlse, base, delta, terms.cu_q, *each),
+        D=D,
+        BM=BM,
+        HAS_DLSE=dlse is not None,
+        PACKED=packed,
+        num_warps=4,
+    )
+    sums = torch.empty(B * H * queries * BM, D, dtype=torch.float32, device=do.device)
+    turns = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
+    x = (terms.q, BM), (terms.k, BN), (terms.v, BN), (do, BM)
+    descs, ats = zip(*(matrix(*each) for each in x))
+    section = max(1, min(pairs, WALKED // (T * H // HKV * 4 * D * do.element_size())))
+    kept(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
+        *descs,
+        _tiles(base, BM),
+        _tiles(delta, BM),
+        _tiles(sums, BM, D // 2),
+        turns,
+        dk,
+        dv,
+        *offsets,
+        *factor_and_cap(options),
+        options.scale,
+        *(T, S, H, N, H // HKV, tiles, steps, section, tiles * pairs),
+        bound(options.left),
+        bound(options.right),
+        *(n for at in ats for n in at),
+        BM=BM,
+        D=D,
+        ST=BUFFERS[D],
+        **flags,
+    )
+    kept(softmax_dq_of_sums_kernel)[(B * H * queries,)](
+        *(sums, turns, dq, terms.cu_q, options.scale, *each),
+        D=D,
+        BM=BM,
+        PACKED=packed,
+        num_warps=4,
+    )
+    return base.view(B, H, -1), delta.view(B, H, -1)
+
+
+def _tiles(x: Tensor, *block: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)

@@ -1,0 +1,264 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Launches of attention and its gradient for sm_90: no synchronisation, nothing that depends on
+lengths. TMA reads q, k, v and do where they lie, if their strides let it; else they are copied.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.sm90.bwd_dkv import softmax_dkv_sm90_kernel
+from slipstream.kernels.attention.sm90.bwd_dq import softmax_dq_sm90_kernel
+from slipstream.kernels.attention.sm90.bwd_fused_launch import BUFFERS, fused
+from slipstream.kernels.attention.sm90.forward import softmax_fwd_sm90_kernel
+from slipstream.kernels.attention.sm90.forward_load import panels
+from slipstream.kernels.attention.sm90.tiles import CLOSE, MIXED, REGISTERS, SECTION, TILES, Tile
+from slipstream.kernels.attention.triton import decode_launch
+from slipstream.kernels.attention.triton import launch as portable
+from slipstream.kernels.attention.triton.launch_utils import (
+    LOG2E,
+    bound,
+    factor_and_cap,
+    multiprocessors,
+    on,
+)
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.launch_cache import kept
+
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, D] in q's dtype and lse [B, H, T], float32."""
+    if decode_launch.suits(terms):
+        return portable.forward(terms, options)
+    terms, options, _ = portable.ready(terms, options)
+    q, k, v = terms[:3]
+    B, T, H, D = q.shape
+    DV = v.shape[-1]
+    tile = MIXED[D, DV] if D != DV else TILES[D].forward
+    width = D // panels(D)
+    o = q.new_empty(B, T, H, DV)
+    lse = q.new_empty(B, H, T, dtype=torch.float32)
+    desc_q, at_q = _matrix(q, 64, width)
+    desc_k, at_k = _matrix(k, tile.B, width)
+    desc_v, at_v = _matrix(v, tile.B)
+    grid, sizes = _sizes(terms, options, tile, section=_section(terms, options))
+    uneven = max(options.left, options.right) >= 0 or any(x is not None for x in _offsets(terms))
+    dynamic = uneven and sizes[8] > grid[0] and tile.persistent
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
+    with on(q.device):
+        kept(softmax_fwd_sm90_kernel)[grid](
+            desc_q,
+            desc_k,
+            desc_v,
+            o,
+            lse,
+            terms.sinks,
+            *_offsets(terms),
+            counter,
+            *factor_and_cap(options),
+            *sizes,
+            *at_q,
+            *at_k,
+            *at_v,
+            NC=tile.rows // 64,
+            BN=tile.B,
+            D=D,
+            DV=DV,
+            ST=tile.buffers[0],
+            ROOM=tile.queries,
+            **_flags(terms, options, dynamic),
+        )
+    return o, lse
+
+
+def backward(
+    terms: Terms,
+    options: Options,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term, in its shape and dtype."""
+    assert terms.q.shape[-1] == terms.v.shape[-1]  # call.py's OF_GRADIENTS
+    terms, options, _ = portable.ready(terms, options)
+    q, k, v = terms[:3]
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with on(q.device):
+        if q.shape[-1] in BUFFERS:
+            flags = _flags(terms._replace(sinks=None), options)
+            rows = fused(terms, options, o, lse, do, dlse, dq, dk, dv, _matrix, flags)
+        else:
+            rows = _row_sums(o, lse, do, dlse)
+            _dq(terms, options, do, dq, *rows)
+            _dkv(terms, options, do, dk, dv, *rows)
+    grads = {"q": dq, "k": dk, "v": dv}
+    if terms.sinks is not None:
+        grads["sinks"] = _sinks_gradient(terms.sinks, *rows)
+    return grads
+
+
+def _section(terms: Terms, options: Options) -> int:
+    """How many pairs of sequence and head the forward works on at a time: as few as keep all
+    programs busy, two where their units differ in work, so that keys and values stay close."""
+    k, v = terms.k, terms.v
+    masked = max(options.left, options.right) >= 0
+    group = terms.q.shape[2] // k.shape[2]
+    pair = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return max(1 + masked, CLOSE * group // pair)
+
+
+def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """base and delta [B, H, T], in rows that begin at 16 bytes."""
+    B, H, T = lse.shape
+    room = B, H, -(-T // 4) * 4
+    base, delta = (torch.empty(room, dtype=torch.float32, device=o.device) for _ in range(2))
+    portable.row_sums(o, do, lse, dlse, base, delta)
+    return base[..., :T], delta[..., :T]
+
+
+def _sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    p = (LOG2E * sinks.float()[:, None] - base).exp2()
+    return -(p * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _dq(
+    terms: Terms, options: Options, do: Tensor, dq: Tensor, base: Tensor, delta: Tensor
+) -> None:
+    D = terms.q.shape[-1]
+    tile = TILES[D].dq
+    assert tile is not None
+    x = (terms.q, 64), (terms.k, tile.B), (terms.v, tile.B), (do, 64)
+    descs, ats = zip(*(_matrix(*each) for each in x))
+    grid, sizes = _sizes(terms, options, tile)
+    kept(softmax_dq_sm90_kernel)[grid](
+        *descs,
+        dq,
+        base,
+        delta,
+        *_offsets(terms),
+        *factor_and_cap(options),
+        options.scale,
+        *sizes,
+        *(n for at in ats for n in at),
+        BN=tile.B,
+        D=D,
+        KS=tile.buffers[0],
+        VS=tile.buffers[1],
+        **_flags(terms, options),
+    )
+
+
+def _dkv(
+    terms: Terms,
+    options: Options,
+    do: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    base: Tensor,
+    delta: Tensor,
+) -> None:
+    D = terms.q.shape[-1]
+    tile = TILES[D].dkv
+    assert tile is not None
+    x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
+    descs, ats = zip(*(_matrix(*each) for each in x))
+    grid, sizes = _sizes(terms, options, tile, of_keys=True)
+    kept(softmax_dkv_sm90_kernel)[grid](
+        *descs,
+        dk,
+        dv,
+        base,
+        delta,
+        *_offsets(terms),
+        *factor_and_cap(options),
+        options.scale,
+        *sizes,
+        *(n for at in ats for n in at),
+        BM=tile.B,
+        D=D,
+        ST=tile.buffers[0],
+        **_flags(terms, options),
+    )
+
+
+def _matrix(
+    x: Tensor, rows: int, width: int | None = None
+) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """x [B, T, H, D] as a matrix in tiles of `rows` by `width` or D, and where a batch and a head
+    begin in it."""
+    B, T, H, D = x.shape
+    if not _suits(x):
+        x = x.clone(memory_format=torch.contiguous_format)  # contiguous() may leave it where it is
+    b, t, h, _ = x.stride()
+    t = H * D if T == 1 else t
+    b, h = b if B > 1 else 0, h if H > 1 else 0
+    rb, (rh, ch) = b // t, (h // t, 0) if h % t == 0 else (0, h)
+    shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
+    width = width or D
+    layout = _layout(rows, width, x.dtype)
+    return TensorDescriptor(x, shape, [t, 1], [rows, width], layout), (rb, rh, ch)
+
+
+def _suits(x: Tensor) -> bool:
+    """Whether TMA can read x as it lies, with heads beside one another or one after another."""
+    B, T, H, D = x.shape
+    b, t, h, d = x.stride()
+    if T == 1:
+        return x.is_contiguous() and x.data_ptr() % 16 == 0
+    if d != 1 or t < D or t % 8 or x.data_ptr() % 16 or (B > 1 and b % t):
+        return False
+    return H == 1 or h % t == 0 or h * (H - 1) + D <= t
+
+
+@cache
+def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, D], _DTYPES[dtype])
+
+
+def _offsets(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return terms.cu_q, terms.cu_k, terms.lengths
+
+
+def _sizes(
+    terms: Terms, options: Options, tile: Tile, of_keys: bool = False, section: int = 0
+) -> tuple[tuple[int], tuple]:
+    """The grid and the arguments from T to right. section: pairs at a time, 0 for what SECTION
+    holds."""
+    q, k = terms.q, terms.k
+    T, S, H, HKV, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2], terms.sequences
+    total, cu, heads = (S, terms.cu_k, HKV) if of_keys else (T, terms.cu_q, H)
+    # an upper bound where lengths are not known: the tiles of all that is packed
+    tiles = -(-total // tile.rows) if cu is None else total // tile.rows + N
+    pairs = heads if cu is not None else heads * N
+    walked = (T * H // HKV) if of_keys else -(-S * HKV // H)
+    section = section or max(1, SECTION // (walked * 2 * q.shape[-1] * q.element_size()))
+    units = tiles * pairs
+    sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), min(section, pairs), units)
+    grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
+    return grid, (*sizes, bound(options.left), bound(options.right))
+
+
+def _flags(terms: Terms, options: Options, dynamic: bool = False) -> dict[str, Any]:
+    """common.py's flags, those of the forward, and registers."""
+    given = (
+        options.left >= 0,
+        options.right >= 0,
+        options.softcap != 0,
+        terms.lengths is not None,
+        terms.cu_q is not None,
+        terms.cu_k is not None,
+        terms.sinks is not None,
+        dynamic,
+    )
+    flags = sum(1 << i for i, x in enumerate(given) if x)
+    consumer, producer, at_most = REGISTERS
+    registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": at_most}
+    return {"FLAGS": flags, "num_warps": 4, **registers}

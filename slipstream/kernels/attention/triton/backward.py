@@ -1,0 +1,397 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Softmax attention backward: two kernels, one that walks over keys for dq and one over queries.
+
+    p_ts = exp(x_ts - lse_t)      dp_ts = do_t . v_s      dx_ts = p_ts (dp_ts - delta_t)
+    dq_t = scale sum_s dx_ts k_s      dk_s = scale sum_t dx_ts q_t      dv_s = sum_t p_ts do_t
+
+with dx (1 - tanh^2) in place of dx beneath a softcap. The second makes p and dp transposed, keys by
+queries, so that neither ever transposes a product. Nothing is added by two programs. The sums over
+s and over t of dx are what the gates' gradient is made of (gates.py). Heads whose width is no
+multiple of 8 are computed in float32 elsewhere; here their dx is two numbers of 16 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.attention.triton.forward import _STRIDES
+from slipstream.kernels.attention.triton.scores import (
+    LOG2E,
+    add_product,
+    block,
+    rows_of_sequence,
+    scores,
+    seen_tiles,
+    sees,
+    sequence_of_tile,
+)
+
+ALIGN = tl.constexpr(4)
+_SIZES = ["T", "S", "H", "N", "tiles", "steps", "left", "right", "group", "stride_slope"]
+_UNCHANGING = ["factor", "cap", "scale", *_SIZES, *_STRIDES]
+
+
+@triton.jit(do_not_specialize=["T", "H", "tiles"])
+def softmax_delta_kernel(
+    o_ptr,  # [B, T, H, DV]
+    do_ptr,  # [B, T, H, DV]
+    lse_ptr,  # [B, H, T]
+    dlse_ptr,  # [B, H, T]
+    base_ptr,  # [B, H, R]: lse in base 2, inf for -inf, under which every p is 0
+    delta_ptr,  # [B, H, R]
+    T,
+    H,
+    tiles,
+    DV: tl.constexpr,
+    BV: tl.constexpr,
+    BM: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """delta = o . do - dlse; grid (tiles * H * B,)."""
+    pid = tl.program_id(0)
+    o_m = pid % tiles * BM + tl.arange(0, BM)
+    i_h = (pid // tiles % H).to(tl.int64)
+    i_b = (pid // tiles // H).to(tl.int64)
+    o_v = tl.arange(0, BV)
+    rows = ((i_b * T + o_m) * H + i_h) * DV
+    mask = (o_m < T)[:, None] & (o_v < DV)[None, :]
+    b_o = tl.load(o_ptr + rows[:, None] + o_v[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_do = tl.load(do_ptr + rows[:, None] + o_v[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_delta = tl.sum(b_o * b_do, 1)
+    at = (i_b * H + i_h) * T + o_m
+    if HAS_DLSE:
+        b_delta -= tl.load(dlse_ptr + at, mask=o_m < T, other=0.0)
+    b_lse = tl.load(lse_ptr + at, mask=o_m < T, other=0.0) * LOG2E
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+    to = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + o_m
+    tl.store(base_ptr + to, b_lse, mask=o_m < T)
+    tl.store(delta_ptr + to, b_delta, mask=o_m < T)
+
+
+@triton.jit(do_not_specialize=_UNCHANGING)
+def softmax_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,  # [B, T, H, DV]
+    dq_ptr,  # [B, T, H, D]
+    base_ptr,  # [B, H, R], R = T rounded up to ALIGN: rows then begin at 16 bytes
+    delta_ptr,  # [B, H, R]
+    sums_ptr,  # [B, H, T]: sums of dx over the keys
+    high_ptr,
+    low_ptr,
+    slopes_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    lengths_ptr,
+    factor,
+    cap,
+    scale,
+    T,
+    S,
+    H,
+    N,
+    tiles,
+    steps,
+    left,
+    right,
+    group,
+    stride_slope,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    PACKED_Q: tl.constexpr,
+    PACKED_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid and arguments as softmax_fwd_kernel."""
+    pid = tl.program_id(0)
+    i_n, row = sequence_of_tile(
+        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, steps, BM, PACKED_Q
+    )
+    i_h = (pid // tiles % H).to(tl.int64)
+    i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
+    i_kb, begin_k, _, keys = rows_of_sequence(i_n, cu_k_ptr, lengths_ptr, S, PACKED_K, HAS_LENGTHS)
+    shift = keys - queries
+    rows = queries - row
+
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_v = tl.arange(0, BV)
+    stride_qt *= UNIT
+    stride_kt *= UNIT
+    stride_vt *= UNIT
+    q_ptr += (i_b * stride_qb + i_h * stride_qh) * UNIT + (begin + row) * stride_qt
+    k_ptr += (i_kb * stride_kb + i_h // group * stride_kh) * UNIT + begin_k * stride_kt
+    v_ptr += (i_kb * stride_vb + i_h // group * stride_vh) * UNIT + begin_k * stride_vt
+    i_o = (i_b * T + begin + row) * H + i_h
+    i_s = (i_b * H + i_h) * T + begin + row
+    b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
+    b_do = block(do_ptr + i_o * DV, H * DV, o_m, rows, o_v, DV, BV, True)  # [BM, BV]
+    i_r = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + begin + row
+    b_base = tl.load(base_ptr + i_r + o_m, mask=o_m < rows, other=float("inf"))
+    b_delta = tl.load(delta_ptr + i_r + o_m, mask=o_m < rows, other=0.0)
+    position = row + shift + o_m
+
+    FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
+    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
+    under = 1.0 if SCALED else factor
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + i_n.to(tl.int64) * stride_slope + i_h) * LOG2E
+    if HAS_GATE:
+        i_g = (i_kb * H + i_h) * S + begin_k
+        m_g = (position >= 0) & (o_m < rows)
+        b_high = tl.load(high_ptr + i_g + position, mask=m_g, other=0.0)
+        b_low = tl.load(low_ptr + i_g + position, mask=m_g, other=0.0)
+        b_sum = tl.zeros((BM,), tl.float32)
+
+    b_dq = tl.zeros((BM, BD), tl.float32)
+    low, inner, outer, high = seen_tiles(
+        row + shift,
+        tl.minimum(row + BM, queries) - 1 + shift,
+        tl.where(rows > 0, keys, 0),
+        left,
+        right,
+        BN,
+        HAS_LEFT,
+        HAS_RIGHT,
+    )
+    for edge in tl.static_range(0 if HAS_LEFT else 1, 3):
+        start = low if edge == 0 else (inner if edge == 1 else outer)
+        end = inner if edge == 0 else (outer if edge == 1 else high)
+        for i in range(tl.cdiv(end - start, BN)):
+            j = start + i * BN
+            at = j.to(tl.int64)
+            b_k = block(k_ptr + at * stride_kt, stride_kt, o_n, keys - j, o_d, D, BD, edge != 1)
+            b_v = block(v_ptr + at * stride_vt, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
+            age = position[:, None] - (j + o_n)[None, :]
+            b_gate = b_s
+            if HAS_GATE:
+                p_g = i_g + at + o_n
+                b_gate = b_high[:, None] - tl.load(high_ptr + p_g, mask=o_n < keys - j, other=0.0)
+                b_gate += b_low[:, None] - tl.load(low_ptr + p_g, mask=o_n < keys - j, other=0.0)
+            b_s, b_t = scores(
+                b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE
+            )
+            if edge != 1:
+                seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
+                b_s = tl.where(seen, b_s, float("-inf"))
+            b_dx = tl.exp2(b_s * under - b_base[:, None]) * (b_dp - b_delta[:, None])
+            if HAS_GATE:
+                b_sum += tl.sum(b_dx, 1)
+            if HAS_SOFTCAP:
+                b_dx *= 1.0 - b_t * b_t
+            b_dq = add_product(b_dq, b_dx, b_k, FINE, PRECISION)  # [BM, BD]
+
+    m_q = (o_m < rows)[:, None] & (o_d < D)[None, :]
+    p_dq = dq_ptr + i_o * D + o_m[:, None] * (H * D) + o_d[None, :]
+    tl.store(p_dq, (b_dq * scale).to(dq_ptr.dtype.element_ty), mask=m_q)
+    if HAS_GATE:
+        tl.store(sums_ptr + i_s + o_m, b_sum, mask=o_m < rows)
+
+
+@triton.jit(do_not_specialize=_UNCHANGING)
+def softmax_dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,  # [B, T, H, DV]
+    dk_ptr,  # [KB, S, HKV, D]
+    dv_ptr,  # [KB, S, HKV, DV]
+    base_ptr,  # [B, H, R], R = T rounded up to ALIGN: rows then begin at 16 bytes
+    delta_ptr,  # [B, H, R]
+    sums_ptr,  # [KB, H, S]: sums of dx over the queries
+    high_ptr,
+    low_ptr,
+    slopes_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    lengths_ptr,
+    factor,
+    cap,
+    scale,
+    T,
+    S,
+    H,
+    N,
+    tiles,
+    steps,
+    left,
+    right,
+    group,
+    stride_slope,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    PACKED_Q: tl.constexpr,
+    PACKED_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (tiles * HKV * N,), or (tiles * HKV,) packed: BN keys of a head, all its queries.
+
+    Registers may not hold the sums of both: then a launch makes dk, and another dv.
+    """
+    if not GROUPED:
+        group = 1
+    pid = tl.program_id(0)
+    HKV = H // group
+    i_n, row = sequence_of_tile(pid % tiles, pid // tiles // HKV, cu_k_ptr, N, steps, BN, PACKED_K)
+    i_kv = (pid // tiles % HKV).to(tl.int64)
+    i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
+    i_kb, begin_k, room, keys = rows_of_sequence(
+        i_n, cu_k_ptr, lengths_ptr, S, PACKED_K, HAS_LENGTHS
+    )
+    shift = keys - queries
+
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_v = tl.arange(0, BV)
+    stride_qt *= UNIT
+    stride_kt *= UNIT
+    stride_vt *= UNIT
+    q_ptr += i_b * stride_qb * UNIT + begin * stride_qt
+    k_ptr += (i_kb * stride_kb + i_kv * stride_kh) * UNIT + (begin_k + row) * stride_kt
+    v_ptr += (i_kb * stride_vb + i_kv * stride_vh) * UNIT + (begin_k + row) * stride_vt
+    b_k = block(k_ptr, stride_kt, o_n, keys - row, o_d, D, BD, True)  # [BN, BD]
+    if HAS_DK:
+        b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
+
+    FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
+    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
+    under = 1.0 if SCALED else factor
+    if HAS_DK:
+        b_dk = tl.zeros((BN, BD), tl.float32)
+    if HAS_DV:
+        b_dv = tl.zeros((BN, BV), tl.float32)
+    # key s is seen by the queries from s - right to s + left
+    low, inner, outer, high = seen_tiles(
+        row - shift,
+        tl.minimum(row + BN, keys) - 1 - shift,
+        tl.where(row < keys, queries, 0),
+        right,
+        left,
+        BM,
+        HAS_RIGHT,
+        HAS_LEFT,
+    )
+    for i_g in range(group):
+        i_h = i_kv * group + i_g
+        i_o = (i_b * T + begin) * H + i_h
+        i_r = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + begin
+        p_q = q_ptr + i_h * stride_qh * UNIT
+        slope = 0.0
+        if HAS_SLOPES:
+            slope = tl.load(slopes_ptr + i_n.to(tl.int64) * stride_slope + i_h) * LOG2E
+        if HAS_GATE:
+            i_c = (i_kb * H + i_h) * S + begin_k
+            b_high = tl.load(high_ptr + i_c + row + o_n, mask=o_n < keys - row, other=0.0)
+            b_low = tl.load(low_ptr + i_c + row + o_n, mask=o_n < keys - row, other=0.0)
+            b_sum = tl.zeros((BN,), tl.float32)
+        for edge in tl.static_range(0 if HAS_RIGHT else 1, 3):
+            start = low if edge == 0 else (inner if edge == 1 else outer)
+            end = inner if edge == 0 else (outer if edge == 1 else high)
+            for n in range(tl.cdiv(end - start, BM)):
+                i = start + n * BM
+                at = i.to(tl.int64)
+                m_m = o_m < queries - i
+                b_q = block(
+                    p_q + at * stride_qt, stride_qt, o_m, queries - i, o_d, D, BD, edge != 1
+                )
+                p_do = do_ptr + (i_o + at * H) * DV
+                b_do = block(p_do, H * DV, o_m, queries - i, o_v, DV, BV, edge != 1)
+                if edge == 1:
+                    b_base = tl.load(base_ptr + i_r + at + o_m)
+                    b_delta = tl.load(delta_ptr + i_r + at + o_m)
+                else:
+                    b_base = tl.load(base_ptr + i_r + at + o_m, mask=m_m, other=float("inf"))
+                    b_delta = tl.load(delta_ptr + i_r + at + o_m, mask=m_m, other=0.0)
+                b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
+                position = i + shift + o_m
+                age = position[None, :] - (row + o_n)[:, None]
+                b_gate = b_s
+                if HAS_GATE:
+                    p_g = i_c + position
+                    m_g = m_m & (position >= 0)
+                    b_gate = tl.load(high_ptr + p_g, mask=m_g, other=0.0) - b_high[:, None]
+                    b_gate += tl.load(low_ptr + p_g, mask=m_g, other=0.0) - b_low[:, None]
+                b_s, b_t = scores(
+                    b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE
+                )
+                if edge != 1:
+                    seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT)
+                    b_s = tl.where(seen, b_s, float("-inf"))
+                b_p = tl.exp2(b_s * under - b_base[None, :])
+                if HAS_DV:
+                    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                if HAS_DK:
+                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+                    b_dx = b_p * (b_dp - b_delta[None, :])
+                    if HAS_GATE:
+                        b_sum += tl.sum(b_dx, 1)
+                    if HAS_SOFTCAP:
+                        b_dx *= 1.0 - b_t * b_t
+                    b_dk = add_product(b_dk, b_dx, b_q, FINE, PRECISION)  # [BN, BD]
+        if HAS_GATE and HAS_DK:
+            b_sum = tl.where(o_n < keys - row, b_sum, 0.0)
+            tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < room - row)
+
+    # keys that are not in use have no gradient
+    m_used = (o_n < keys - row)[:, None]
+    i_k = (i_kb * S + begin_k + row) * HKV + i_kv
+    m_n = (o_n < room - row)[:, None]
+    if HAS_DK:
+        if HAS_LENGTHS:
+            b_dk = tl.where(m_used, b_dk, 0.0)
+        p_dk = dk_ptr + i_k * D + o_n[:, None] * (HKV * D) + o_d[None, :]
+        tl.store(p_dk, (b_dk * scale).to(dk_ptr.dtype.element_ty), mask=m_n & (o_d < D)[None, :])
+    if HAS_DV:
+        if HAS_LENGTHS:
+            b_dv = tl.where(m_used, b_dv, 0.0)
+        p_dv = dv_ptr + i_k * DV + o_n[:, None] * (HKV * DV) + o_v[None, :]
+        tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_n & (o_v < DV)[None, :])

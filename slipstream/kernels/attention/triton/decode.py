@@ -1,0 +1,301 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Attention of few queries to a long cache: each program takes a share of the keys.
+
+The queries of the heads that read one head of keys are rows of one tile: row r is query r / group
+of head r % group. Each share leaves o and lse of its keys, and the second kernel joins them:
+
+    lse = log sum_i exp(lse_i)      o = sum_i exp(lse_i - lse) o_i      with the sink as one more
+
+How many shares depends on the size of the cache, not on the lengths, which the programs read.
+Rows and pages outside of the `slots` that the cache has are not read, and hold no keys.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.attention.triton.scores import LN2, LOG2E, finite, scores, sees
+
+_SIZES = ["T", "HKV", "B", "tiles", "shares", "left", "right", "group", "room", "slots"]
+_SIZES += ["stride_slope"]
+_STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
+
+
+@triton.jit
+def pages_of(j, keys, o_n, p_table, PAGE: tl.constexpr, BN: tl.constexpr):
+    """The pages of keys j + o_n, j a multiple of BN: one for all of them, or [BN]."""
+    if PAGE == 0:
+        page = j
+    elif PAGE % BN == 0:
+        page = tl.load(p_table + j // PAGE, mask=j < keys, other=0)
+    else:
+        page = tl.load(p_table + (j + o_n) // PAGE, mask=o_n < keys - j, other=0)
+    return page
+
+
+@triton.jit
+def rows_of_keys(p, stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Pointers [BN, 1] to keys j + o_n of a sequence whose first key, or page, is at p."""
+    if PAGE == 0:
+        row = j.to(tl.int64) * stride_t + o_n * stride_t
+    elif PAGE % BN == 0:
+        row = page.to(tl.int64) * stride_b + (j % PAGE) * stride_t + o_n * stride_t
+    else:
+        row = page.to(tl.int64) * stride_b + ((j + o_n) % PAGE) * stride_t
+    return p + row[:, None]
+
+
+@triton.jit(do_not_specialize=["factor", "cap", "stride_table", *_SIZES, *_STRIDES])
+def softmax_decode_kernel(
+    q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
+    k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
+    v_ptr,  # [N, S, HKV, DV], or pages, by strides
+    o_ptr,  # [shares, B, T, H, DV]
+    lse_ptr,  # [shares, B, H, T], in base 2
+    slopes_ptr,  # [B or 1, H]
+    lengths_ptr,  # [B]
+    rows_ptr,  # [B]
+    leftpad_ptr,  # [B]
+    table_ptr,  # [B, pages]
+    factor,
+    cap,
+    T,
+    HKV,
+    B,
+    tiles,
+    shares,
+    left,
+    right,
+    group,
+    room,
+    slots,
+    stride_slope,
+    stride_table,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_LEFTPAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (shares * tiles * HKV * B,)"""
+    pid = tl.program_id(0)
+    i_s = pid % shares
+    tile = pid // shares % tiles
+    i_kv = (pid // shares // tiles % HKV).to(tl.int64)
+    i_b = (pid // shares // tiles // HKV).to(tl.int64)
+    i_kb = i_b
+    if HAS_ROWS:
+        i_kb = tl.load(rows_ptr + i_b).to(tl.int64)
+    pad = 0
+    if HAS_LEFTPAD:
+        pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
+    keys = room - pad
+    if HAS_LENGTHS:
+        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), room) - pad
+    keys = tl.maximum(keys, 0)
+    if HAS_ROWS:
+        keys = tl.where((i_kb >= 0) & (i_kb < slots), keys, 0)
+
+    o_m = tile * BM + tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_v = tl.arange(0, BV)
+    o_t = o_m // group
+    b_h = i_kv * group + o_m % group
+    m_m = o_m < T * group
+    stride_kt *= UNIT
+    stride_vt *= UNIT
+    stride_kb = stride_kb.to(tl.int64) * UNIT
+    stride_vb = stride_vb.to(tl.int64) * UNIT
+    p_q = q_ptr + (i_b * stride_qb + b_h * stride_qh + o_t * stride_qt) * UNIT
+    m_q = m_m[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [BM, BD]
+    k_ptr += i_kv * stride_kh * UNIT
+    v_ptr += i_kv * stride_vh * UNIT
+    p_table = table_ptr
+    if PAGE == 0:
+        k_ptr += i_kb * stride_kb + (i_kb * 0 + pad) * stride_kt
+        v_ptr += i_kb * stride_vb + (i_kb * 0 + pad) * stride_vt
+    else:
+        p_table += i_b * stride_table
+    position = o_t + keys - T
+
+    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_SLOPES
+    under = 1.0 if SCALED else factor
+    b_slope = b_q
+    if HAS_SLOPES:
+        b_slope = tl.load(slopes_ptr + i_b * stride_slope + b_h, mask=m_m, other=0.0) * LOG2E
+        b_slope = b_slope[:, None]
+
+    # what the tile sees, from its first query to its last, in shares of whole tiles
+    low = keys * 0
+    high = keys
+    if HAS_LEFT:
+        low = tl.maximum(tile * BM // group + keys - T - left, 0) // BN * BN
+    if HAS_RIGHT:
+        last = tl.minimum((tile * BM + BM - 1) // group, T - 1)
+        high = tl.minimum(last + keys - T + right + 1, keys)
+    share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), shares) * BN
+    low += i_s * share
+    high = tl.minimum(low + share, high)
+
+    b_m = tl.full((BM,), float("-inf"), tl.float32)
+    b_l = tl.zeros((BM,), tl.float32)
+    b_o = tl.zeros((BM, BV), tl.float32)
+    # the pages of a tile are known a tile ahead: a load of keys waits for no other
+    page = pages_of(low, keys, o_n, p_table, PAGE, BN)
+    for i in range(tl.cdiv(high - low, BN)):
+        j = low + i * BN
+        m_n = o_n < keys - j
+        if PAGE != 0:
+            m_n &= (page >= 0) & (page < slots)
+        after = pages_of(j + BN, keys, o_n, p_table, PAGE, BN)
+        p_k = rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, page, PAGE, BN)
+        b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+        age = position[:, None] - (j + o_n)[None, :]
+        b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
+        seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
+        b_s = tl.where(seen, b_s, float("-inf"))
+        b_top = tl.maximum(b_m, tl.max(b_s, 1) * under)
+        b_base = finite(b_top)
+        b_p = tl.exp2(b_s * under - b_base[:, None])
+        b_shrink = tl.exp2(b_m - b_base)
+        b_m = b_top
+        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_o *= b_shrink[:, None]
+        p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
+        page = after
+        b_v = tl.load(p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
+
+    blind = b_l == 0.0
+    b_l = tl.where(blind, 1.0, b_l)
+    b_o *= (1.0 / b_l)[:, None]
+    b_lse = tl.where(blind, float("-inf"), b_m + tl.log2(b_l))
+    H = HKV * group
+    row = ((i_s * B + i_b) * T + o_t) * H + b_h
+    m_o = m_m[:, None] & (o_v < DV)[None, :]
+    tl.store(o_ptr + row[:, None] * DV + o_v[None, :], b_o, mask=m_o)
+    tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)
+
+
+@triton.jit(do_not_specialize=["T", "H", "B", "shares"])
+def softmax_join_kernel(
+    parts_ptr,  # [shares, B, T, H, DV], float32
+    lses_ptr,  # [shares, B, H, T], in base 2
+    sinks_ptr,  # [H]
+    o_ptr,  # [B, T, H, DV]
+    lse_ptr,  # [B, H, T]
+    T,
+    H,
+    B,
+    shares,
+    DV: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """grid (B * T * H,); BS >= shares."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_h, i_t, i_b = pid % H, pid // H % T, pid // H // T
+    o_s = tl.arange(0, BS)
+    o_v = tl.arange(0, BV)
+    at = (i_b * H + i_h) * T + i_t
+    p_lse = lses_ptr + o_s.to(tl.int64) * B * H * T + at
+    b_lses = tl.load(p_lse, mask=o_s < shares, other=float("-inf"))
+    top = tl.max(b_lses, 0)
+    total = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+        total = tl.exp2(sink - finite(top))
+    total += tl.sum(tl.exp2(b_lses - finite(top)), 0)
+    size = (B * T).to(tl.int64) * H * DV
+    p = parts_ptr + pid * DV + o_v
+    b_o = tl.zeros((BV,), tl.float32)
+    # as many at once as registers hold
+    STEP: tl.constexpr = BS if BS * BV <= 8192 else 8192 // BV
+    for i in range(0, shares, STEP):
+        o_i = (i + tl.arange(0, STEP)).to(tl.int64)
+        b_lse = tl.load(lses_ptr + o_i * B * H * T + at, mask=o_i < shares, other=float("-inf"))
+        m = (o_i < shares)[:, None] & (o_v < DV)[None, :]
+        b_part = tl.load(p[None, :] + o_i[:, None] * size, mask=m, other=0.0)
+        b_o += tl.sum(b_part * tl.exp2(b_lse - finite(top))[:, None], 0)
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    b_o /= total
+    tl.store(o_ptr + pid * DV + o_v, b_o.to(o_ptr.dtype.element_ty), mask=o_v < DV)
+    tl.store(lse_ptr + at, tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN2))
+
+
+@triton.jit(do_not_specialize=["T", "HKV", "room", "slots", "stride_table", *_STRIDES[3:]])
+def softmax_append_kernel(
+    k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
+    v_ptr,
+    new_k_ptr,  # [B, T, HKV, D]
+    new_v_ptr,  # [B, T, HKV, DV]
+    lengths_ptr,  # [B]
+    rows_ptr,  # [B]
+    table_ptr,  # [B, pages]
+    after_ptr,  # [B], lengths after the new keys
+    T,
+    HKV,
+    room,
+    slots,
+    stride_table,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BX: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """grid (HKV * T * B,): one new key behind those there are; none where there is no room, or the
+    length, row or page is negative or past the cache."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_h, i_t, i_b = pid % HKV, pid // HKV % T, pid // HKV // T
+    length = tl.load(lengths_ptr + i_b)
+    after = tl.where(length < 0, length, length + T)
+    tl.store(after_ptr + i_b, after, mask=(i_h == 0) & (i_t == 0))
+    at = length.to(tl.int64) + i_t
+    fits = (length >= 0) & (at < room)
+    row = i_b
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + i_b).to(tl.int64)
+    if PAGE != 0:
+        row = tl.load(table_ptr + i_b * stride_table + at // PAGE, mask=fits, other=0).to(tl.int64)
+        at = at % PAGE
+    fits &= (row >= 0) & (row < slots)
+    o_x = tl.arange(0, BX)
+    b_k = tl.load(new_k_ptr + pid * D + o_x, mask=o_x < D, other=0.0)
+    b_v = tl.load(new_v_ptr + pid * DV + o_x, mask=o_x < DV, other=0.0)
+    p_k = k_ptr + row * stride_kb + at * stride_kt + i_h * stride_kh + o_x
+    p_v = v_ptr + row * stride_vb + at * stride_vt + i_h * stride_vh + o_x
+    tl.store(p_k, b_k.to(k_ptr.dtype.element_ty), mask=fits & (o_x < D))
+    tl.store(p_v, b_v.to(v_ptr.dtype.element_ty), mask=fits & (o_x < DV))

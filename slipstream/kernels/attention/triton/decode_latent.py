@@ -1,0 +1,124 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Attention of all heads to one cache of latents, keys and values at once (MLA, absorbed).
+
+A row of the cache is [c, r] with c [R], r [P]; x_s = q_c . c_s + q_r . r_s, o = sum_s p_s c_s:
+
+    m' = max(m, max_s x_s)     l' = e^(m - m') l + sum_s e^(x_s - m')     o' likewise with c_s
+
+A tile of c is loaded once and is operand of both products. Each program takes a share of the keys;
+decode.py's second kernel joins them.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.attention.triton.scores import finite
+
+_SIZES = ["T", "H", "B", "tiles", "shares", "room", "slots", "stride_table"]
+_STRIDES = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt"]
+
+
+@triton.jit(do_not_specialize=["factor", *_SIZES, *_STRIDES])
+def softmax_latent_decode_kernel(
+    q_ptr,  # [B, T, H, R + P] by strides, which are in units of UNIT elements
+    k_ptr,  # [N, S, R + P], or pages [M, PAGE, R + P], by strides
+    o_ptr,  # [shares, B, T, H, R]
+    lse_ptr,  # [shares, B, H, T], in base 2
+    lengths_ptr,  # [B]
+    table_ptr,  # [B, pages]
+    factor,
+    T,
+    H,
+    B,
+    tiles,
+    shares,
+    room,
+    slots,
+    stride_table,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (tiles * shares * B,): row r of a sequence's tiles is query r / H of head r % H."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    i_s = pid // tiles % shares
+    i_b = (pid // tiles // shares).to(tl.int64)
+    keys = room
+    if HAS_LENGTHS:
+        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), room)
+    o_m = tile * BM + tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_r = tl.arange(0, BR)
+    o_p = tl.arange(0, BP)
+    o_t = o_m // H
+    b_h = o_m % H
+    m_m = o_m < T * H
+    stride_kt *= UNIT
+    stride_kb = stride_kb.to(tl.int64) * UNIT
+    p_q = q_ptr + (i_b * stride_qb + b_h * stride_qh + o_t.to(tl.int64) * stride_qt) * UNIT
+    b_q = tl.load(p_q[:, None] + o_r[None, :], mask=m_m[:, None] & (o_r < R)[None, :], other=0.0)
+    p_q += R
+    b_qr = tl.load(p_q[:, None] + o_p[None, :], mask=m_m[:, None] & (o_p < P)[None, :], other=0.0)
+    p_table = table_ptr
+    if PAGE == 0:
+        k_ptr += i_b * stride_kb
+    else:
+        p_table += i_b * stride_table
+    # each query sees the keys before `high`
+    high = keys - T + 1 + o_t
+    most = tl.minimum(keys - T + 1 + (tile * BM + BM - 1) // H, keys)
+    share = tl.cdiv(tl.cdiv(tl.maximum(most, 0), BN), shares) * BN
+    low = i_s * share
+    most = tl.minimum(low + share, most)
+
+    b_m = tl.full((BM,), float("-inf"), tl.float32)
+    b_l = tl.zeros((BM,), tl.float32)
+    b_o = tl.zeros((BM, BR), tl.float32)
+    for i in range(tl.cdiv(most - low, BN)):
+        j = low + i * BN
+        at = j + o_n
+        m_n = at < keys
+        if PAGE == 0:
+            row = at.to(tl.int64) * stride_kt
+        else:
+            b_page = tl.load(p_table + at // PAGE, mask=m_n, other=0).to(tl.int64)
+            row = b_page * stride_kb + (at % PAGE) * stride_kt
+            # missing pages are read as zeros: a mask of the scores would not fit into registers
+            m_n &= (b_page >= 0) & (b_page < slots)
+        p_k = k_ptr + row[:, None]
+        b_c = tl.load(p_k + o_r[None, :], mask=m_n[:, None] & (o_r < R)[None, :], other=0.0)
+        b_r = tl.load(p_k + R + o_p[None, :], mask=m_n[:, None] & (o_p < P)[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_c), input_precision=PRECISION)  # [BM, BN]
+        b_s = tl.dot(b_qr, tl.trans(b_r), b_s, input_precision=PRECISION)
+        b_s = tl.where(at[None, :] < high[:, None], b_s, float("-inf"))
+        b_top = tl.maximum(b_m, tl.max(b_s, 1) * factor)
+        b_base = finite(b_top)
+        b_p = tl.exp2(b_s * factor - b_base[:, None])
+        b_shrink = tl.exp2(b_m - b_base)
+        b_m = b_top
+        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_o *= b_shrink[:, None]
+        b_o = tl.dot(b_p.to(b_c.dtype), b_c, b_o, input_precision=PRECISION)  # [BM, BR]
+
+    blind = b_l == 0.0
+    b_l = tl.where(blind, 1.0, b_l)
+    b_o *= (1.0 / b_l)[:, None]
+    b_lse = tl.where(blind, float("-inf"), b_m + tl.log2(b_l))
+    row = ((i_s * B + i_b) * T + o_t) * H + b_h
+    m_o = m_m[:, None] & (o_r < R)[None, :]
+    tl.store(o_ptr + row[:, None] * R + o_r[None, :], b_o, mask=m_o)
+    tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)

@@ -1,0 +1,130 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Launches over a cache of latents: into how many shares its keys are cut."""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.triton.decode import softmax_join_kernel
+from slipstream.kernels.attention.triton.decode_latent import softmax_latent_decode_kernel
+from slipstream.kernels.attention.triton.launch_utils import LOG2E, multiprocessors, on, precision
+from slipstream.kernels.attention.triton.tiles import LATENT, Tile, family
+from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
+from slipstream.runtime.launch_cache import kept
+
+# the least keys of a share in tiles, the most shares
+_LEAST, _MOST = 4, 64
+
+
+@cache
+def tile_of(device: torch.device) -> Tile:
+    if INTERPRETED:
+        return LATENT["interpreter"]
+    of = family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
+    return LATENT[of]
+
+
+def decode(
+    q: Tensor,
+    latent: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    width: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, width] in q's dtype and lse [B, H, T], float32."""
+    B, T, H, _ = q.shape
+    size = latent.shape[1]
+    room = size if table is None else size * table.shape[1]
+    tile = tile_of(q.device)
+    tiles = -(-T * H // tile.BM)
+    wanted = multiprocessors(q.device) // (tiles * B)
+    shares = max(1, min(wanted, room // (_LEAST * tile.BN), _MOST))
+    part = torch.empty(shares, B, T, H, width, dtype=torch.float32, device=q.device)
+    lses = torch.empty(shares, B, H, T, dtype=torch.float32, device=q.device)
+    o, lse = q.new_empty(B, T, H, width), lses.new_empty(B, H, T)
+    with on(q.device):
+        if _hopper(q, latent, width, table):
+            from slipstream.kernels.attention.sm90 import decode_latent_launch
+
+            decode_latent_launch.launch(
+                q, latent, lengths, table, LOG2E * scale, part, lses, shares, tiles, room
+            )
+        else:
+            _shares(q, latent, lengths, table, LOG2E * scale, part, lses, shares, tiles, room)
+        kept(softmax_join_kernel)[(B * T * H,)](
+            part,
+            lses,
+            None,
+            o,
+            lse,
+            T,
+            H,
+            B,
+            shares,
+            DV=width,
+            BV=1 << (width - 1).bit_length(),
+            BS=1 << (shares - 1).bit_length(),
+            HAS_SINKS=False,
+        )
+    return o, lse
+
+
+def _hopper(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
+    if sm90_unsupported(q):
+        return False
+    from slipstream.kernels.attention.sm90 import decode_latent_launch
+
+    return decode_latent_launch.suits(q, latent, width, table)
+
+
+def _shares(
+    q: Tensor,
+    latent: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    factor: float,
+    part: Tensor,
+    lses: Tensor,
+    shares: int,
+    tiles: int,
+    room: int,
+) -> None:
+    B, T, H, D = q.shape
+    width, tile = part.shape[-1], tile_of(q.device)
+    narrowest = 16 if tile.BM < 64 else 64
+    q, latent = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, latent))
+    strides = [*q.stride()[:3], *latent.stride()[:2]]
+    unit = math.gcd(16 // q.element_size(), *strides)
+    kept(softmax_latent_decode_kernel)[(tiles * shares * B,)](
+        q,
+        latent,
+        part,
+        lses,
+        lengths,
+        table,
+        factor,
+        T,
+        H,
+        B,
+        tiles,
+        shares,
+        room,
+        latent.shape[0],
+        0 if table is None else table.stride(0),
+        *(s // unit for s in strides),
+        R=width,
+        P=D - width,
+        BR=max(narrowest, 1 << (width - 1).bit_length()),
+        BP=max(narrowest, 1 << (D - width - 1).bit_length()),
+        BM=tile.BM,
+        BN=tile.BN,
+        UNIT=unit,
+        PAGE=0 if table is None else latent.shape[1],
+        HAS_LENGTHS=lengths is not None,
+        PRECISION=precision(),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,176 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Softmax attention forward: BM queries walk over the keys they see, BN at a time.
+
+    m' = max(m, max_s x_ts)     l' = e^(m - m') l + sum_s e^(x_ts - m')     o' likewise with v_s
+
+and at the end o / l and lse = m + log(l), in base 2 inside. Only the tiles at the edges of what is
+seen are masked: the loop over keys is three loops.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.attention.triton.scores import (
+    LN2,
+    LOG2E,
+    block,
+    finite,
+    rows_of_sequence,
+    scores,
+    seen_tiles,
+    sees,
+    sequence_of_tile,
+)
+
+_STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
+_SIZES = ["T", "S", "H", "N", "tiles", "steps", "left", "right", "group", "stride_slope"]
+
+
+@triton.jit(do_not_specialize=["factor", "cap", *_SIZES, *_STRIDES])
+def softmax_fwd_kernel(
+    q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
+    k_ptr,  # [KB, S, HKV, D] by strides
+    v_ptr,  # [KB, S, HKV, DV] by strides
+    o_ptr,  # [B, T, H, DV]
+    lse_ptr,  # [B, H, T]
+    high_ptr,  # [KB, H, S]: sums of the gates in base 2
+    low_ptr,  # [KB, H, S]: what float32 left of them
+    sinks_ptr,  # [H]
+    slopes_ptr,  # [N or 1, H]
+    cu_q_ptr,  # [N + 1]
+    cu_k_ptr,  # [N + 1]
+    lengths_ptr,  # [N]
+    factor,
+    cap,
+    T,
+    S,
+    H,
+    N,
+    tiles,
+    steps,
+    left,
+    right,
+    group,
+    stride_slope,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    PACKED_Q: tl.constexpr,
+    PACKED_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (tiles * H * N,), or (tiles * H,) packed: neighbours share a head, and its keys."""
+    pid = tl.program_id(0)
+    # the last tiles see the most of a causal sequence, and go first
+    i_n, row = sequence_of_tile(
+        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, steps, BM, PACKED_Q
+    )
+    i_h = (pid // tiles % H).to(tl.int64)
+    i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
+    i_kb, begin_k, _, keys = rows_of_sequence(i_n, cu_k_ptr, lengths_ptr, S, PACKED_K, HAS_LENGTHS)
+    shift = keys - queries
+    rows = queries - row  # in this tile and after it
+
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_v = tl.arange(0, BV)
+    stride_qt *= UNIT
+    stride_kt *= UNIT
+    stride_vt *= UNIT
+    q_ptr += (i_b * stride_qb + i_h * stride_qh) * UNIT + (begin + row) * stride_qt
+    k_ptr += (i_kb * stride_kb + i_h // group * stride_kh) * UNIT + begin_k * stride_kt
+    v_ptr += (i_kb * stride_vb + i_h // group * stride_vh) * UNIT + begin_k * stride_vt
+    b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
+    position = row + shift + o_m
+
+    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
+    under = 1.0 if SCALED else factor  # what scales the scores under the exponential
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + i_n.to(tl.int64) * stride_slope + i_h) * LOG2E
+    if HAS_GATE:
+        i_g = (i_kb * H + i_h) * S + begin_k
+        m_g = (position >= 0) & (o_m < rows)
+        b_high = tl.load(high_ptr + i_g + position, mask=m_g, other=0.0)
+        b_low = tl.load(low_ptr + i_g + position, mask=m_g, other=0.0)
+
+    b_m = tl.full((BM,), float("-inf"), tl.float32)
+    b_l = tl.zeros((BM,), tl.float32)
+    b_o = tl.zeros((BM, BV), tl.float32)
+    low, inner, outer, high = seen_tiles(
+        row + shift,
+        tl.minimum(row + BM, queries) - 1 + shift,
+        tl.where(rows > 0, keys, 0),
+        left,
+        right,
+        BN,
+        HAS_LEFT,
+        HAS_RIGHT,
+    )
+    for edge in tl.static_range(0 if HAS_LEFT else 1, 3):
+        # before what all queries see, that, and after it
+        start = low if edge == 0 else (inner if edge == 1 else outer)
+        end = inner if edge == 0 else (outer if edge == 1 else high)
+        for i in range(tl.cdiv(end - start, BN)):
+            j = start + i * BN
+            at = j.to(tl.int64)
+            b_k = block(k_ptr + at * stride_kt, stride_kt, o_n, keys - j, o_d, D, BD, edge != 1)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+            age = position[:, None] - (j + o_n)[None, :]
+            b_gate = b_s
+            if HAS_GATE:
+                p_g = i_g + at + o_n
+                b_gate = b_high[:, None] - tl.load(high_ptr + p_g, mask=o_n < keys - j, other=0.0)
+                b_gate += b_low[:, None] - tl.load(low_ptr + p_g, mask=o_n < keys - j, other=0.0)
+            b_s = scores(b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE)[0]
+            if edge != 1:
+                seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
+                b_s = tl.where(seen, b_s, float("-inf"))
+            b_top = tl.maximum(b_m, tl.max(b_s, 1) * under)
+            b_base = finite(b_top) if edge != 1 else b_top
+            b_p = tl.exp2(b_s * under - b_base[:, None])
+            b_shrink = tl.exp2(b_m - b_base)
+            b_m = b_top
+            b_l = b_l * b_shrink + tl.sum(b_p, 1)
+            b_o *= b_shrink[:, None]
+            b_v = block(v_ptr + at * stride_vt, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
+            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
+
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
+        b_top = tl.maximum(b_m, sink)
+        b_shrink = tl.exp2(b_m - finite(b_top))
+        b_l = b_l * b_shrink + tl.exp2(sink - finite(b_top))
+        b_o *= b_shrink[:, None]
+        b_m = b_top
+    blind = b_l == 0.0
+    b_l = tl.where(blind, 1.0, b_l)
+    b_o *= (1.0 / b_l)[:, None]
+    b_lse = tl.where(blind, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
+    m_o = (o_m < rows)[:, None] & (o_v < DV)[None, :]
+    p_o = o_ptr + ((i_b * T + begin + row) * H + i_h) * DV
+    p_o += o_m[:, None] * (H * DV) + o_v[None, :]
+    tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_o)
+    tl.store(lse_ptr + (i_b * H + i_h) * T + begin + row + o_m, b_lse, mask=o_m < rows)

@@ -1,0 +1,55 @@
+"""What the launches share: the tiles of a device, its current stream, strides in wide units."""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.inputs import Options
+from slipstream.kernels.attention.triton.tiles import Tiles, choose, family
+from slipstream.runtime.backends import INTERPRETED, processors
+from slipstream.runtime.backends import on as on
+from slipstream.runtime.backends import precision as precision
+
+LOG2E = 1.4426950408889634
+
+
+@cache
+def tiles_of(
+    device: torch.device, D: int, DV: int, bytes_each: int, busy: bool = False
+) -> tuple[Tiles, int, int]:
+    if INTERPRETED:
+        return choose("interpreter", D, DV, bytes_each)
+    of = family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
+    return choose(of, D, DV, bytes_each, busy)
+
+
+def multiprocessors(device: torch.device) -> int:
+    return processors(device.index if device.type == "cuda" else -1)
+
+
+def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
+    """Strides in units of as many elements as divide them all, at most the 16 bytes of a load."""
+    strides = [s for x in (q, k, v) for s in x.stride()[:3]]
+    unit = math.gcd(16 // q.element_size(), *strides)
+    return unit, [s // unit for s in strides]
+
+
+def positive(q: Tensor, options: Options) -> tuple[Tensor, Options, int]:
+    """q and a scale above 0 with the same product, and the sign that went from one to the other."""
+    scale = options.scale
+    sign = (scale > 0) - (scale < 0)
+    return q if sign == 1 else q * sign, options._replace(scale=abs(scale) or 1.0), sign
+
+
+def factor_and_cap(options: Options) -> tuple[float, float]:
+    """As scores.py wants them, in base 2."""
+    if options.softcap == 0:
+        return LOG2E * options.scale, 0.0
+    return 2 * LOG2E * options.scale / options.softcap, LOG2E * options.softcap
+
+
+def bound(side: int) -> int:
+    """A side of the window: beyond every position, and no overflow."""
+    return min(max(side, 0), 1 << 30)

@@ -1,0 +1,105 @@
+"""The short convolution in plain torch, as the kernels are called."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.conv.eager import convolve
+from slipstream.runtime.guarded_launch import apart
+from slipstream.runtime.token_ids import expect_below
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    convolve: Callable[..., Tensor] = convolve,
+) -> Tensor:
+    """y in x's shape and dtype, with gradients."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    state = None if state is None else state.to(wide)
+    y = _finish(convolve(x.to(wide), weight.to(wide), state, cu_seqlens), bias, silu)
+    return y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> list[Tensor]:
+    """As the launch; `backward` does not look at where a token stands."""
+    y = convolution(x, weight, bias, residual, state, cu_seqlens, silu).contiguous()
+    if cu_seqlens is None:
+        return [y]
+    return [y, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    where: Tensor | None,
+    silu: bool,
+) -> list[Tensor]:
+    """dx, dweight and, where they are there, dbias and dstate."""
+    given = [None if t is None else t.detach() for t in (x, weight, bias, state)]
+
+    def run() -> list[Tensor]:
+        leaves = [None if t is None else t.clone().requires_grad_() for t in given]
+        y = convolution(*leaves[:3], None, leaves[3], cu_seqlens, silu)  # type: ignore[arg-type]
+        wanted = [t for t in leaves if t is not None]
+        grads = torch.autograd.grad(y, wanted, dy)
+        return [torch.empty_like(t).copy_(g) for t, g in zip(wanted, grads)]
+
+    return apart(run, dy.device)
+
+
+def update(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    indices: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """x, y [N, D]; the state moves on in place."""
+    window, live = _move_on(x, state, indices)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = _finish((window.to(wide) * weight.to(wide)).sum(-1), bias, silu)
+    y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+    return y if live is None else y * live[:, None].to(y.dtype)
+
+
+def _move_on(token: Tensor, state: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The windows [N, D, W] after the token, in place in the state; and who has one."""
+    if indices is None:
+        window = torch.cat([state[..., 1:], token[..., None].to(state.dtype)], dim=-1)
+        state.copy_(window.detach())
+        return window, None
+    expect_below("state_indices", indices, state.shape[0], "states")
+    live = (indices >= 0) & (indices < state.shape[0])
+    slots = indices.long()[live]
+    window = token.new_zeros(*token.shape, state.shape[-1], dtype=state.dtype)
+    moved = torch.cat([state[slots][..., 1:], token[live][..., None].to(state.dtype)], dim=-1)
+    state[slots] = moved.detach()
+    return window.masked_scatter(live[:, None, None], moved), live
+
+
+def _finish(y: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return F.silu(y) if silu else y

@@ -1,0 +1,77 @@
+"""From an operator's arguments to the scan: checks, reversed time, choice, call."""
+
+import torch
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.gated_scan.op import kind, scan
+from slipstream.kernels.gated_scan.reference import scan_reference
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import unfit
+from slipstream.runtime.dispatch import Candidate, Plan, choose
+from slipstream.runtime.validation_cache import Remembered, signature
+
+
+def refuses(given: tuple[Tensor, Tensor]) -> str | None:
+    """Why the Triton kernels can't take this call, or None if they can."""
+    x, g = given
+    if torch.version.hip:
+        return "its kernel does not compile for AMD's GPUs"
+    return unfit(x, "x") or guarded_launch.objection(lambda: kind(x, g), x.device)
+
+
+CANDIDATES = (
+    Candidate("triton", "portable Triton kernels, on CUDA", refuses),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
+)
+_PLANS = Remembered()
+
+
+def run(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    impl: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """h [B, T, D] in x's dtype, and the final state [N, D] if asked for."""
+    key = signature((x, g, initial_state, cu_seqlens), impl)
+    plan = _PLANS.get(key, lambda: _checked(x, g, initial_state, cu_seqlens, impl))
+    if reverse:  # packed sequences also change their order
+        x, g = x.flip(1), g.flip(1)
+        if cu_seqlens is not None:
+            cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
+            initial_state = None if initial_state is None else initial_state.flip(0)
+    if plan.impl == "reference":
+        h, final = scan_reference(x, g, initial_state, cu_seqlens)
+    else:
+        h, final = scan(x, g, initial_state, cu_seqlens, plan.tries)
+    if reverse:
+        h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
+    return h, final if output_final_state else None
+
+
+def _checked(
+    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
+) -> Plan:
+    """Looks at nothing but shapes, dtypes and devices."""
+    check(x, g, initial_state, cu_seqlens)
+    return choose(CANDIDATES, (x, g), impl, "hgrn", x)
+
+
+def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    checks.expect_rank("x", x, 3, "[B, T, D]")
+    B, _, D = x.shape
+    checks.expect_shape("g", g, x.shape)
+    sequences = B
+    if cu_seqlens is not None:
+        checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        checks.expect_shape("initial_state", initial_state, (sequences, D))
+    given = {"x": x, "g": g, "initial_state": initial_state}
+    checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
+    checks.expect_floating(given)

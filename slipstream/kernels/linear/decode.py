@@ -1,0 +1,200 @@
+"""The recurrence of terms.py for states that stay where they are: a pool, updated in place.
+
+slipstream::linear_step takes the terms in their order but for the state before them, which is the
+pool's: sequence n's is state[state_indices[n]], or state[n] without indices, and becomes that
+after its tokens. It has no gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
+from slipstream.kernels.linear import probe
+from slipstream.kernels.linear.dispatch import Options, as_autocast, check
+from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.op import linear
+from slipstream.kernels.linear.triton.plan import WIDEST, kind
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import unfit
+from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.dispatch import Candidate, Plan, choose
+from slipstream.runtime.token_ids import expect_below
+from slipstream.runtime.validation_cache import Remembered, signature
+
+
+class Pool(NamedTuple):
+    """state [slots, HV, K, V], or [slots, HV, V, K] if v_first; indices [N] or None."""
+
+    state: Tensor
+    indices: Tensor | None
+    v_first: bool
+
+    @property
+    def k_first(self) -> Tensor:
+        """The same memory, [slots, HV, K, V]."""
+        return self.state.mT if self.v_first else self.state
+
+
+def refuses(call: tuple[Terms, Pool]) -> str | None:
+    """Why the Triton kernel can't take this call, or None if it can."""
+    terms, pool = call
+    if reason := unfit(terms.q, "q"):
+        return reason
+    if pool.state.dtype == torch.float64:
+        return "it computes in float32, and state is float64"
+    if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
+        return f"K and V may be at most {WIDEST}"
+    if all(x.stride()[-2:] != (x.shape[-1], 1) for x in (pool.state, pool.state.mT)):
+        return "the last two dimensions of state are not contiguous"
+    return guarded_launch.objection(lambda: kind(terms, by_token=True), terms.q.device)
+
+
+CANDIDATES = (
+    Candidate("triton", "one portable Triton kernel, on CUDA", refuses),
+    Candidate("eager", "plain torch, on any device"),
+)
+_PLANS = Remembered()
+
+
+def run(terms: Terms, pool: Pool, scale: float | None, l2_norm: bool, impl: str | None) -> Tensor:
+    """o [B, T, HV, V] in q's dtype; the pool's states are updated. Arguments as the user's."""
+    key = signature((*terms, pool.state, pool.indices), pool.v_first, impl)
+    dtype = None
+    if key is not None and terms.q is not None and pool.state is not None:
+        dtype = autocast_dtype(terms.q)
+        key = (*key, pool.state.stride(), dtype)
+    plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl))
+    given = (*terms, pool.state)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        raise NotImplementedError(
+            "recurrent_step: the state is overwritten, so there are no gradients; call it under "
+            "torch.no_grad(), or a fused_recurrent operator"
+        )
+    if key is None or dtype is not None:
+        terms = as_autocast(terms)
+    scale = max(terms.q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
+
+
+def plan_for(terms: Terms, pool: Pool, impl: str | None) -> Plan:
+    """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
+    check(terms, {}, Options(), True)
+    _check_pool(terms, pool)
+    return choose(CANDIDATES, (as_autocast(terms), pool), impl, "recurrent_step", terms.q)
+
+
+def _check_pool(terms: Terms, pool: Pool) -> None:
+    state, indices, v_first = pool
+    if (terms.a is None) != (terms.b is None) or (terms.p is not None and terms.beta is None):
+        name, other = ("p", "beta") if terms.p is not None else ("a", "b")
+        raise ValueError(f"{name}: wants {other} too, or neither")
+    checks.expect_rank("state", state, 4, "[slots, HV, V, K]" if v_first else "[slots, HV, K, V]")
+    N, HV, K, V = terms.state_shape
+    slots = N if indices is None else state.shape[0]
+    checks.expect_shape("state", state, (slots, HV, V, K) if v_first else (slots, HV, K, V))
+    checks.expect_floating({"state": state})
+    checks.expect_one_device({"q": terms.q, "state": state, "state_indices": indices})
+    if indices is not None:
+        checks.expect_shape("state_indices", indices, (N,))
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+
+
+def _check_indices(indices: Tensor, slots: int) -> None:
+    """On the host: none past the last slot, none twice. On a device it would be a sync."""
+    if indices.device.type != "cpu":
+        return
+    expect_below("state_indices", indices, slots, "slots")
+    given = [i for i in indices.tolist() if i >= 0]
+    if len(set(given)) < len(given):
+        raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
+
+
+def _step(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> Tensor:
+    *given, cu_seqlens, scale, l2_norm, impl = args
+    terms, pool = Terms(*given, cu_seqlens=cu_seqlens), Pool(state, indices, v_first)
+    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
+        return terms.q.new_zeros(terms.v.shape)
+    if indices is not None:
+        _check_indices(indices, state.shape[0])
+    impl, _, rest = impl.partition("|")
+    plain = partial(_plain, pool, l2_norm)
+    if impl == "eager":
+        return plain(terms, scale)
+    assert impl == "triton", impl
+
+    def run(terms: Terms, scale: float) -> Tensor:
+        from slipstream.kernels.linear.triton import decode_launch
+
+        return decode_launch.update(terms, pool.k_first, indices, scale, l2_norm)
+
+    return guarded_launch.attempt(
+        lambda: kind(terms, by_token=True),
+        state.device,
+        run,
+        plain if rest else None,
+        (terms, scale),
+        lambda: probe.mismatch(terms, impl, True, linear),
+    )
+
+
+def _plain(pool: Pool, l2_norm: bool, terms: Terms, scale: float) -> Tensor:
+    o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)
+    return o.to(terms.q.dtype)
+
+
+def _normalised(terms: Terms) -> Terms:
+    """q, k and p as x / sqrt(sum x^2 + 1e-6), not rounded."""
+
+    def unit(x: Tensor) -> Tensor:
+        x = x.to(terms.dtype)
+        return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+    p = None if terms.p is None else unit(terms.p)
+    return terms._replace(q=unit(terms.q), k=unit(terms.k), p=p)
+
+
+def step_eager(terms: Terms, pool: Pool, scale: float) -> Tensor:
+    """In plain torch. A sequence without a slot takes what the first one with a slot does."""
+    state = pool.k_first
+    if pool.indices is None:
+        o, final = recurrent_forward(terms._replace(initial_state=state), scale)
+        state.copy_(final)
+        return o
+    live = (pool.indices >= 0) & (pool.indices < state.shape[0])  # [N]
+    n = torch.arange(terms.sequences, device=live.device)
+    source = torch.where(live, n, live.int().argmax())
+    slots = pool.indices.long().index_select(0, source).clamp(min=0)
+    before = state.index_select(0, slots)
+    o, final = recurrent_forward(terms._replace(initial_state=before), scale)
+    final = torch.where(live.any(), final.index_select(0, source), before)
+    state.index_copy_(0, slots, final.to(state.dtype))
+    if terms.cu_seqlens is not None:  # the sequence of each token
+        t = torch.arange(o.shape[1], device=live.device)
+        owner = torch.searchsorted(terms.cu_seqlens[1:].long(), t, right=True)
+        live = live.index_select(0, owner.clamp(max=terms.sequences - 1))[None]
+    else:
+        live = live[:, None]
+    return torch.where(live[..., None, None], o, 0)
+
+
+def _fake(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> Tensor:
+    terms = Terms(*args[: len(Terms._fields) - 2])
+    return terms.q.new_empty(terms.v.shape)
+
+
+_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields[:-2])
+_op: Callable = define(
+    "linear_step",
+    f"(Tensor(a!) state, Tensor? state_indices, bool v_first, {_TERMS}, Tensor? cu_seqlens, "
+    "float scale, bool l2_norm, str impl) -> Tensor",
+    _step,
+    _fake,
+)
+_call = shortcut(_op, replays=True)

@@ -1,0 +1,161 @@
+"""From an operator's arguments to the recurrence: checks, conventions, choice, call.
+
+Every public function of the family ends here, so what is common to all of them is here once:
+argument checks under the user's names, default scale, autocast, reversed time, V-first states.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.common.autocast import autocast_dtype
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.op import linear
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.sm90.plan import refuses as sm90_refuses
+from slipstream.kernels.linear.triton.plan import refuses
+from slipstream.runtime.dispatch import Candidate, Plan, choose
+from slipstream.runtime.validation_cache import Remembered, signature
+
+CANDIDATES = (
+    Candidate("sm90", "kernels for sm_90 and, around them, portable ones", sm90_refuses),
+    Candidate("triton", "portable Triton kernels, on CUDA", refuses),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
+)
+# Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/log.md).
+DEFAULT_CHUNK = 32
+_PLANS = Remembered()
+
+
+class Options(NamedTuple):
+    """What every operator of the family takes besides its tensors."""
+
+    scale: float | None = None
+    output_final_state: bool = False
+    state_v_first: bool = False
+    reverse: bool = False
+    chunk_size: int | None = None
+    impl: str | None = None
+
+
+def run(
+    terms: Terms,
+    options: Options,
+    *,
+    recurrent: bool,
+    names: Mapping[str, str] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs one operator.
+
+    Args:
+        terms: as the user gave them, but for initial_state, which may be V-first.
+        names: how the user calls a term where that is not its name here.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] (or V-first) if asked for.
+    """
+    if options.state_v_first and terms.initial_state is not None:
+        checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
+        terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
+    key = signature(terms, options.chunk_size, options.impl, recurrent)
+    dtype = None
+    if key is not None and terms.q is not None:
+        dtype = autocast_dtype(terms.q)
+        key = (*key, dtype)
+    plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent))
+    if key is None or dtype is not None:
+        terms = as_autocast(terms)
+    if options.reverse:
+        terms = _reversed(terms)
+    scale = max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
+    if plan.impl == "reference":
+        o, state = linear_reference(terms, scale)
+    else:
+        chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+        o, state = linear(terms, scale, chunk, plan.tries)
+    if options.reverse:
+        o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
+    if not options.output_final_state:
+        return o, None
+    return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _checked(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> Plan:
+    """Looks at nothing but shapes, dtypes and devices."""
+    check(terms, names, options, recurrent)
+    return plan_for(as_autocast(terms), options.impl)
+
+
+def plan_for(terms: Terms, impl: str | None) -> Plan:
+    return choose(CANDIDATES, terms, impl, "linear attention", terms.q)
+
+
+def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> None:
+    """ValueError or TypeError, under the user's names, for anything that does not fit."""
+    named = {name: names.get(name, name) for name in Terms._fields}
+    checks.expect_rank(named["q"], terms.q, 4, "[B, T, H, K]")
+    checks.expect_rank(named["v"], terms.v, 4, "[B, T, HV, V]")
+    B, T, H, K = terms.q.shape
+    HV, V = terms.v.shape[2:]
+    checks.expect_multiple(f"heads of {named['v']}", HV, f"heads of {named['q']}", H)
+    checks.expect_shape(named["v"], terms.v, (B, T, HV, V))
+    for name in ("k", "p", "a", "b"):
+        if (x := getattr(terms, name)) is not None:
+            checks.expect_shape(named[name], x, (B, T, H, K))
+    if terms.g is not None:
+        checks.expect_tensor(named["g"], terms.g)
+        wide = terms.g.dim() == 4
+        checks.expect_shape(named["g"], terms.g, (B, T, HV, K) if wide else (B, T, HV))
+    if terms.gv is not None:
+        checks.expect_shape(named["gv"], terms.gv, (B, T, HV, V))
+    if terms.beta is not None:
+        checks.expect_tensor(named["beta"], terms.beta)
+        wide = recurrent and terms.beta.dim() == 4
+        checks.expect_shape(named["beta"], terms.beta, (B, T, HV, V) if wide else (B, T, HV))
+    if terms.u is not None:
+        checks.expect_shape(named["u"], terms.u, (HV, K))
+    if terms.cu_seqlens is not None:
+        checks.expect_cu_seqlens(terms.cu_seqlens, B, terms.q.shape[1])
+    if terms.initial_state is not None:
+        checks.expect_shape(named["initial_state"], terms.initial_state, terms.state_shape)
+    if options.chunk_size is not None:
+        checks.expect_power_of_two("chunk_size", options.chunk_size, 16, 256)
+    given = {named[name]: x for name, x in terms._asdict().items()}
+    checks.expect_one_device(given)
+    given.pop("cu_seqlens")
+    checks.expect_floating(given)
+    if autocast_dtype(terms.q) is None:
+        checks.expect_one_dtype(
+            {named[n]: getattr(terms, n) for n in ("q", "k", "v", "p", "a", "b")}
+        )
+
+
+def as_autocast(terms: Terms) -> Terms:
+    """Under autocast the activations take its dtype; gates and states keep theirs."""
+    dtype = autocast_dtype(terms.q)
+    if dtype is None:
+        return terms
+    cast = {
+        name: x.to(dtype)
+        for name in ("q", "k", "v", "p", "a", "b")
+        if (x := getattr(terms, name)) is not None
+    }
+    return terms._replace(**cast)
+
+
+def _reversed(terms: Terms) -> Terms:
+    """The same sequences from their last token to their first; packed ones also change order."""
+    flipped = {
+        name: x.flip(1)
+        for name, x in terms._asdict().items()
+        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
+    }
+    terms = terms._replace(**flipped)
+    if terms.cu_seqlens is None:
+        return terms
+    state = None if terms.initial_state is None else terms.initial_state.flip(0)
+    offsets = terms.q.shape[1] - terms.cu_seqlens.flip(0)
+    return terms._replace(initial_state=state, cu_seqlens=offsets)

@@ -1,0 +1,214 @@
+"""Several Householder steps a token, each as a token of the gated delta rule, span after span.
+
+The first of a token's n steps decays and its last reads: q and g are zero at the others, and o is
+thrown away there (householder.py). Of a long row a span of tokens at a time is laid out like that
+(slices.py), so that it takes little memory; what is kept for backward are the states between spans.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear import op, workspace
+from slipstream.kernels.linear.householder import spread, take
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.custom_op import define, direct, replayed, shortcut
+from slipstream.runtime.gradient import set_gradient
+
+# Steps of a span, at least, where walks leave half of a GPU idle unless they are cut into segments.
+LONG = 4096
+
+
+class Steps(NamedTuple):
+    """q [B, T, H, K]; k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV]; g [B, T, HV]; the
+    state before the first token [N, HV, K, V]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor | None = None
+    state: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[1] // self.q.shape[1]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.q.shape[0], self.v.shape[2], self.q.shape[3], self.v.shape[3])
+
+    def terms(self, tokens: slice, state: Tensor | None, impl: str) -> Terms:
+        """Of a span, each step a token."""
+        return self.laid(tokens, state, impl, None)[0]
+
+    def laid(
+        self, tokens: slice, state: Tensor | None, impl: str, do: Tensor | None
+    ) -> tuple[Terms, Tensor | None]:
+        """Those, and the span's gradient of o by steps."""
+        n, g = self.n, None if self.g is None else self.g[:, tokens]
+        k, v, beta = (x[:, _of_steps(tokens, n)] for x in (self.k, self.v, self.beta))
+        do = None if do is None else do[:, tokens]
+        q, g, do = spread(self.q[:, tokens], g, do, n, impl)
+        return Terms(q, k, v, g=g, beta=beta, initial_state=state), do
+
+
+def _of_steps(tokens: slice, n: int) -> slice:
+    return slice(tokens.start * n, tokens.stop * n)
+
+
+def spans_of(given: Steps, impl: str) -> int:
+    """So many that a span, which backward takes most for, takes less than slices.MOST percent, but
+    no more than leave walks long; one but for a single row of more than a little."""
+    (B, R, HV, V), E = given.v.shape, given.q.element_size()
+    programs = HV * -(-V // 64)
+    if B > 1 or given.v.numel() * E <= workspace.LITTLE or 2 * programs < workspace.BUSY:
+        return 1
+    most = workspace.COUNT if programs >= workspace.BUSY else max(1, R // LONG)
+    size = sum(x.numel() * x.element_size() for x in given if x is not None)
+    size += given.v.numel() * E // given.n  # o
+    allowed = 2 * size * int(10 * workspace.MOST) // 1000
+    allowed -= workspace.BORDERS * prod(given.state_shape) * 4
+    return int(min(most, -(-R * HV * _room(given, impl) // max(allowed, 1))))
+
+
+def _room(given: Steps, impl: str) -> int:
+    """Bytes a step and value head of a span's backward pass: q, do, R and the states of chunks; and
+    where these have no room in q or in the gradient of k, w and gradients of q and k."""
+    (HV, V), (H, K), E = given.v.shape[2:], given.q.shape[2:], given.q.element_size()
+    lean = (K * H // HV + V + workspace.CHUNK) * E + 2 * K * V * E // workspace.CHUNK
+    if not impl.startswith("sm90"):
+        return lean + (K + V) * E
+    w = 0 if K == V else V * E
+    return lean + w + (0 if H == HV else 2 * K * E)
+
+
+def _like(given: Steps, spans: int) -> tuple[Tensor, Tensor, Tensor]:
+    wide: dict[str, Any] = {"dtype": torch.float32}
+    (B, T), size = given.q.shape[:2], given.state_shape
+    v = given.v
+    states = (v.new_empty(size, **wide), v.new_empty(spans - 1, *size, **wide))
+    return v.new_empty(B, T, *v.shape[2:]), *states
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, HV, V], the final state, and those between spans."""
+    *tensors, scale, chunk, impl, spans = args
+    given = Steps(*tensors)
+    o, final, marks = _like(given, spans)
+    before = given.state
+    if before is None and spans > 1:  # alone, a walk may still read it where another has written
+        before = final.zero_()
+    cuts = workspace.spans(given.q.shape[1], spans)
+    for i, tokens in enumerate(cuts):
+        after = final if i == len(cuts) - 1 else marks[i]
+        tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
+        terms = given.terms(tokens, before, impl)
+        wide, *_ = op.spans_forward(*terms, scale, chunk, impl, False, 1, out=(None, after))
+        take(wide, None, given.n, o[:, tokens], None, impl)
+        before = after
+        del terms, wide  # before there are the next span's
+    return o, final, marks
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(Steps(*args[: len(Steps._fields)]), args[-1])
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """Gradients of q, k, v, beta, that of g and of the state: where there is none, of a zero."""
+    *tensors, marks, do, dfinal, scale, chunk, impl = args
+    given = Steps(*tensors)
+    n, cuts = given.n, workspace.spans(given.q.shape[1], marks.shape[0] + 1)
+    grads = dict(zip(Steps._fields, _fake_backward(*args)))
+    beta = given.beta  # its gradient is rounded once, at the end
+    exact = torch.float32 if beta.element_size() < 4 else beta.dtype
+    grads["beta"] = beta.new_empty(beta.shape, dtype=exact)
+    after, met = dfinal, given.state
+    if len(cuts) > 1 and (after is None or met is None):
+        zeros = torch.zeros_like(grads["state"])
+        after, met = (zeros if x is None else x for x in (after, met))
+    for i, tokens in reversed(list(enumerate(cuts))):
+        tokens = slice(tokens.start, min(tokens.stop, given.q.shape[1]))
+        terms, d = given.laid(tokens, marks[i - 1] if i else met, impl, do)
+        out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
+        out["initial_state"] = grads["state"]
+        found = op.gradients(terms, d, after, scale, chunk, impl, True, None, out, spends_q=True)
+        g, g_to = (found["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
+        take(found["q"], g, n, grads["q"][:, tokens], g_to, impl)
+        after = grads["state"]
+        del terms, d, found, g  # as above
+    grads["beta"] = grads["beta"].to(beta.dtype)
+    return list(grads.values())
+
+
+def _fake_backward(*args: Any) -> list[Tensor]:
+    given = Steps(*args[: len(Steps._fields)])
+    of = [given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:5]]
+    return [*of, given.v.new_empty(given.state_shape, dtype=torch.float32)]
+
+
+_TENSORS = ", ".join(f"Tensor{'?' if n in ('g', 'state') else ''} {n}" for n in Steps._fields)
+_OPTIONS = "float scale, int chunk, str impl"
+_forward_op = define(
+    "steps_forward",
+    f"({_TENSORS}, {_OPTIONS}, int spans) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+_backward_op = define(
+    "steps_backward",
+    f"({_TENSORS}, Tensor marks, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+_call_forward: Callable = shortcut(_forward_op, replays=True)
+_call_alone: Callable = replayed(lambda *args: _forward(*args)[:2])
+_call_backward: Callable = shortcut(_backward_op, replays=True)
+
+
+class _Steps(Function):
+    operator = "slipstream::gated_delta_product"
+
+    @staticmethod
+    def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
+        o, final, marks = _call_forward(*tensors, *options, spans_of(Steps(*tensors), options[-1]))
+        ctx.save_for_backward(*tensors, marks)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
+        if dout is None and dfinal is None:
+            return (None,) * len(saved)
+        grads = _call_backward(*saved, dout, dfinal, *ctx.options)
+        return (None, *(x if y is not None else None for x, y in zip(grads, saved)))
+
+
+def _of_operator(*args: Any) -> Any:
+    """As slipstream::steps_forward is called."""
+    width = len(Steps._fields)
+    return _Steps.apply(args[width:-1], *args[:width])
+
+
+set_gradient(_forward_op, _of_operator)
+
+
+def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] and the final state, float32, with gradients.
+
+    Args:
+        options: scale, tokens a chunk (0: token by token), implementation.
+    """
+    if needs_autograd(*given):
+        return _Steps.apply(options, *given)
+    args = *given, *options, spans_of(given, options[-1])
+    if given.q.is_cuda and direct(given.q):
+        return _call_alone(*args)
+    return _call_forward(*args)[:2]

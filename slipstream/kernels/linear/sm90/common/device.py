@@ -1,0 +1,167 @@
+"""What kernels of the linear family on sm_90 share."""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+)
+
+
+@gluon.jit
+def place(cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr):
+    """First token of a slot's sequence or segment, its tokens, the slot of its first chunk.
+
+    As the portable find_segment, find_chunk.
+    """
+    begin, length, first, _, _, _ = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    return begin, length, first
+
+
+@gluon.jit
+def place_in(
+    cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+):
+    """That, the sequence, the number in it of the segment, and whether that is the last one; a slot
+    that no segment has is never it."""
+    i_n = slot
+    i_s = 0
+    if PACKED:
+        if SPLIT:
+            i_n = 0
+            past = N
+            while past - i_n > 1:
+                middle = (i_n + past) // 2
+                before = gl.load(cu_ptr + middle).to(gl.int32) // segment + middle <= slot
+                i_n = gl.where(before, middle, i_n)
+                past = gl.where(before, past, middle)
+        begin = gl.maximum(gl.load(cu_ptr + i_n).to(gl.int32), 0)
+        length = gl.maximum(gl.minimum(gl.load(cu_ptr + i_n + 1).to(gl.int32), T) - begin, 0)
+        first = begin // C + i_n
+        if SPLIT:
+            i_s = slot - (begin // segment + i_n)
+    else:
+        if SPLIT:
+            i_n = slot // gl.cdiv(T, segment)
+            i_s = slot - i_n * gl.cdiv(T, segment)
+        begin = i_n * T
+        length = T
+        first = i_n * gl.cdiv(T, C)
+    last = True
+    if SPLIT:
+        there = (i_s == 0) | ((i_s > 0) & (i_s * segment < length))
+        last = there & ((i_s + 1) * segment >= length)
+        begin += i_s * segment
+        first += i_s * (segment // C)
+        length = gl.where(there, gl.minimum(length - i_s * segment, segment), 0)
+    return begin, length, first, i_n, i_s, last
+
+
+@gluon.jit
+def opening(cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr):
+    """Of a program that walks one head of a slot: the head, the slot, place's, and its chunks."""
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    slot = pid // HV
+    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    return i_h, slot, row, length, first, gl.cdiv(length, C)
+
+
+@gluon.jit
+def ring(COUNT: gl.constexpr, N: gl.constexpr):
+    """N barriers of COUNT arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def end_ring(bars):
+    """For barriers that no warp_specialize takes, once nobody waits at them: what is in shared
+    memory later may come where they were, and be overwritten (compiler/smem_hazards.py)."""
+    N: gl.constexpr = bars.shape[0]
+    gl.thread_barrier()
+    for i in gl.static_range(N):
+        mbarrier.invalidate(bars.index(i))
+
+
+STEP = gl.constexpr(32)
+ADDED = gl.constexpr(16)  # rows at a time, for want of registers
+
+
+@gluon.jit
+def clear(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    for i in gl.static_range(0, C, STEP):
+        rows = tile.slice(i, STEP)
+        b = rows.load(layout)
+        rows.store(gl.where((o_c < left - i)[:, None], b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def write_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `left`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
+    p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
+    gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+
+
+@gluon.jit
+def add_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+    """That, added to what the same threads wrote there."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, ADDED, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
+    for i in gl.static_range(0, C, ADDED):
+        p_x = p + (i_t + o_t + i).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
+        m = (o_t < left - i)[:, None]
+        b_x = gl.load(p_x, mask=m, other=0.0).to(gl.float32)
+        b_x += tile.slice(i, ADDED).load(layout).to(gl.float32)
+        gl.store(p_x, b_x.to(tile.dtype), mask=m)
+
+
+@gluon.jit
+def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `left` alone."""
+    if left >= C:
+        copy_out(desc, [i_t, i_col], tile)
+    else:
+        write_some(p, tile, i_t, i_col, stride, left, C, BK)
+
+
+@gluon.jit
+def write_turned(desc, p, tile, b, i_t, i_col, stride, left, C: gl.constexpr):
+    """b [64, C] as columns i_col and on of rows i_t and on, of which the first `left`."""
+    layout: gl.constexpr = b.type.layout
+    if left >= C:
+        store_wait(0)
+        tile.permute((1, 0)).store(b.to(tile.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        copy_out(desc, [i_t, i_col], tile)
+    else:
+        o_t = gl.arange(0, C, gl.SliceLayout(0, layout))
+        o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        p_x = p + (i_t + o_t).to(gl.int64)[None, :] * stride + (i_col + o_n)[:, None]
+        gl.store(p_x, b.to(tile.dtype), mask=(o_t < left)[None, :])
+
+
+@gluon.jit
+def load_rows(p, C: gl.constexpr, HAS_GATE: gl.constexpr):
+    """beta and G of a chunk, by one warp that takes them to shared memory.
+
+    Parts that load them themselves wait for them at every fence, wherever they are used.
+    """
+    N: gl.constexpr = (1 + HAS_GATE) * C
+    return gl.load(p + gl.arange(0, N, gl.BlockedLayout([N // 32], [32], [1], [0])))

@@ -1,0 +1,485 @@
+"""Delta rule, no decay or one a token, on sm_90: backward in one walk from the last chunk.
+
+What delta_walk_back.py and delta_grads.py do, with dS' [K, V], the gradient of the state after a
+chunk, in no other memory than a program's own. From S before each chunk and w, with p = k,
+
+    A = scale tril(q k^T decay)        x = do^T A + (k dS')^T exp(G_C - G)        dv = (x beta R)^T
+    dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
+
+and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, by the
+formulas of the portable delta_grads.py.
+
+S and w are made once more, `every` chunks at a time: forward leaves S before each such part, in 16
+bits as it is in all products, and from there a program walks to the part's end before it goes back
+(delta_back_there.py). What it meets on its way is in memory of that program alone, a state a chunk
+between the first, which forward left, and the last, which is in shared memory; dS' is in memory too
+while S takes its registers.
+
+Four parts of a program, which has all columns of V:
+
+    walk     S and w; dS and dv, V as the rows; B and M; clears a short chunk's rest
+    grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (delta_back_grads.py)
+    load     q, k, do or v, R, w and S by TMA, beta and G
+    write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
+
+What a program is, and how far its walk is, they read where they want it
+(kernels/primitives/smem_scalars.py).
+
+Two stages of q, k, do (or v), beta and G, one of all else. Of each chunk `grads` says when dS' and
+w are free, and when the rest is; a stage is free once `write` and `grads` are done with it, or on
+the way to a part's end `walk`. Step j of a program is the i-th back, where it has gone forward
+through j - i chunks.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, load_rows, place_in, ring
+from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
+    CHUNK,
+    CHUNKS,
+    COUNT,
+    D_COL,
+    GONE,
+    HEAD,
+    K_COL,
+    LENGTH,
+    MARK,
+    NOTES,
+    ROW,
+    ROWS,
+    SLOT,
+    STATE_IN,
+    STATE_OUT,
+    grads_part,
+    write_part,
+)
+from slipstream.kernels.linear.sm90.delta.bwd_fused_recompute import square, there_part
+from slipstream.kernels.linear.sm90.delta.device import hand_on, marks_of, met, rows_of
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.primitives.semaphore import landed, leave_slot, settled, take_slot
+from slipstream.kernels.primitives.smem_scalars import note, noted, notes
+
+
+@gluon.jit
+def part_of(i, n, every):
+    """Of n chunks, i of which it has gone back through: the first chunk of the part that is next,
+    and its chunks."""
+    first = gl.maximum(n - 1 - i, 0) // every * every
+    return first, n - i - first
+
+
+@gluon.jit
+def load_part(
+    descs, rows_ptr, tiles, rings, pad, HV, every,
+    V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, marks_desc = descs
+    qs, ks, os, gs, rs, ws, ss, _ = tiles
+    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
+    nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
+    row = noted(pad, ROW, 1)
+    n = noted(pad, CHUNKS, 1)
+    head = noted(pad, HEAD, 1)
+    k_col = noted(pad, K_COL, 1)
+    v_col = head * V
+    r_col = head * C
+    p_rows, stride = rows_of(rows_ptr, noted(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE)
+    # where this program has S before the second chunk of a part
+    scratch = noted(pad, SLOT, 1) * ((every - 2) * V)
+    m_step = HV * V  # from S before a part to that before the next
+    parts = gl.maximum(gl.cdiv(n, every), 1)
+    mark = noted(pad, MARK, 1) + (parts - 1) * m_step
+    i = 0
+    for part in range(parts):
+        first, count = part_of(i, n, every)
+        for at in range(2 * count):
+            j = 2 * i + at
+            s = j % ST
+            back = at >= count
+            c = gl.where(back, first + 2 * count - 1 - at, first + at)
+            t = row + c * C
+            b_rows = load_rows(p_rows + c * stride, C, HAS_GATE)
+            mbarrier.wait(empty.index(s), ((j // ST) & 1) ^ 1)
+            if back:
+                mbarrier.expect(full.index(s), nbytes + q_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+                copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+                copy_in(do_desc, [t, v_col], full.index(s), os.index(s))
+            else:
+                b_r = square(qs.index(s), rs.index(0), C)
+                mbarrier.expect(full.index(s), nbytes + r_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+                copy_in(v_desc, [t, v_col], full.index(s), os.index(s))
+                copy_in(r_desc, [t, r_col], full.index(s), b_r)
+            gs.index(s).store(b_rows)
+            mbarrier.arrive(full.index(s), count=1)
+            if at == 0:
+                mbarrier.wait(late.index(0), (i & 1) ^ 1)
+                mbarrier.expect(met_full.index(0), marks_desc.block_type.nbytes)
+                copy_in(marks_desc, [mark, 0], met_full.index(0), ss.index(0))
+            before = ((i + at - count) & 1) ^ 1
+            if back:
+                mbarrier.wait(r_empty.index(0), before)
+                mbarrier.expect(r_full.index(0), r_desc.block_type.nbytes)
+                copy_in(r_desc, [t, r_col], r_full.index(0), rs.index(0))
+            if at > count:  # those of the last chunk are there
+                if at == count + 1:
+                    mbarrier.wait(walked.index(0), part & 1)
+                    settled()
+                mbarrier.wait(early.index(0), before)
+                mbarrier.expect(w_full.index(0), w_desc.block_type.nbytes)
+                copy_in(w_desc, [t, v_col], w_full.index(0), ws.index(0))
+                mbarrier.wait(late.index(0), before)
+                mbarrier.expect(s_full.index(0), states_desc.block_type.nbytes)
+                if c == first:
+                    copy_in(marks_desc, [mark, 0], s_full.index(0), ss.index(0))
+                else:
+                    s_row = scratch + (c - first - 1) * V
+                    copy_in(states_desc, [s_row, 0], s_full.index(0), ss.index(0))
+        i += count
+        mark -= m_step
+
+
+@gluon.jit
+def decay_of(
+    rows, o_i, o_j, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr, OWN: gl.constexpr
+):
+    """exp(G_i - G_j) where j < i, and if OWN 1 where j is i; else 0."""
+    seen = o_i[:, None] >= o_j[None, :] if OWN else o_i[:, None] > o_j[None, :]
+    if HAS_GATE:
+        G_i = rows.slice(C, C).load(gl.SliceLayout(1, al))
+        G_j = rows.slice(C, C).load(gl.SliceLayout(0, al))
+        b_decay = gl.exp2(gl.where(seen, G_i[:, None] - G_j[None, :], float("-inf")))
+    else:
+        b_decay = gl.where(seen, 1.0, gl.zeros([C, C], gl.float32, al))
+    return b_decay
+
+
+@gluon.jit
+def scores_part(
+    os,
+    ws,
+    ys,
+    rows,
+    left_over,
+    none,
+    scale,
+    C: gl.constexpr,
+    WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+):
+    """B and -M of a chunk, and what a token owes itself, into left_over."""
+    bs, ms, owns = left_over
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    zero = gl.zeros([C, C], gl.float32, al)
+    b_b = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_m = warpgroup_mma(ys, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_decay = decay_of(rows, o_i + none, o_j, al, C, HAS_GATE, False)
+    b_b, b_m = warpgroup_mma_wait(0, deps=(b_b, b_m))
+    b_b *= scale
+    # a sum for each half of the columns: over both it would take more memory, and barriers
+    HALVES: gl.constexpr = WARPS // 4
+    own = gl.where((o_i + none)[:, None] == o_j[None, :], b_b, 0.0)
+    own = gl.sum(gl.reshape(own, [C, HALVES, C // HALVES]), 2)
+    owns.store(gl.reshape(gl.permute(own, (1, 0)), [HALVES * C]))
+    bs.store((b_b * b_decay).to(bs.dtype))
+    ms.store((-b_m * b_decay).to(bs.dtype))
+
+
+@gluon.jit
+def back_part(
+    tiles, made, rings, b_s, gone, count, length, n, scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """Through a part from b_s, dS after it; dS before it."""
+    qs, ks, os, gs, rs, ws, _, a_s = tiles
+    ds, ys, bs, ms, owns, _, _ = made
+    full, _, r_full, r_empty, w_full, _, done, early, late, _, _, _ = rings
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    zero = gl.zeros([V, C], gl.float32, xl)
+    for at in range(count):
+        i = gone + at
+        j = 2 * gone + count + at
+        s = j % ST
+        left = length - (n - 1 - i) * C
+        rows = gs.index(s)
+        # 0, which no compiler knows: it would keep all addresses that two products have in common
+        o = i >> 30
+        o_x = i >> 29
+        o_s = i >> 28
+        o_y = i >> 27
+        mbarrier.wait(full.index(s), (j // ST) & 1)
+        mbarrier.wait(r_full.index(0), i & 1)
+        if left < C:
+            clear(qs.index(s), left, C, K, WARPS)
+            clear(ks.index(s), left, C, K, WARPS)
+            clear(os.index(s), left, C, V, WARPS)
+            clear(rs.index(o), left, C, C, WARPS)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_a = warpgroup_mma(
+            qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+        )
+        b_decay = decay_of(rows, o_i + o, o_j, al, C, HAS_GATE, True) * scale
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        a_s.index(o).store((b_a * b_decay).to(ks.dtype))
+        mbarrier.wait(early.index(0), (i & 1) ^ 1)
+        ds.index(o_x).store(b_s.to(ks.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        # from shared memory, for all registers are taken
+        b_x = warpgroup_mma(
+            ds.index(o_x), ks.index(s + o_x).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        b_x = warpgroup_mma_wait(0, deps=(b_x,))
+        if HAS_GATE:
+            last = rows.slice(2 * C - 1, 1)
+            G_j = rows.slice(C, C).load(gl.SliceLayout(0, xl))
+            b_x *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - G_j)[None, :]
+        b_x = warpgroup_mma(os.index(s + o_s).permute((1, 0)), a_s.index(o_s), b_x, is_async=True)
+        b_d = os.index(s + o_s).permute((1, 0)).load(xa).to(gl.float32) * scale
+        if HAS_GATE:
+            b_d *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xa)))[None, :]
+            b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
+        b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s + o_s), b_s, is_async=True)
+        b_x, b_s = warpgroup_mma_wait(0, deps=(b_x, b_s))
+        b_x *= rows.slice(0, C).load(gl.SliceLayout(0, xl))[None, :]
+        b_x = gl.convert_layout(b_x.to(ks.dtype), xa)
+        b_y = warpgroup_mma(b_x, rs.index(o_s), zero, use_acc=False, is_async=True)
+        b_y = warpgroup_mma_wait(0, deps=(b_y,))
+        mbarrier.arrive(r_empty.index(0), count=1)
+        b_left = -b_y
+        if HAS_GATE:
+            b_left *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
+        b_left = gl.convert_layout(b_left.to(ks.dtype), xa)
+        b_s = warpgroup_mma(b_left, ks.index(s + o_s), b_s, is_async=True)
+        mbarrier.wait(late.index(0), ((i + o_y) & 1) ^ 1)
+        ys.index(o_y).permute((1, 0)).store(b_y.to(ks.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.wait(w_full.index(0), (i + o_y) & 1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        left_over = (bs.index(o_y), ms.index(o_y), owns)
+        scores_part(
+            os.index(s), ws.index(o_y), ys.index(o_y), rows, left_over, o_y, scale,
+            C, WARPS, HAS_GATE,
+        )  # fmt: skip
+        fence_async_shared()
+        mbarrier.arrive(done.index(0), count=1)
+    return b_s
+
+
+@gluon.jit
+def walk_part(
+    descs, states, tiles, made, rings, pad, every, scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """states: where dS comes from, goes to, and is while S is there."""
+    _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    s_in_ptr, s_out_ptr, p_park = states
+    part = 0
+    going = True
+    while going:
+        gone = noted(pad, GONE, WARPS)
+        n = noted(pad, CHUNKS, WARPS)
+        first, count = part_of(gone, n, every)
+        note(pad, (count,), COUNT, WARPS)
+        if count > 0:
+            mbarrier.wait(met_full.index(0), part & 1)
+        there_part(
+            descs, tiles, made, rings, noted(pad, ROW, WARPS), noted(pad, HEAD, WARPS) * V,
+            noted(pad, SLOT, WARPS) * ((every - 2) * V), gone, first, count,
+            noted(pad, LENGTH, WARPS),
+            K, V, C, ST, WARPS, HAS_GATE,
+        )  # fmt: skip
+        gone = noted(pad, GONE, WARPS)
+        # 0, which no compiler knows: it would keep addresses
+        none = (gone >> 30).to(gl.int64)
+        if part == 0:
+            at_in = (s_in_ptr, None, (none + noted(pad, STATE_IN, WARPS)) * (K * V), None)
+            b_d = met(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
+        else:
+            own = noted(pad, STATE_IN if SPLIT else SLOT, WARPS)
+            o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            b_d = gl.load(p_park + o_d)
+        landed()
+        gl.thread_barrier()
+        mbarrier.arrive(walked.index(0), count=1)
+        b_d = back_part(
+            tiles, made, rings, b_d, gone, noted(pad, COUNT, WARPS), noted(pad, LENGTH, WARPS),
+            noted(pad, CHUNKS, WARPS), scale,
+            K, V, C, ST, WARPS, HAS_GATE,
+        )  # fmt: skip
+        gone = noted(pad, GONE, WARPS) + noted(pad, COUNT, WARPS)
+        none = (gone >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
+        going = gone < noted(pad, CHUNKS, WARPS)
+        if going:
+            own = noted(pad, STATE_IN if SPLIT else SLOT, WARPS)
+            o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            gl.store(p_park + o_d, b_d)
+        else:
+            to = noted(pad, STATE_OUT, WARPS)
+            if to >= 0:
+                at_out = (None, s_out_ptr, None, (none + to) * (K * V))
+                hand_on(at_out, b_d, 0, o_k + none, o_v + none, V, HAS_S_OUT)
+        gl.thread_barrier()  # all have read what it was
+        note(pad, (gone,), GONE, WARPS)
+        gl.thread_barrier()
+        part += 1
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "segment", "every", "slots"])
+def delta_back_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, V]
+    do_desc,
+    r_desc,  # [tokens, HV * C] by [C, C]
+    dv_desc,  # [tokens, HV * V] by [C, V]: w, in whose place dv comes
+    states_desc,  # [slots * (every - 2) * V, K] by [V, K]: S before chunks of a part, by and by
+    marks_desc,  # [marks * HV * V, K] by [V, K]: S before each part
+    dq_desc,  # [tokens, HV / G * K] by [C, K]
+    dk_desc,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    park_ptr,  # [slots, V, K]: dS, while S is there; if SPLIT it goes where s_in was
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    dbeta_ptr,  # [tokens, HV]
+    dg_ptr,
+    s_in_ptr,  # [N, HV, K, V]: gradient of the state after a sequence; of segments [.., HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]: of that before it
+    cu_ptr,  # [N + 1]
+    counts_ptr,  # [slots], zeros: which of them a program has; then if SHARED
+    # [chunks, HV / G], zeros: how many of G heads have added theirs
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    G,
+    segment,
+    every,
+    slots,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    PACKED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SHARED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    FEW: gl.constexpr,
+):
+    """grid (HV * N,), or if SPLIT as many for each segment, of `segment` tokens; WARPS = V / 16
+    warps: one program walks one head of a sequence, or of a segment of it.
+
+    In parts of `every` chunks, of which a segment has a whole number. SHARED: G, which add dq and
+    dk up, is more than 1: one that waits does so for the program before it, which has begun. Slots
+    are for all programs that run at a time, or nearly so.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [ST, C, V], do_desc.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, (1 + HAS_GATE) * C], plain)
+    rs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [1, C, V], dv_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [1, V, K], states_desc.layout)
+    a_s = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [1, V, K], states_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [1, C, V], dv_desc.layout)
+    bs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
+    ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
+    owns = gl.allocate_shared_memory(gl.float32, [WARPS // 4 * C], plain)
+    # of a chunk's tokens k . dk', and what all gates before the end get of them; sum(S * dS')
+    owed = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
+    zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
+    pad = notes(NOTES)
+    full = ring(2, ST)
+    empty = ring(2, ST)
+    r_full = ring(1, 1)
+    r_empty = ring(1, 1)
+    w_full = ring(1, 1)
+    s_full = ring(1, 1)
+    done = ring(1, 1)
+    early = ring(1, 1)
+    late = ring(1, 1)
+    written = ring(1, ST)
+    met_full = ring(1, 1)
+    walked = ring(1, 1)
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    row, length, first, i_n, i_s, _ = place_in(cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
+    mark = marks_of(i_n, row - i_s * segment, T, every, C, PACKED)
+    to = pid
+    if SPLIT:
+        if (n == 0) & (i_s != 0):
+            return
+        mark += i_s * (segment // (every * C))
+        to = gl.where(i_s == 0, i_n * HV + i_h, -1)
+    own = take_slot(counts_ptr, pid % slots, slots)
+    chunk = gl.where(n > 0, first, 0)
+    k_col = i_h // (HV // H) * K
+    turn = slots + chunk * (HV // G) + i_h // G
+    note(pad, (own, row, length, n, i_h, chunk, (mark * HV + i_h) * V, k_col), SLOT, WARPS)
+    note(pad, (i_h // G * K, HV // G, i_h % G, turn, pid, to, 0), D_COL, WARPS)
+    tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
+    made = (ds, ys, bs, ms, owns, owed, zs)
+    rings = (
+        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full, walked
+    )  # fmt: skip
+    p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
+    descs = (dq_desc, dk_desc, dv_desc)
+    states = (s_in_ptr, s_out_ptr, s_in_ptr if SPLIT else park_ptr)
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                (dv_desc, states_desc), states, tiles, made, rings, pad, every, scale,
+                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
+            (grads_part, (
+                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, made, rings,
+                pad, HV, G, every, scale,
+                K, V, BK, C, ST, HAS_GATE, SHARED)),
+            (load_part, (
+                (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, marks_desc),
+                rows_ptr, tiles, rings, pad, HV, every,
+                V, C, ST, HAS_GATE)),
+            (write_part, (
+                descs, counts_ptr, tiles, rings, pad, HV, G, every,
+                K, C, ST, SHARED)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, FEW, FEW],
+    )  # fmt: skip
+    leave_slot(counts_ptr + noted(pad, SLOT, WARPS))

@@ -1,0 +1,299 @@
+"""Delta rule backward in one walk on sm_90 (delta_back.py): the gradients of a chunk.
+
+With S before a chunk, dS' after it, w and dv, and B = scale stril(do w^T decay),
+M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not reach,
+
+    dq = scale exp(G) do S + B beta k + own beta k
+    dp = exp(G) dv S + M beta k
+    dk' = exp(G_C - G) w dS' + B^T q - M^T k + own q      dk = beta dk' - dp      dbeta = k . dk'
+    dg = what is to come of (q . dq + p . dp - k . dk), and of sum(S' * dS')
+
+BK channels of K at a time.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import write
+from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, leave, pass_on, row_products
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.primitives.semaphore import reduce_out, turn_of
+from slipstream.kernels.primitives.smem_scalars import noted
+
+# Places of a program's numbers (kernels/primitives/smem_scalars.py): what it is from its beginning
+# on, then how far the walk is.
+SLOT = gl.constexpr(0)  # its memory
+ROW = gl.constexpr(1)  # the first token
+LENGTH = gl.constexpr(2)  # tokens
+CHUNKS = gl.constexpr(3)
+HEAD = gl.constexpr(4)  # of v
+CHUNK = gl.constexpr(5)  # the first, among those of all heads
+MARK = gl.constexpr(6)  # where S before the first part is left
+K_COL = gl.constexpr(7)  # the first column of q and k
+D_COL = gl.constexpr(8)  # and of their gradients
+HEADS = gl.constexpr(9)  # of those
+RANK = gl.constexpr(10)  # which of the heads that add those up this one is
+TURN = gl.constexpr(11)  # where the first chunk's turn is
+STATE_IN = gl.constexpr(12)  # where dS comes from
+STATE_OUT = gl.constexpr(13)  # and goes to; -1 if nobody wants it
+GONE = gl.constexpr(14)  # chunks gone back through
+COUNT = gl.constexpr(15)  # those of the part
+NOTES = gl.constexpr(16)
+
+
+@gluon.jit
+def step_of(i, c, n, every):
+    """Of a program that goes back through chunk c, the i-th of n: it has gone forward from the
+    beginning of that chunk's part to the end."""
+    return i + n - c // every * every
+
+
+@gluon.jit
+def start_of(rows, al: gl.constexpr, C: gl.constexpr):
+    """exp(G) of a chunk's tokens. Read wherever it is wanted: registers are what there is least."""
+    return gl.exp2(rows.slice(C, C).load(gl.SliceLayout(1, al)))
+
+
+@gluon.jit
+def end_of(rows, al: gl.constexpr, C: gl.constexpr):
+    """exp(G_C - G)."""
+    G_C = rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, al))
+    return gl.exp2(G_C - rows.slice(C, C).load(gl.SliceLayout(1, al)))
+
+
+@gluon.jit
+def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
+    return rows.slice(0, C).load(gl.SliceLayout(1, al))
+
+
+@gluon.jit
+def own_of(owns, al: gl.constexpr, C: gl.constexpr):
+    """Of the sums of a token, one for some columns each, all but one are 0."""
+    b_own = owns.slice(0, C).load(gl.SliceLayout(1, al))
+    for i in gl.static_range(1, owns.shape[0] // C):
+        b_own += owns.slice(i * C, C).load(gl.SliceLayout(1, al))
+    return b_own
+
+
+@gluon.jit
+def along(b, tile, al: gl.constexpr):
+    """Of each row sum(b * tile)."""
+    return gl.sum(b * tile.load(al), 1)
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def write_sums(
+    dg_ptr, dbeta_ptr, rows, owed, zs, none, o_t, left, HV,
+    C: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """From shared memory, where each warp finds all tokens, so that no sum goes across warps."""
+    by: gl.constexpr = gl.BlockedLayout([1, C // 32], [1, 32], [4, 1], [1, 0])
+    line: gl.constexpr = gl.SliceLayout(0, by)
+    o_w = gl.arange(0, 4, gl.SliceLayout(1, by))
+    o_c = gl.arange(0, C, line) + none
+    o_x = (o_t + o_c.to(gl.int64) * HV)[None, :] + o_w[:, None]  # o_w is 0 where it is stored
+    m = (o_c < left)[None, :] & (o_w == 0)[:, None]
+    zero = gl.zeros([4, C], gl.float32, by)
+    if HAS_GATE:
+        z = gl.sum(gl.zeros([4, ROWS], gl.float32, by) + zs.load(line)[None, :], 1)
+        z *= gl.exp2(rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, by)))
+        z += gl.sum(zero + owed.index(1).load(line)[None, :], 1)
+        b_g = zero + rows.slice(0, C).load(line)[None, :]
+        dg = gl.associative_scan(b_g, 1, add, reverse=True)
+        gl.store(dg_ptr + o_x, dg + z[:, None], mask=m)
+    gl.store(dbeta_ptr + o_x, zero + owed.index(0).load(line)[None, :], mask=m)
+
+
+@gluon.jit
+def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
+    """B or -M times beta, as a left operand."""
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    b_beta = rows.slice(0, C).load(gl.SliceLayout(0, aa))
+    return (tile.load(aa).to(gl.float32) * b_beta[None, :]).to(tile.dtype)
+
+
+@gluon.jit
+def leave_some(
+    q, k, counts_ptr, pad, c, left, K: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr
+):
+    """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
+    heads = noted(pad, HEADS, 4)
+    rank = noted(pad, RANK, 4)
+    if SHARED:
+        while turn_of(counts_ptr + noted(pad, TURN, 4) + c * heads) < rank:
+            pass
+    at = noted(pad, ROW, 4) + c * C, left
+    cols = noted(pad, D_COL, 4), heads * K
+    leave(rank, q[0], q[1], q[2], at, cols, C, K, SHARED)
+    leave(rank, k[0], k[1], k[2], at, cols, C, K, SHARED)
+
+
+@gluon.jit
+def grads_part(
+    descs, pointers, counts_ptr, tiles, made, rings, pad, HV, G, every, scale,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    dq_desc, dk_desc, dv_desc = descs
+    dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
+    qs, ks, os, gs, _, ws, ss, _ = tiles
+    ds, ys, bs, ms, owns, owed, zs = made
+    full, empty, _, _, w_full, s_full, done, early, late, written, _, _ = rings
+    NK: gl.constexpr = K // BK
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    zero = gl.zeros([C, BK], gl.float32, al)
+    n = noted(pad, CHUNKS, 4)
+    for i in range(n):
+        c = n - 1 - i
+        j = step_of(i, c, n, every)
+        s = j % ST
+        left = noted(pad, LENGTH, 4) - c * C
+        rows = gs.index(s)
+        mbarrier.wait(done.index(0), i & 1)
+        mbarrier.wait(full.index(s), (j // ST) & 1)
+        mbarrier.wait(w_full.index(0), i & 1)
+        e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+        gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
+        sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
+        row, v_col = noted(pad, ROW, 4), noted(pad, HEAD, 4) * V
+        write(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, left, C, V)
+        b_own = own_of(owns, al, C)
+        b_beta = beta_of(rows, al, C)
+        dks = ()
+        for h in gl.static_range(NK):
+            o = i >> (27 + h)  # 0, another for each so that no address is kept, as in walk_part
+            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
+            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
+            b_ds = ds.index(o).slice(h * BK, BK, 1)
+            b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
+            if h == 0:
+                mbarrier.wait(s_full.index(0), i & 1)
+                if HAS_GATE:
+                    zs.store(row_products(ss.index(o), ds.index(o), V, K))
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if h == NK - 1:
+                mbarrier.arrive(early.index(0), count=1)
+            if HAS_GATE:
+                b_dk *= end_of(rows, al, C)[:, None]
+                e += along(b_dk, b_ks, al)
+            b_dk = warpgroup_mma(bs.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
+            b_dk = warpgroup_mma(ms.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if HAS_GATE:
+                gates -= along(b_dk, b_ks, al) * b_beta
+            b_dk += b_own[:, None] * b_qs.load(al)
+            sums += along(b_dk, b_ks, al)
+            b_dk *= b_beta[:, None]
+            b_ss = ss.index(o).slice(h * BK, BK, 1)
+            b_dp = warpgroup_mma(ys.index(o), b_ss, zero, use_acc=False, is_async=True)
+            b_m = scaled(ms.index(o), rows, al, C)
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            if HAS_GATE:
+                b_dp *= -start_of(rows, al, C)[:, None]
+            else:
+                b_dp = -b_dp
+            b_dp = warpgroup_mma(b_m, b_ks, b_dp, is_async=True)  # -dp
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            if HAS_GATE:
+                gates += along(b_dp, b_ks, al)
+            dks += ((b_dk + b_dp).to(qs.dtype),)
+        owed.index(0).store(sums)
+        if HAS_GATE:
+            owed.index(1).store(e * b_beta)
+        for h in gl.static_range(NK):
+            o = i >> (29 + h)
+            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
+            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
+            b_ss = ss.index(o).slice(h * BK, BK, 1)
+            b_dq = warpgroup_mma(os.index(s + o), b_ss, zero, use_acc=False, is_async=True)
+            b_b = scaled(bs.index(o), rows, al, C)
+            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            b_dq *= scale
+            if HAS_GATE:
+                b_dq *= start_of(rows, al, C)[:, None]
+            b_dq = warpgroup_mma(b_b, b_ks, b_dq, is_async=True)
+            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            if HAS_GATE:
+                gates += along(b_dq, b_qs, al)
+            own = b_own * b_beta
+            b_dq += own[:, None] * b_ks.load(al)
+            if h == NK - 1:
+                store_wait(0)
+                mbarrier.arrive(late.index(0), count=1)
+            gl.thread_barrier()
+            b_qs.store(b_dq.to(qs.dtype))
+            b_ks.store(dks[h])
+        fence_async_shared()
+        left = noted(pad, LENGTH, 4) - c * C
+        if left < C:  # write_part takes whole chunks
+            gl.thread_barrier()
+            leave_some(
+                (dq_desc, dq_ptr, qs.index(s)), (dk_desc, dk_ptr, ks.index(s)),
+                counts_ptr, pad, c, left, K, C, SHARED,
+            )  # fmt: skip
+        mbarrier.arrive(written.index(i % ST), count=1)
+        o_t = (noted(pad, ROW, 4) + c * C).to(gl.int64) * HV + noted(pad, HEAD, 4)
+        if HAS_GATE:
+            rows.slice(0, C).store(gates)  # nobody reads beta any more
+        gl.thread_barrier()
+        write_sums(dg_ptr, dbeta_ptr, rows, owed, zs, i >> 23, o_t, left, HV, C, HAS_GATE)
+        mbarrier.arrive(empty.index(s), count=1)
+    store_wait(0)
+
+
+@gluon.jit
+def write_part(
+    descs, counts_ptr, tiles, rings, pad, HV, G, every,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
+    added is there, while the other parts go on."""
+    dq_desc, dk_desc, _ = descs
+    qs, ks, _, _, _, _, _, _ = tiles
+    _, empty, _, _, _, _, _, _, _, written, _, _ = rings
+    heads = noted(pad, HEADS, 1)
+    rank = noted(pad, RANK, 1)
+    col = noted(pad, D_COL, 1)
+    row = noted(pad, ROW, 1)
+    length = noted(pad, LENGTH, 1)
+    n = noted(pad, CHUNKS, 1)
+    p_turns = counts_ptr + noted(pad, TURN, 1)
+    for i in range(n):
+        c = n - 1 - i
+        s = step_of(i, c, n, every) % ST
+        t = row + c * C
+        p_turn = p_turns + c * heads
+        mbarrier.wait(written.index(i % ST), (i // ST) & 1)
+        if (c + 1) * C <= length:
+            if SHARED:
+                while turn_of(p_turn) < rank:
+                    pass
+                if rank > 0:
+                    reduce_out(dq_desc, [t, col], qs.index(s))
+                    reduce_out(dk_desc, [t, col], ks.index(s))
+                else:
+                    copy_out(dq_desc, [t, col], qs.index(s))
+                    copy_out(dk_desc, [t, col], ks.index(s))
+            else:
+                copy_out(dq_desc, [t, col], qs.index(s))
+                copy_out(dk_desc, [t, col], ks.index(s))
+        store_wait(0)
+        mbarrier.arrive(empty.index(s), count=1)
+        if SHARED:
+            pass_on(p_turn, rank, G)
+    store_wait(0)

@@ -1,0 +1,300 @@
+"""Delta rule, no decay or one a token, on sm_90: the walk over chunks, backward.
+
+With dS' [K, V] the gradient of the state after a chunk, R from the portable delta_solve.py and
+A = scale tril(q k^T decay), what the portable walk computes is written with one product fewer on
+the chain from chunk to chunk, since Z and W do not depend on dS':
+
+    Z = A beta R          W = R^T diag(beta exp(G_C - G)) k          dv = Z^T do + W dS'
+    dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
+
+V as the rows, as in delta_walk.py; so are the parts of a program:
+
+    walk     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
+    keep     writes dS' and dv               load     k, q, do and R by TMA, beta and G
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, load_rows, ring, write_some
+from slipstream.kernels.linear.sm90.delta.device import opening, rows_of, stages, state_of
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, d_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col, v_col, r_col,
+    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    qs, ks, ds, rs, gs, _, _ = tiles
+    full, empty, _, _ = rings
+    nbytes: gl.constexpr = (
+        q_desc.block_type.nbytes
+        + k_desc.block_type.nbytes
+        + d_desc.block_type.nbytes
+        + r_desc.block_type.nbytes
+    )
+    b_rows = load_rows(p_rows + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
+    for i in range(n):
+        s = i % ST
+        t = row + (n - 1 - i) * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
+        copy_in(d_desc, [t, v_col], full.index(s), ds.index(s))
+        gs.index(s).store(b_rows)
+        mbarrier.arrive(full.index(s), count=1)
+        b_rows = load_rows(p_rows + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
+
+
+@gluon.jit
+def prepare_part(
+    tiles, rings, length, n, scale,
+    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """Z and W into shared memory."""
+    qs, ks, ds, rs, gs, ws, zs = tiles
+    full, _, p_full, p_empty = rings
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    zero_w = gl.zeros([C, K], gl.float32, wl)
+    seen = o_i[:, None] >= o_j[None, :]
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        left = length - (n - 1 - i) * C
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if left < C:
+            clear(qs.index(s), left, C, K)
+            clear(ks.index(s), left, C, K)
+            clear(ds.index(s), left, C, BV)
+            clear(rs.index(s), left, C, C)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_a = warpgroup_mma(
+            qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+        )
+        b_share = gs.index(s).slice(0, C).load(gl.SliceLayout(0, ra))
+        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+        if HAS_GATE:
+            sums = gs.index(s).slice(C, C)
+            G_C = gs.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, ra))
+            b_share *= gl.exp2(G_C - sums.load(gl.SliceLayout(0, ra)))
+            G_i = sums.load(gl.SliceLayout(1, al))
+            G_j = sums.load(gl.SliceLayout(0, al))
+        b_r = rs.index(s).permute((1, 0)).load(ra)
+        b_r = (b_r.to(gl.float32) * b_share[None, :]).to(ks.dtype)
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_w = warpgroup_mma(b_r, ks.index(s), zero_w, use_acc=False, is_async=True)
+        if HAS_GATE:
+            between = G_i[:, None] - G_j[None, :]
+            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+        b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(ks.dtype)
+        b_z = warpgroup_mma(
+            gl.convert_layout(b_a, aa), rs.index(s), zero_a, use_acc=False, is_async=True
+        )
+        mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)
+        b_w = warpgroup_mma_wait(1, deps=(b_w,))
+        ws.index(w).store(b_w.to(ks.dtype))
+        b_z = warpgroup_mma_wait(0, deps=(b_z,))
+        zs.index(w).store(b_z.to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(p_full.index(w), count=1)
+
+
+@gluon.jit
+def walk_part(
+    tiles, copies, rings, ends, reads, writes, n, scale,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
+):  # fmt: skip
+    """reads, writes: whether s_in and s_out have the state at this program's ends.
+
+    ENDS: that before the slot alone.
+    """
+    qs, ks, ds, _, gs, ws, zs = tiles
+    ss, ys, s_full, s_empty, y_full, y_empty = copies
+    full, empty, p_full, p_empty = rings
+    s_in_ptr, s_out_ptr, o_in, o_out = ends
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
+    ya: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    o_s = o_k[None, :] * V + o_v[:, None]
+    if HAS_S_IN:
+        m_in = (o_k >= 0)[None, :] & reads
+        b_s = gl.load(s_in_ptr + (o_in + o_s), mask=m_in, other=0.0).to(gl.float32)
+    else:
+        b_s = gl.zeros([BV, K], gl.float32, sl)
+    zero = gl.zeros([BV, C], gl.float32, yl)
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        # prepare has seen the stage full, and may have cleared its tail
+        mbarrier.wait(p_full.index(w), (i // 2) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        b_y = warpgroup_mma(
+            ds.index(s).permute((1, 0)), zs.index(w), zero, use_acc=False, is_async=True
+        )
+        b_sb = b_s.to(ks.dtype)
+        b_y = warpgroup_mma(
+            gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_y, is_async=True
+        )
+        if not ENDS:
+            mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
+            ss.index(0).store(b_sb)
+            fence_async_shared()
+            mbarrier.arrive(s_full.index(0), count=1)
+        b_d = ds.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
+        if HAS_GATE:
+            sums = gs.index(s).slice(C, C)
+            b_start = gl.exp2(sums.load(gl.SliceLayout(0, yl)))
+            b_d *= gl.exp2(sums.load(gl.SliceLayout(0, ya)))[None, :]
+            G_C = gs.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, sl))
+            b_s *= gl.exp2(G_C)[None, :]
+        b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s), b_s, is_async=True)
+        b_y = warpgroup_mma_wait(1, deps=(b_y,))
+        b_left = -b_y
+        if HAS_GATE:
+            b_left *= b_start[None, :]
+        b_left = gl.convert_layout(b_left.to(ks.dtype), ya)
+        b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
+        if not ENDS:
+            mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
+            ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
+            fence_async_shared()
+            mbarrier.arrive(y_full.index(0), count=1)
+        mbarrier.arrive(p_empty.index(w), count=1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    if HAS_S_OUT:
+        # 0, but no compiler knows: the loop would keep what the addresses have in common
+        o_out = o_out + (n >> 31) + o_k[None, :] * V + o_v[:, None]
+        b_s = b_s.to(s_out_ptr.dtype.element_ty)
+        gl.store(s_out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
+
+
+@gluon.jit
+def keep_part(
+    states_desc, y_desc, y_ptr, copies, row, chunk, HV, y_row, v_col, i_v, length, n,
+    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """dS' after each chunk, and dv: each is waited for once the next one is on its way."""
+    ss, ys, s_full, s_empty, y_full, y_empty = copies
+    for i in range(n):
+        c = n - 1 - i
+        t = c * C
+        mbarrier.wait(s_full.index(0), i & 1)
+        copy_out(states_desc, [(chunk + c * HV) * V + i_v, 0], ss.index(0))
+        if i > 0:
+            store_wait(1)
+            mbarrier.arrive(y_empty.index(0), count=1)
+        mbarrier.wait(y_full.index(0), i & 1)
+        if t + C <= length:
+            copy_out(y_desc, [row + t, v_col], ys.index(0))
+            store_wait(1)
+        else:
+            write_some(y_ptr, ys.index(0), row + t, v_col, y_row, length - t, C, BV)
+            store_wait(0)
+        mbarrier.arrive(s_empty.index(0), count=1)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
+def delta_walk_back_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    do_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    dv_desc,  # [tokens, HV * V] by [C, BV]
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: dS' after each chunk
+    dv_ptr,
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot
+    s_out_ptr,  # [N, HV, K, V]: of that before the sequence
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    segment,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+    SKIP: gl.constexpr = False,
+):
+    """grid (V / BV * HV * slots,), 4 warps: as delta_walk_sm90_kernel, from the last chunk."""
+    dtype: gl.constexpr = k_desc.dtype
+    qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ks, ds, rs, gs = stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
+    zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
+    full = ring(2, ST)
+    empty = ring(1, ST)
+    p_full = ring(1, 2)
+    p_empty = ring(1, 2)
+    s_full = ring(1, 1)
+    s_empty = ring(1, 1)
+    y_full = ring(1, 1)
+    y_empty = ring(1, 1)
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, _ = opening(
+        cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
+    )
+    if SKIP and n == 0:
+        return
+    k_col = i_h // (HV // H) * K
+    v_col = i_h * V + i_v
+    r_col = i_h * C
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_of(slot, i_h, HV, K, V) + i_v
+    o_out = state_of(i_n, i_h, HV, K, V) + i_v
+    tiles = (qs, ks, ds, rs, gs, ws, zs)
+    copies = (ss, ys, s_full, s_empty, y_full, y_empty)
+    rings = (full, empty, p_full, p_empty)
+    ends = (s_in_ptr, s_out_ptr, o_in, o_out)
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                tiles, copies, rings, ends, True, i_s == 0, n, scale,
+                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
+            (keep_part, (
+                states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v, length,
+                n, V, BV, C)),
+            (prepare_part, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
+            (load_part, (
+                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
+                v_col, r_col, C, ST, HAS_GATE)),
+        ],
+        [4, 4, 1],
+        [64, 200, 24],
+    )  # fmt: skip

@@ -1,0 +1,384 @@
+"""Delta rule, no decay or one a token, on sm_90: the walk over chunks, forward.
+
+With S [K, V] the state before a chunk, R from the portable delta_solve.py and G the sum of the
+chunk's gates, what the portable walk computes is written with one product fewer on the chain from
+chunk to chunk, since W does not depend on S:
+
+    W = R diag(exp(G)) k          w = R v - W S          S <- exp(G_C) S + (k exp(G_C - G))^T beta w
+    o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
+
+V as the rows: a program carries S^T [BV, K] of one value head in registers; S^T and w^T go from
+product to product as left operands. Four parts of a program, joined by barriers in shared memory:
+
+    walk     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
+    read     o, from copies of S and w       load     k, v, R and q by TMA, beta and G
+
+or, instead of `read`, `keep`, which writes S and w for backward. `read` can leave S before every so
+many chunks, from where backward walks once more (delta_back.py). Rings: ST stages of k, v, R,
+beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, load_rows, ring
+from slipstream.kernels.linear.sm90.delta.device import (
+    first_mark,
+    opening,
+    rows_of,
+    scores_of,
+    stages,
+    state_of,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row, v_row, n, k_col,
+    v_col, r_col,
+    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
+):  # fmt: skip
+    """v_row: row, or one past all of v's where v is to be zero. queries: of HAS_Q alone."""
+    ks, vs, rs, gs, _ = tiles
+    full, empty, _, _, _ = rings
+    nbytes: gl.constexpr = (
+        k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
+    )
+    b_rows = load_rows(p_rows, C, HAS_GATE)
+    for i in range(n):
+        s = i % ST
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(k_desc, [row + i * C, k_col], full.index(s), ks.index(s))
+        copy_in(r_desc, [row + i * C, r_col], full.index(s), rs.index(s))
+        copy_in(v_desc, [v_row + i * C, v_col], full.index(s), vs.index(s))
+        gs.index(s).store(b_rows)
+        mbarrier.arrive(full.index(s), count=1)
+        b_rows = load_rows(p_rows + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
+        if HAS_Q:
+            qs, q_full, q_empty = queries
+            t = i % 2
+            mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(t), q_desc.block_type.nbytes)
+            copy_in(q_desc, [row + i * C, k_col], q_full.index(t), qs.index(t))
+
+
+@gluon.jit
+def prepare_part(
+    tiles, rings, length, n,
+    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """-W = -(R diag(exp(G))) k into shared memory."""
+    ks, vs, rs, gs, ws = tiles
+    full, _, w_full, x_full, _ = rings
+    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
+    zero = gl.zeros([C, K], gl.float32, wl)
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - i * C < C:
+            clear(ks.index(s), length - i * C, C, K)
+            clear(vs.index(s), length - i * C, C, BV)
+            clear(rs.index(s), length - i * C, C, C)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_r = rs.index(s).load(ra)
+        if HAS_GATE:
+            b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, ra))
+            b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(ks.dtype)
+        b_w = warpgroup_mma(b_r, ks.index(s), zero, use_acc=False, is_async=True)
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        # the walk has left what it makes of the W that was there
+        mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)
+        ws.index(w).store((-b_w).to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(w_full.index(w), count=1)
+
+
+@gluon.jit
+def walk_part(
+    tiles, copies, rings, ends, width, reads, writes, unit, n,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+    ENDS: gl.constexpr,
+):  # fmt: skip
+    """reads, writes: whether s_in and s_out have the state at this program's ends.
+
+    width: columns of s_out. ENDS: the state after the slot alone; that of a unit matrix from
+    column `unit` on where v is zero, and unit is below K.
+    """
+    ks, vs, rs, gs, ws = tiles
+    ss, xs = copies
+    full, empty, w_full, x_full, x_empty = rings
+    s_in_ptr, s_out_ptr, o_in, o_out = ends
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    o_in = o_in + o_k[None, :] * V + o_v[:, None]
+    if HAS_S_IN:
+        b_s = gl.load(s_in_ptr + o_in, mask=(o_k >= 0)[None, :] & reads, other=0.0).to(gl.float32)
+    else:
+        b_s = gl.zeros([BV, K], gl.float32, sl)
+    if ENDS:
+        b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
+    zero = gl.zeros([BV, C], gl.float32, xl)
+    for i in range(n):
+        s = i % ST
+        w = i % 2
+        # prepare has seen the stage full, and may have cleared its tail
+        mbarrier.wait(w_full.index(w), (i // 2) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        b_w = warpgroup_mma(
+            vs.index(s).permute((1, 0)), rs.index(s).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        b_sb = b_s.to(ks.dtype)
+        b_w = warpgroup_mma(
+            gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_w, is_async=True
+        )
+        b_share = gs.index(s).slice(0, C).load(gl.SliceLayout(0, xl))
+        if HAS_GATE:
+            last = gs.index(s).slice(2 * C - 1, 1)
+            b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
+            b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
+            b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
+        if not ENDS:
+            mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
+            ss.index(w).store(b_sb)
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_left = (b_w * b_share[None, :]).to(ks.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
+        if not ENDS:
+            if KEEP:
+                xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
+            else:
+                xs.index(w).store(b_w.to(ks.dtype))
+            fence_async_shared()
+        mbarrier.arrive(x_full.index(w), count=1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    if HAS_S_OUT:
+        o_out = o_out + o_k[None, :] * width + o_v[:, None]
+        gl.store(s_out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
+
+
+@gluon.jit
+def read_part(
+    o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, o_row, v_col, length, n, scale,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
+    if PARTS:
+        marks_desc, marked, every, m_row, m_step = marks
+    ks, _, _, gs, _ = tiles
+    ss, xs = copies
+    full, empty, w_full, x_full, x_empty = rings
+    qs, q_full, q_empty = queries
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    o_t = gl.arange(0, C, gl.SliceLayout(1, ol))
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, ol))
+    zero_o = gl.zeros([C, BV], gl.float32, ol)
+    whole = length // C
+    for i in range(n):
+        s = i % ST
+        b = i % 2
+        # without PARTS there are registers for what it is made of, but not for that and itself
+        seen = (o_i + (0 if PARTS else i >> 30))[:, None] >= o_j[None, :]
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if i == whole:  # a short one, whose rest prepare clears
+            mbarrier.wait(w_full.index(b), (i // 2) & 1)
+        mbarrier.wait(q_full.index(b), (i // 2) & 1)
+        # q once from shared memory for two products, whose operands are what limits its pace
+        b_a, b_q, b_start = scores_of(
+            qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, False
+        )
+        mbarrier.wait(x_full.index(b), (i // 2) & 1)
+        if PARTS:  # noqa: SIM102
+            if i == marked:
+                copy_out(marks_desc, [m_row, 0], ss.index(b))
+                marked += every
+                m_row += m_step
+        b_q = gl.convert_layout(b_q, aa)
+        b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        if HAS_GATE:
+            b_o = b_o * b_start[:, None]
+        b_o = warpgroup_mma(b_a, xs.index(b).permute((1, 0)), b_o, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        if PARTS:
+            store_wait(0)
+        mbarrier.arrive(x_empty.index(b), count=1)
+        b_o = (b_o * scale).to(ks.dtype)
+        t = i * C
+        if t + C <= length:
+            store_wait(0)
+            os.store(b_o)
+            fence_async_shared()
+            gl.thread_barrier()
+            copy_out(o_desc, [row + t, v_col], os)
+        else:
+            p_o = o_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
+            gl.store(p_o, b_o, mask=(o_t < length - t)[:, None])
+    store_wait(0)
+
+
+@gluon.jit
+def keep_part(
+    states_desc, w_desc, w_ptr, copies, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
+    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """S before each chunk, and w."""
+    ss, xs = copies
+    _, _, _, x_full, x_empty = rings
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
+    for i in range(n):
+        b = i % 2
+        t = i * C
+        mbarrier.wait(x_full.index(b), (i // 2) & 1)
+        copy_out(states_desc, [(chunk + i * HV) * V + i_v, 0], ss.index(b))
+        if t + C <= length:
+            copy_out(w_desc, [row + t, v_col], xs.index(b))
+        else:
+            p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
+            gl.store(p_w, xs.index(b).load(layout), mask=(o_t < length - t)[:, None])
+        store_wait(0)
+        mbarrier.arrive(x_empty.index(b), count=1)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment", "every"])
+def delta_walk_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
+    marks_desc,  # [marks * HV * V, K] by [BV, K]: S before every so many chunks, if PARTS
+    o_ptr,
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    s_in_ptr,  # [slots, HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    segment,
+    every,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    KEEP: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+    SKIP: gl.constexpr = False,
+    PARTS: gl.constexpr = False,
+):
+    """grid (V / BV * HV * slots,), 4 warps: one program walks BV columns of V of one head.
+
+    Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP:
+    where there are none its state is where it goes to, if it goes anywhere. PARTS: S is left before
+    `every` chunks of a sequence.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
+    full = ring(2, ST)
+    w_full = ring(1, 2)
+    x_full = ring(1, 2)
+    x_empty = ring(1, 2)
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
+        cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
+    )
+    if SKIP and n == 0:
+        return
+    k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
+    v_col = i_h * V + i_v
+    r_col = i_h * C
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_of(slot, i_h, HV, K, V) + i_v
+    o_out = state_of(i_n, i_h, HV, K, V) + i_v
+    tiles = (ks, vs, rs, gs, ws)
+    ends = (s_in_ptr, s_out_ptr, o_in, o_out)
+    if KEEP:
+        xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
+        empty = ring(1, ST)
+        copies = (ss, xs)
+        rings = (full, empty, w_full, x_full, x_empty)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    tiles, copies, rings, ends, V, True, last, K, n,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
+                (keep_part, (
+                    states_desc, o_desc, o_ptr, copies, rings, row, chunk, HV, HV * V, v_col, i_v,
+                    length, n, V, BV, C)),
+                (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+                (load_part, (
+                    k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, row,
+                    n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
+            ],
+            [4, 4, 1],
+            [80, 152, 24],
+        )  # fmt: skip
+    else:
+        qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
+        xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
+        os = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
+        empty = ring(2, ST)
+        q_full = ring(1, 2)
+        q_empty = ring(1, 2)
+        copies = (ss, xs)
+        rings = (full, empty, w_full, x_full, x_empty)
+        queries = (qs, q_full, q_empty)
+        marks = queries
+        if PARTS:
+            marked, number = first_mark(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
+            marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    tiles, copies, rings, ends, V, True, last, K, n,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
+                (read_part, (
+                    o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, HV * V, v_col,
+                    length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
+                (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+                (load_part, (
+                    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row,
+                    row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
+            ],
+            [4, 4, 1],
+            [160, 120, 24],
+        )  # fmt: skip

@@ -1,0 +1,372 @@
+"""Delta rule, no decay or one a token, on sm_90: the walk forward, two tiles of V a program.
+
+As delta_walk.py, for calls of more programs than multiprocessors: what both tiles need of q, k and
+R is read once, and while one tile's chain waits the other's products run. With no warps left to
+make W, the chain has the product with k instead:
+
+    w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
+    o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
+
+Four parts: two walkers, a tile of V each; read, which makes o of both, or keep, which writes S and
+w for backward; load, which makes of G what they multiply by. Rings: ST stages of k, v, R, beta and
+G; two of q; one of S and of w.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, ring, write
+from slipstream.kernels.linear.sm90.delta.device import (
+    first_mark,
+    hand_on,
+    met,
+    opening,
+    rows_of,
+    scores_of,
+    stages,
+    state_of,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full, q_empty, p_rows,
+    stride, row, n, k_col, v_col, r_col,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    HAS_Q: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + r_desc.block_type.nbytes
+    )
+    row_layout: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+    o_c = gl.arange(0, C, row_layout)
+    b_beta = gl.load(p_rows + o_c)
+    if HAS_GATE:
+        b_G = gl.load(p_rows + C + o_c)
+        b_end = gl.load(p_rows + (2 * C - 1))
+    for i in range(n):
+        s = i % ST
+        t = row + i * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
+        copy_in(v_desc, [t, v_col + BV], full.index(s), vs.index(2 * s + 1))
+        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
+        rows = gs.index(s)
+        rows.slice(0, C).store(b_beta)
+        if HAS_GATE:
+            rows.slice(C, C).store(b_G)
+            rows.slice(2 * C, C).store(-gl.exp2(b_G))
+            rows.slice(3 * C, C).store(b_beta * gl.exp2(b_end - b_G))
+        mbarrier.arrive(full.index(s), count=1)
+        p_next = p_rows + gl.minimum(i + 1, n - 1) * stride
+        b_beta = gl.load(p_next + o_c)
+        if HAS_GATE:
+            b_G = gl.load(p_next + C + o_c)
+            b_end = gl.load(p_next + (2 * C - 1))
+        if HAS_Q:
+            b = i % 2
+            mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes)
+            copy_in(q_desc, [t, k_col], q_full.index(b), qs.index(b))
+
+
+@gluon.jit
+def walk_part(
+    tiles, rings, ends, length, n, tile: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    ks, vs, rs, gs, ss, xs = tiles
+    full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
+    own: gl.constexpr = tile if KEEP else 0  # its barriers: read takes both tiles at once
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    b_s = gl.zeros([BV, K], gl.float32, sl)
+    b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
+    zero = gl.zeros([BV, C], gl.float32, xl)
+    for i in range(n):
+        s = i % ST
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - i * C < C:
+            # the other walker the rest
+            if tile == 0:
+                clear(ks.index(s), length - i * C, C, K)
+            else:
+                clear(rs.index(s), length - i * C, C, C)
+            clear(vs.index(2 * s + tile), length - i * C, C, BV)
+            fence_async_shared()
+            mbarrier.arrive(cleared.index(0), count=1)
+            mbarrier.wait(cleared.index(0), 0)
+        b_sb = b_s.to(ks.dtype)
+        b_u = warpgroup_mma(
+            gl.convert_layout(b_sb, sa), ks.index(s).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        if HAS_GATE:
+            b_s *= -gs.index(s).slice(3 * C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
+            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(0, xl))
+        mbarrier.wait(s_empty.index(own), (i & 1) ^ 1)
+        ss.index(tile).store(b_sb)
+        fence_async_shared()
+        mbarrier.arrive(s_full.index(own), count=1)
+        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        if HAS_GATE:
+            b_u = b_u * b_start[None, :]
+        else:
+            b_u = -b_u
+        b_u = gl.convert_layout(b_u.to(ks.dtype), sa)
+        b_w = warpgroup_mma(
+            vs.index(2 * s + tile).permute((1, 0)), rs.index(s).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        b_w = warpgroup_mma(b_u, rs.index(s).permute((1, 0)), b_w, is_async=True)
+        b_share = gs.index(s).slice(3 * C if HAS_GATE else 0, C).load(gl.SliceLayout(0, xl))
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_left = (b_w * b_share[None, :]).to(ks.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
+        mbarrier.wait(x_empty.index(own), (i & 1) ^ 1)
+        place = tile + (i >> 30)
+        if KEEP:
+            xs.index(place).permute((1, 0)).store(b_w.to(ks.dtype))
+        else:
+            xs.index(place).store(b_w.to(ks.dtype))
+        fence_async_shared()
+        mbarrier.arrive(x_full.index(own), count=1)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    if not KEEP:
+        if tile == 0:
+            # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
+            # knows
+            TILES: gl.constexpr = V // (2 * BV)
+            pid = gl.program_id(0) + (length >> 31)
+            o_state = pid // TILES * gl.full([], K * V, gl.int64) + pid % TILES * (2 * BV)
+            ends = (ends[0], ends[1], ends[2], o_state)
+        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
+
+
+@gluon.jit
+def read_part(
+    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, o_row, v_col, length, n,
+    scale, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
+    if PARTS:
+        marks_desc, marked, every, m_row, m_step = marks
+    ks, _, _, gs, ss, xs = tiles
+    full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    zero_o = gl.zeros([C, BV], gl.float32, ol)
+    whole = length // C
+    for i in range(n):
+        s = i % ST
+        b = i % 2
+        # 0, but no compiler knows: mask and addresses would take registers all the time
+        none = length + i >> 31 << 10
+        seen = (o_i + none)[:, None] >= o_j[None, :]
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if i == whole:  # a short one
+            mbarrier.wait(cleared.index(0), 0)
+        mbarrier.wait(q_full.index(b), (i // 2) & 1)
+        b_a, b_q, b_start = scores_of(
+            qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, True
+        )
+        b_q = gl.convert_layout(b_q, aa)
+        mbarrier.wait(s_full.index(0), i & 1)
+        b_o = warpgroup_mma(
+            b_q, ss.index(none).permute((1, 0)), zero_o, use_acc=False, is_async=True
+        )
+        b_p = warpgroup_mma(
+            b_q, ss.index(none + 1).permute((1, 0)), zero_o, use_acc=False, is_async=True
+        )
+        if PARTS:  # noqa: SIM102
+            if i == marked:
+                copy_out(marks_desc, [m_row, 0], ss.index(none))
+                copy_out(marks_desc, [m_row + BV, 0], ss.index(none + 1))
+                marked += every
+                m_row += m_step
+        b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+        if PARTS:
+            store_wait(0)
+        mbarrier.arrive(s_empty.index(0), count=1)
+        if HAS_GATE:
+            b_o = -b_o * b_start[:, None]
+            b_p = -b_p * b_start[:, None]
+        mbarrier.wait(x_full.index(0), i & 1)
+        b_o = warpgroup_mma(b_a, xs.index(none).permute((1, 0)), b_o, is_async=True)
+        b_p = warpgroup_mma(b_a, xs.index(none + 1).permute((1, 0)), b_p, is_async=True)
+        b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+        store_wait(0)
+        mbarrier.arrive(x_empty.index(0), count=1)
+        b_o = (b_o * scale).to(ks.dtype)
+        b_p = (b_p * scale).to(ks.dtype)
+        os.index(none).store(b_o)
+        os.index(none + 1).store(b_p)
+        fence_async_shared()
+        gl.thread_barrier()
+        t = row + i * C
+        left = length - i * C
+        write(o_desc, o_ptr, os.index(none), t, v_col, o_row, left, C, BV)
+        write(o_desc, o_ptr, os.index(none + 1), t, v_col + BV, o_row, left, C, BV)
+    store_wait(0)
+
+
+@gluon.jit
+def keep_part(
+    states_desc, w_desc, w_ptr, tiles, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
+    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """S before each chunk, and w, which is waited for once the next S is on its way."""
+    _, _, _, _, ss, xs = tiles
+    _, _, s_full, s_empty, x_full, x_empty, _ = rings
+    for i in range(n):
+        for tile in gl.static_range(2):
+            mbarrier.wait(s_full.index(tile), i & 1)
+            copy_out(states_desc, [(chunk + i * HV) * V + i_v + tile * BV, 0], ss.index(tile))
+            if tile == 0 and i > 0:
+                store_wait(1)
+                mbarrier.arrive(x_empty.index(0), count=1)
+                mbarrier.arrive(x_empty.index(1), count=1)
+            store_wait(0)
+            mbarrier.arrive(s_empty.index(tile), count=1)
+        for tile in gl.static_range(2):
+            mbarrier.wait(x_full.index(tile), i & 1)
+            t = row + i * C
+            at = v_col + tile * BV
+            write(w_desc, w_ptr, xs.index(tile), t, at, o_row, length - i * C, C, BV)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "every"])
+def delta_walk_wide_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, BV]
+    r_desc,  # [tokens, HV * C] by [C, C]
+    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
+    marks_desc,  # [marks * HV * V, K] by [BV, K]: S before every so many chunks, if PARTS
+    o_ptr,
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    s_in_ptr,  # [N, HV, K, V]
+    s_out_ptr,
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    every,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    KEEP: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    PACKED: gl.constexpr,
+    SKIP: gl.constexpr = False,
+    PARTS: gl.constexpr = False,
+):
+    """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
+
+    SKIP and PARTS as delta_walk_sm90_kernel has them.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
+    ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
+    full = ring(2, ST)
+    empty = ring(2 if KEEP else 3, ST)
+    s_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
+    s_empty = ring(1, 2 if KEEP else 1)
+    x_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
+    x_empty = ring(1, 2 if KEEP else 1)
+    cleared = ring(2, 1)
+    i_v, i_h, slot, row, length, n, chunk, _, _, _ = opening(
+        cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
+    )
+    o_state = state_of(slot, i_h, HV, K, V) + i_v
+    ends = (s_in_ptr, s_out_ptr, o_state, o_state)
+    if SKIP and n == 0:
+        return
+    k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
+    v_col = i_h * V + i_v
+    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)
+    if KEEP:
+        xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
+        tiles = (ks, vs, rs, gs, ss, xs)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    tiles, rings, ends, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (walk_part, (
+                    tiles, rings, ends, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (keep_part, (
+                    states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
+                    length, n, V, BV, C)),
+                (load_part, (
+                    k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
+                    p_rows, stride, row, n, k_col, v_col, i_h * C,
+                    BV, C, ST, HAS_GATE, False)),
+            ],
+            [4, 4, 1],
+            [200, 80, 24],
+        )  # fmt: skip
+    else:
+        qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
+        xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
+        os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
+        q_full = ring(1, 2)
+        q_empty = ring(1, 2)
+        tiles = (ks, vs, rs, gs, ss, xs)
+        marks = ends
+        if PARTS:
+            marked, number = first_mark(slot, 0, row, T, T, every, C, PACKED, False)
+            marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    tiles, rings, ends, length, n, 0,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (walk_part, (
+                    tiles, rings, ends, length, n, 1,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                (read_part, (
+                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, HV * V,
+                    v_col, length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
+                (load_part, (
+                    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
+                    q_empty, p_rows, stride, row, n, k_col, v_col, i_h * C,
+                    BV, C, ST, HAS_GATE, True)),
+            ],
+            [4, 4, 1],
+            [160, 168, 24],
+        )  # fmt: skip

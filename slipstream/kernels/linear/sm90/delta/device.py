@@ -1,0 +1,139 @@
+"""What the walks of the delta rule on sm_90 share: where a program is and what it finds there."""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import place_in
+from slipstream.kernels.primitives.gluon_compat import (
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def opening(
+    cu_ptr, T, N, HV, segment, TILES: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    PACKED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Of a program that walks one of TILES tiles of BV columns of a head: the first column, the
+    head and the slot; first token and tokens of the slot, its chunks, and where the first of them
+    is among those of all heads; the sequence, the segment's number in it, whether it is the last.
+    With BV 1 the first column is the tile's number.
+    """
+    pid = gl.program_id(0)
+    i_v = (pid % TILES) * BV
+    i_h = (pid // TILES) % HV
+    slot = pid // TILES // HV
+    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    return i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last
+
+
+@gluon.jit
+def rows_of(rows_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
+    """beta and G of a chunk of one head, and how far it is to the next chunk's."""
+    ROWS: gl.constexpr = 1 + HAS_GATE
+    return rows_ptr + chunk.to(gl.int64) * (ROWS * C), HV * (ROWS * C)
+
+
+@gluon.jit
+def state_of(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
+    """Where a head's state begins, of [slots, HV, K, V]."""
+    return (slot * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
+
+
+@gluon.jit
+def marks_of(i_n, row, T, every, C: gl.constexpr, PACKED: gl.constexpr):
+    """Where S before a sequence's first token is, of S before `every` chunks of all of them; row:
+    that token."""
+    number = i_n * gl.cdiv(T, every * C)
+    if PACKED:
+        number = row // (every * C) + i_n
+    return number
+
+
+@gluon.jit
+def first_mark(
+    i_n, i_s, row, T, segment, every,
+    C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Of a slot's chunks the first one before which S is left, and the number of that."""
+    before = 0  # chunks of the sequence
+    if SPLIT:
+        before = i_s * (segment // C)
+        row -= i_s * segment
+    number = gl.cdiv(before, every)
+    return number * every - before, marks_of(i_n, row, T, every, C, PACKED) + number
+
+
+@gluon.jit
+def met(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
+    """The state that a walk begins with, as rows o_v and columns o_k; b_s where there is none."""
+    if HAS_S_IN:
+        s_in_ptr, _, o_state, _ = ends
+        o_in = o_state + o_k[None, :] * V + o_v[:, None]
+        b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
+    return b_s
+
+
+@gluon.jit
+def hand_on(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr):
+    """The state that a walk ends with, to where it is wanted.
+
+    none: 0, which no compiler knows: the loop would keep what it has in common with o_in.
+    """
+    if HAS_S_OUT:
+        _, s_out_ptr, _, o_state = ends
+        o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
+        gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def stages(
+    k_desc, v_desc, r_desc, TILES: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
+    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for ST chunks of k, TILES of BV columns of v, R, and ROWS numbers a token."""
+    dtype: gl.constexpr = k_desc.dtype
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [TILES * ST, C, BV], v_desc.layout)
+    rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    return ks, vs, rs, gs
+
+
+@gluon.jit
+def scores_of(
+    qs, ks, gs, q_empty, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
+    C: gl.constexpr, HAS_GATE: gl.constexpr, STARTS: gl.constexpr,
+):  # fmt: skip
+    """Of a chunk tril(q k^T decay) beta as a left operand, q, and if HAS_GATE exp(G), which with
+    STARTS gs has already, negated. Leaves q's buffer b and, as one of its readers, stage s.
+    """
+    b_q = qs.index(b).load(gl.DotOperandLayout(0, al, 2))
+    zero = gl.zeros([C, C], gl.float32, al)
+    b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+    b_start = 1.0
+    if HAS_GATE:
+        sums = gs.index(s).slice(C, C)
+        G_i = sums.load(gl.SliceLayout(1, al))
+        G_j = sums.load(gl.SliceLayout(0, al))
+        if STARTS:
+            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(1, ol))
+        else:
+            b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
+    b_a = warpgroup_mma_wait(0, deps=(b_a,))
+    mbarrier.arrive(q_empty.index(b), count=1)
+    mbarrier.arrive(empty.index(s), count=1)
+    if HAS_GATE:
+        between = G_i[:, None] - G_j[None, :]
+        b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+    b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+    return gl.convert_layout(b_a.to(ks.dtype), gl.DotOperandLayout(0, ol, 2)), b_q, b_start

@@ -1,0 +1,286 @@
+"""Delta rule, no decay or one a token, on sm_90: the gradients that the walks left, by chunks.
+
+By the formulas of the portable delta_grads.py, with p = k. Everything comes by TMA, each of do, w
+and dv once; of S and dS' 64 channels of K at a time, whose buffers the next 64 get as soon as the
+products have read them. dq and dk leave through the buffers of q and k. A program takes 112 KB, so
+that two share a multiprocessor and one's loads run under the other's products.
+
+Value heads that share a head of q and k may add theirs up, one after the other, by TMA and rounded
+each time, so that nobody has to keep them apart. Programs are numbered so that by when one begins
+the one before it, of the same chunk, is done, and its tiles are in the L2 cache still.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import (
+    add_some,
+    clear,
+    end_ring,
+    place,
+    ring,
+    write,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from slipstream.kernels.primitives.semaphore import landed, reduce_out, turn_done, turn_of
+
+TOGETHER = gl.constexpr(264)  # programs that run at a time
+ROWS = gl.constexpr(16)  # of S at a time
+ROWS_BY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def load_states(states_desc, dstates_desc, ss, ds, bar, i_s, i_k):
+    mbarrier.expect(bar, states_desc.block_type.nbytes + dstates_desc.block_type.nbytes)
+    copy_in(states_desc, [i_s, i_k], bar, ss)
+    copy_in(dstates_desc, [i_s, i_k], bar, ds)
+
+
+@gluon.jit
+def row_products(ss, ds, V: gl.constexpr, BK: gl.constexpr):
+    """sum(S * dS') as numbers of ROWS rows, which are yet to be added up across warps."""
+    b_z = gl.zeros([ROWS, BK], gl.float32, ROWS_BY)
+    for i in gl.static_range(V // ROWS):
+        b_s = ss.slice(i * ROWS, ROWS).load(ROWS_BY).to(gl.float32)
+        b_z += b_s * ds.slice(i * ROWS, ROWS).load(ROWS_BY).to(gl.float32)
+    return gl.sum(b_z, 1)
+
+
+@gluon.jit
+def find(heads, G, SHARED: gl.constexpr):
+    """The chunk and head of the sums that a program adds to, and as which of G it does."""
+    pid = gl.program_id(0)
+    rank = pid * 0
+    if SHARED:
+        begin = pid // (G * TOGETHER) * TOGETHER
+        size = gl.minimum(gl.num_programs(0) // G - begin, TOGETHER)
+        rank = (pid - begin * G) // size
+        pid = begin + (pid - begin * G) % size
+    return pid // heads, pid % heads, rank
+
+
+@gluon.jit
+def leave(rank, desc, p, tile, at, cols, C: gl.constexpr, BK: gl.constexpr, SHARED: gl.constexpr):
+    """Writes a tile, or adds it to those of lower ranks. at: the first token, and how many there
+    are; cols: the first column, and of how many."""
+    row, left = at
+    col, stride = cols
+    if SHARED:
+        if rank == 0:
+            write(desc, p, tile, row, col, stride, left, C, BK)
+        elif left >= C:
+            reduce_out(desc, [row, col], tile)
+        else:
+            add_some(p, tile, row, col, stride, left, C, BK)
+    else:
+        write(desc, p, tile, row, col, stride, left, C, BK)
+
+
+@gluon.jit
+def pass_on(p_turn, rank, G):
+    """To the head after this, if there is one: what was written and added is there."""
+    if rank + 1 < G:
+        landed()
+        gl.thread_barrier()
+        turn_done(p_turn, rank + 1)
+
+
+@gluon.jit
+def triangles(
+    os, ws, vs, p_rows, o_i, o_j, scale, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr
+):
+    """As operands [i, j], then [j, i]; what a token owes itself."""
+    dtype: gl.constexpr = ws.dtype
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    zero = gl.zeros([C, C], gl.float32, al)
+    b_a = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
+    beta_j = gl.load(p_rows + o_j)
+    before = o_i[:, None] > o_j[None, :]
+    between = gl.full([C, C], 1.0, gl.float32, al)
+    if HAS_GATE:
+        G_i = gl.load(p_rows + C + o_i)
+        G_j = gl.load(p_rows + C + o_j)
+        between = G_i[:, None] - G_j[None, :]
+        between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
+    b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
+    own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
+    b_old = gl.where(before, beta_j[None, :] * between, 0.0)
+    c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
+    c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
+    b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
+    c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
+    c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
+    return c_a, c_m, c_at, c_mt, own
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G"])
+def delta_grads_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, BK]
+    k_desc,
+    do_desc,  # [tokens, HV * V] by [C, V]
+    w_desc,
+    dv_desc,
+    states_desc,  # [chunks * HV * V, K] by [V, BK]
+    dstates_desc,
+    dq_desc,  # [tokens, HV / G * K] by [C, BK]
+    dk_desc,
+    dq_ptr,
+    dk_ptr,
+    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G of base 2
+    dbeta_ptr,  # [tokens, HV]
+    dg_ptr,  # [tokens, HV]
+    cu_ptr,  # [N + 1]
+    turns_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    G,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    C: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    SHARED: gl.constexpr,
+):
+    """grid (HV * chunks,), 4 warps: one program takes one chunk of one value head.
+
+    SHARED: G is more than 1.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    NK: gl.constexpr = K // BK
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    os = gl.allocate_shared_memory(dtype, [1, C, V], do_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [1, C, V], w_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [1, C, V], dv_desc.layout)
+    qs = gl.allocate_shared_memory(dtype, [NK, C, BK], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [NK, C, BK], k_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [1, V, BK], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
+    bars = ring(1, 3)
+    heads = HV // G  # of dq and dk
+    slot, i_sum, rank = find(heads, G, SHARED)
+    i_h = i_sum * G + rank
+    part = slot * HV + i_h
+    row, left, _ = place(cu_ptr, slot, T, N, C, C, PACKED, True)
+    col = i_h * V
+    q_col = i_h // (HV // H) * K
+    mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
+    copy_in(do_desc, [row, col], bars.index(0), os.index(0))
+    copy_in(w_desc, [row, col], bars.index(0), ws.index(0))
+    copy_in(dv_desc, [row, col], bars.index(0), vs.index(0))
+    load_states(states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), part * V, 0)
+    mbarrier.expect(bars.index(2), 2 * NK * q_desc.block_type.nbytes)
+    for i in gl.static_range(NK):
+        copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
+        copy_in(k_desc, [row, q_col + i * BK], bars.index(2), ks.index(i))
+
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    p_rows = rows_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
+    mbarrier.wait(bars.index(0), 0)
+    if left < C:
+        clear(os.index(0), left, C, V)
+        clear(ws.index(0), left, C, V)
+        clear(vs.index(0), left, C, V)
+        mbarrier.wait(bars.index(2), 0)
+        for i in gl.static_range(NK):
+            clear(qs.index(i), left, C, BK)
+            clear(ks.index(i), left, C, BK)
+        fence_async_shared()
+        gl.thread_barrier()
+    b_a, b_m, b_at, b_mt, own = triangles(
+        os.index(0), ws.index(0), vs.index(0), p_rows, o_i, o_j, scale, al, C, HAS_GATE
+    )
+    mbarrier.wait(bars.index(2), 0)
+    zero = gl.zeros([C, BK], gl.float32, al)
+    sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
+    gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
+    e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+    z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, ROWS_BY))
+    # T >> 30 is 0, but no compiler knows: without a loop what is above would be left for later
+    for i in range(NK + (T >> 30)):
+        # 0, but no compiler knows: addresses would take registers all the time
+        none = T + i >> 31 << 10
+        mbarrier.wait(bars.index(1), i & 1)
+        b_dq = warpgroup_mma(os.index(none), ss.index(none), zero, use_acc=False, is_async=True)
+        b_dp = warpgroup_mma(vs.index(none), ss.index(none), zero, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(ws.index(none), ds.index(none), zero, use_acc=False, is_async=True)
+        if HAS_GATE:
+            # again, as beta below: they would take registers all the time
+            G_i = gl.load(p_rows + C + (o_i + none))
+            G_C = gl.load(p_rows + (2 * C - 1 + none))
+            z += row_products(ss.index(none), ds.index(none), V, BK)
+            start = gl.exp2(G_i)
+            end = gl.exp2(G_C - G_i)
+        b_dq, b_dp, b_dk = warpgroup_mma_wait(0, deps=(b_dq, b_dp, b_dk))
+        if i + 1 < NK:
+            gl.thread_barrier()
+            load_states(
+                states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), part * V,
+                (i + 1) * BK,
+            )  # fmt: skip
+        if HAS_GATE:
+            b_dq *= start[:, None]
+            b_dp *= start[:, None]
+        b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
+        b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
+        if HAS_GATE:
+            b_dk *= end[:, None]
+            e += gl.sum(b_dk * ks.index(i).load(al), 1)
+        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+        b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
+        b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
+        beta = gl.load(p_rows + (o_i + none))
+        b_k = ks.index(i).load(al)
+        b_dq *= scale
+        if HAS_GATE:
+            gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
+        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
+        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        b_k = ks.index(i).load(al)
+        if HAS_GATE:
+            gates -= gl.sum(b_dk * b_k, 1) * beta
+        b_dk += own[:, None] * qs.index(i).load(al)
+        sums += gl.sum(b_dk * b_k, 1)
+        b_dk = b_dk * beta[:, None] - b_dp
+        gl.thread_barrier()
+        qs.index(i).store(b_dq)
+        ks.index(i).store(b_dk.to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        if SHARED and (i == 0):
+            while turn_of(turns_ptr + slot * heads + i_sum) < rank:
+                pass
+        at, cols = (row + none, left + none), (i_sum * K + i * BK, heads * K)
+        leave(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
+        leave(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
+
+    o_t = (row + o_i).to(gl.int64) * HV + i_h
+    if HAS_GATE:
+        G_C = gl.load(p_rows + (2 * C - 1 + (left >> 31)))
+        beta = gl.load(p_rows + (o_i + (left >> 31)))
+        z = gl.sum(e * beta, 0) + gl.sum(z, 0) * gl.exp2(G_C)
+        gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
+        dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
+        gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)
+    gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
+    if SHARED:
+        pass_on(turns_ptr + slot * heads + i_sum, rank, G)
+    end_ring(bars)
+    store_wait(0)

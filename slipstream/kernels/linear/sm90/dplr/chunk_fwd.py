@@ -1,0 +1,323 @@
+"""Decays per channel, or free a and b, on sm_90: the walk over chunks, forward.
+
+From dplr_prepare.py come q~, W, U, b^, k^, total, qb and qk of all chunks. With S [K, V] the state
+before a chunk,
+
+    x = U + W S        o = q~ S + qb x + qk v        S <- total S + b^T x + k^T v
+
+(delta has no qk v and no k^T v). V as the rows: a part of 4 warps carries S^T [64, K] of 64 columns
+of V in registers, and S^T and x^T go from product to product as left operands. A program has all V
+of a head: its parts read the same tiles, which one warp loads by TMA, ST chunks ahead. U comes
+straight into the registers that x is summed in, a chunk ahead too. What limits the pace is memory.
+
+For backward x and S are written instead of o. Of sequences in segments (SPLIT) E and M are wanted
+first, as in the portable dplr_walk.py: nothing else is written then, and a program has as many
+columns of M as another has of V, for which U and v are zeros.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnboundVariable=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, place, ring
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
+
+
+@gluon.jit
+def load_part(
+    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
+    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, row, v_col, n,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr,
+    DELTA: gl.constexpr, HAS_GATE: gl.constexpr, MAKE: gl.constexpr,
+):  # fmt: skip
+    """chunk: of the first. row: of v."""
+    OUT: gl.constexpr = MAKE == "o"
+    layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
+    wide: gl.constexpr = w_desc.block_type.nbytes
+    square: gl.constexpr = qb_desc.block_type.nbytes if OUT else 0
+    columns: gl.constexpr = 0 if DELTA else NV * v_desc.block_type.nbytes
+    nbytes: gl.constexpr = (3 - DELTA + OUT) * wide + (2 - DELTA) * square + columns
+    o_k = gl.arange(0, K, layout)
+    if HAS_GATE:
+        b_total = gl.load(total_ptr + gl.cast(chunk, gl.int64) * K + o_k)
+    for i in range(n):
+        s = i % ST
+        at = (chunk + i * HV) * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(w_desc, [at, 0], full.index(s), ws.index(s))
+        copy_in(b_desc, [at, 0], full.index(s), bs.index(s))
+        if OUT:
+            copy_in(q_desc, [at, 0], full.index(s), qs.index(s))
+            copy_in(qb_desc, [at, 0], full.index(s), qbs.index(s))
+        if not DELTA:
+            copy_in(k_desc, [at, 0], full.index(s), ks.index(s))
+            for p in gl.static_range(NV):
+                v = vs.index(s * NV + p)
+                copy_in(v_desc, [row + i * C, v_col + p * 64], full.index(s), v)
+            if OUT:
+                copy_in(qk_desc, [at, 0], full.index(s), qks.index(s))
+        if HAS_GATE:
+            totals.index(s).store(b_total)
+            mbarrier.arrive(full.index(s), count=1)
+            after = chunk + gl.minimum(i + 1, n - 1) * HV
+            b_total = gl.load(total_ptr + gl.cast(after, gl.int64) * K + o_k)
+
+
+@gluon.jit
+def put_out(desc, at, column, tile, b):
+    """b to global memory by way of a tile in shared memory."""
+    store_wait(0)
+    gl.thread_barrier()
+    tile.store(b)
+    fence_async_shared()
+    gl.thread_barrier()
+    copy_out(desc, [at, column], tile)
+
+
+@gluon.jit
+def walk_part(
+    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs, totals, os, ss,
+    full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
+    PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, MAKE: gl.constexpr,
+):  # fmt: skip
+    """Columns 64 PART and on of V, or of those of M from m_col on if that is not negative.
+
+    i_s: number of the segment's and head's states.
+    """
+    OUT: gl.constexpr = MAKE == "o"
+    KEEP: gl.constexpr = MAKE == "states"
+    ENDS: gl.constexpr = MAKE == "ends"
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    o_u = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, xl))
+    o_x = o_u[:, None] * C + gl.arange(0, C, gl.SliceLayout(0, xl))[None, :]
+    m_u = (m_col + o_u < 0)[:, None]
+    o_v += PART * 64
+    o_s = i_s * (K * V) + o_k[None, :] * V + o_v[:, None]
+    if HAS_S_IN:
+        b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
+    else:
+        b_s = gl.zeros([64, K], gl.float32, sl)
+    if ENDS:
+        b_s = gl.where((m_col + o_v)[:, None] == o_k[None, :], 1.0, b_s)
+    zero = gl.zeros([64, C], gl.float32, xl)
+    p_u = u_ptr + gl.cast(chunk, gl.int64) * (V * C)
+    b_u = load_u(p_u + o_x, m_u, ENDS)
+    for i in range(n):
+        s = i % ST
+        at = (chunk + i * HV) * V + PART * 64
+        p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
+        b_next = load_u(p_u + o_x, m_u, ENDS)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        b_left = b_s.to(ws.dtype)
+        left = gl.convert_layout(b_left, sa)
+        b_x = warpgroup_mma(left, ws.index(s).permute((1, 0)), b_u, is_async=True)
+        if KEEP:
+            put_out(states_desc, at, 0, ss.index(PART), b_left)
+        if OUT:
+            q = qs.index(s).permute((1, 0))
+            b_o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
+        if HAS_GATE:
+            b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
+        if not DELTA:
+            v = vs.index(s * NV + PART)
+            if length - i * C < C:
+                clear(v, length - i * C, C, 64)
+                fence_async_shared()
+                gl.thread_barrier()
+            b_v = v.permute((1, 0))
+            b_s = warpgroup_mma(b_v, ks.index(s), b_s, is_async=True)
+            if OUT:
+                right = qks.index(s).permute((1, 0))
+                b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
+        b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - DELTA), deps=(b_x,))
+        b_left = b_x.to(ws.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), bs.index(s), b_s, is_async=True)
+        if not OUT:
+            if KEEP:
+                put_out(x_desc, at, 0, os.index(PART), b_left)
+            b_s = warpgroup_mma_wait(0, deps=(b_s,))
+            mbarrier.arrive(empty.index(s), count=1)
+        else:
+            right = qbs.index(s).permute((1, 0))
+            b_o = warpgroup_mma(gl.convert_layout(b_left, sa), right, b_o, is_async=True)
+            b_s, b_o = warpgroup_mma_wait(0, deps=(b_s, b_o))
+            mbarrier.arrive(empty.index(s), count=1)
+            write_o(
+                o_desc, o_ptr, os.index(PART), b_o.to(ws.dtype), row + i * C, v_col + PART * 64,
+                length - i * C, HV * V, C, rows,
+            )  # fmt: skip
+        b_u = b_next
+    store_wait(0)
+    if HAS_S_OUT:
+        if ENDS:
+            o_m = i_s * (K * K) + o_k[None, :] * K + (m_col + o_v)[:, None]
+            gl.store(m_ptr + o_m, b_s, mask=((m_col >= 0) & (m_col + o_v < K))[:, None])
+            gl.store(s_out_ptr + o_s, b_s, mask=(m_col + o_v < 0)[:, None])
+        else:
+            gl.store(s_out_ptr + o_s, b_s)
+
+
+@gluon.jit
+def load_u(p, m, ENDS: gl.constexpr):
+    if ENDS:
+        b = gl.load(p, mask=m, other=0.0)
+    else:
+        b = gl.load(p)
+    return b
+
+
+@gluon.jit
+def write_o(o_desc, o_ptr, tile, b, row, column, left, width, C: gl.constexpr, rows: gl.constexpr):
+    """b [64, C] as o [C, 64], of which the first `left` rows."""
+    store_wait(0)
+    gl.thread_barrier()
+    tile.permute((1, 0)).store(b)
+    fence_async_shared()
+    gl.thread_barrier()
+    if left >= C:
+        copy_out(o_desc, [row, column], tile)
+    else:
+        o_t = gl.arange(0, C, gl.SliceLayout(1, rows))
+        o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
+        p_o = o_ptr + (row + o_t).to(gl.int64)[:, None] * width + (column + o_c)[None, :]
+        gl.store(p_o, tile.load(rows), mask=(o_t < left)[:, None])
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
+def dplr_walk_sm90_kernel(
+    q_desc,  # [slots * HV * C, K] by [C, K]
+    w_desc,
+    b_desc,
+    k_desc,  # dplr
+    qb_desc,  # [slots * HV * C, C] by [C, C]
+    qk_desc,  # dplr
+    v_desc,  # [tokens, HV * V] by [C, 64], dplr
+    o_desc,  # [tokens, HV * V] by [C, 64]
+    x_desc,  # [slots * HV * V, C] by [64, C], KEEP
+    states_desc,  # [slots * HV * V, K] by [64, K], KEEP: S before each chunk
+    o_ptr,
+    u_ptr,  # [slots, HV, V, C]: U, float32
+    total_ptr,  # [slots, HV, K]
+    s_in_ptr,  # [segments, HV, K, V]
+    s_out_ptr,  # [segments, HV, K, V]: the final state; E
+    m_ptr,  # [segments, HV, K, K]: M
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    segment,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    DELTA: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    MAKE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (tiles * HV * segments,), 4 warps: one program walks one head of one segment.
+
+    Without SPLIT a segment is a sequence. MAKE: "o", "states" or "ends". Tiles: one of V; for
+    "ends" then those of M, V columns each.
+    """
+    OUT: gl.constexpr = MAKE == "o"
+    KEEP: gl.constexpr = MAKE == "states"
+    TILES: gl.constexpr = 1 + (K + V - 1) // V if MAKE == "ends" else 1
+    NV: gl.constexpr = V // 64
+    dtype: gl.constexpr = w_desc.dtype
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ws = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
+    bs = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [NV, C, 64], square)
+    totals = gl.allocate_shared_memory(gl.float32, [ST, K], few)
+    qs = ws
+    qbs = os
+    ss = ws
+    ks = bs
+    qks = os
+    vs = os
+    if KEEP:
+        ss = gl.allocate_shared_memory(dtype, [NV, 64, K], w_desc.layout)
+    if OUT:
+        qs = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
+        qbs = gl.allocate_shared_memory(dtype, [ST, C, C], square)
+    if not DELTA:
+        ks = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
+        vs = gl.allocate_shared_memory(dtype, [ST * NV, C, 64], v_desc.layout)
+        if OUT:
+            qks = gl.allocate_shared_memory(dtype, [ST, C, C], square)
+    full = ring(1 + HAS_GATE, ST)
+    empty = ring(NV, ST)
+    pid = gl.program_id(0)
+    m_col = (pid % TILES - 1) * V
+    i_h = (pid // TILES) % HV
+    slot = pid // TILES // HV
+    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    n = gl.cdiv(length, C)
+    chunk = gl.where(n > 0, first, 0) * HV + i_h
+    v_col = i_h * V
+    v_row = gl.where(m_col < 0, row, NOWHERE)
+    i_s = slot.to(gl.int64) * HV + i_h
+    if NV == 1:
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
+                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
+                    v_col, i_s, m_col, length, n,
+                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                (load_part, (
+                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
+                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
+                    K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (walk_part, (
+                    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
+                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
+                    v_col, i_s, m_col, length, n,
+                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                (walk_part, (
+                    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
+                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
+                    v_col, i_s, m_col, length, n,
+                    1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                (load_part, (
+                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
+                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
+                    K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

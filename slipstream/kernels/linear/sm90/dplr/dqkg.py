@@ -1,0 +1,395 @@
+"""Per-channel decay on sm_90, delta rule or free a and b: gradients of q, k, a, b and the gates.
+
+The sums of the portable dplr_grads.py. With r = q P, s = a P_prev (delta: -beta k P), w = b N and
+u = k N, in 16 bits,
+
+    dr = exp(early) scale do S^T + dqb w + dqk u        dq = P (dr + own w + own' u)
+    ds = exp(early) y S^T        + dab w + dak u        da = P_prev ds
+    dw = exp(late) x dS'^T + dqb^T r + dab^T s          db = N (dw + own r)
+    du = exp(late) v dS'^T + dqk^T r + dak^T s          dk = N (du + own' r)
+
+where own and own' are the gradients of the scores of pairs (i, i), whose P N is 1, and
+
+    dg_t = z + sum over i >= t of (r dr - w dw - u du)_i + sum over i > t of (s ds)_i
+    z    = exp(G_C) sum over V of S dS' + sum over i of (w exp(late) x dS'^T + u ...)_i
+
+The differences are of the same rounded factors, so that what cancels does so to the last bits.
+Channels come in blocks of BK, one after the other: a thread holds half of what all of K's 128 would
+take, and does without the stack. Every operand comes by TMA into a buffer of its own, q, k, a and b
+into one of two; one warp loads those of the next block as soon as the others have done with them.
+What goes to global memory is stored after a fence rather than before, which would wait for it.
+Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes over them.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import place, ring
+from slipstream.kernels.linear.sm90.common.tril_inverse import halves
+from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
+    LOG2E,
+    chunk_tiles,
+    clear,
+    fast_exp2,
+    fast_reciprocal,
+    load_part,
+    products_of_states,
+    seen,
+    store_gates,
+    sums_of_halves,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def decays(
+    gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, stride, zero,
+    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
+):  # fmt: skip
+    """Gates, E, early and late; the gradients of the gates before them are written."""
+    cl: gl.constexpr = zero.type.layout
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
+    o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
+    mbarrier.wait(full.index(2), now)
+    if left < C:
+        clear(gs, left, C, BK, wide)
+    b_g = gs.load(cl).to(gl.float32) * LOG2E
+    g_high, g_low = halves(b_g)
+    parts.index(0).store(g_high)
+    parts.index(1).store(g_low)
+    fence_async_shared()
+    gl.thread_barrier()
+    # after a fence, which waits for what is being stored
+    store_gates(dg_ptr, b_dg, was_first, was_left, o_c + none, o_k, stride)
+    from_middle = seen(C, ca, none, True)
+    b_e = warpgroup_mma(from_middle, parts.index(1), zero, use_acc=False, is_async=True)
+    b_e = warpgroup_mma(from_middle, parts.index(0), b_e, is_async=True)
+    b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
+    b_e = warpgroup_mma_wait(0, deps=(b_e,))
+    mbarrier.arrive(empty.index(2), count=1)
+    return b_g, b_e, b_early, b_late
+
+
+@gluon.jit
+def decay_operands(
+    ops, at, b_g, b_e, b_p, b_n, b_sign, left, act: gl.constexpr, C: gl.constexpr,
+    BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """In their places: r, s, w and u; k as it was, and P of s."""
+    cl: gl.constexpr = b_g.type.layout
+    if left < C:
+        for j in gl.static_range(3 if DELTA else 4):
+            clear(ops.index(at + j), left, C, BK, wide)
+    b_q = ops.index(at).load(cl).to(gl.float32)
+    b_k = ops.index(at + 1).load(cl)
+    if DELTA:
+        b_f = b_p
+        ops.index(at + 2).store((b_k.to(gl.float32) * b_p * b_sign).to(act))
+    else:
+        b_f = fast_exp2(b_e - b_g)
+        b_a = ops.index(at + 2).load(cl).to(gl.float32)
+        b_w = ops.index(at + 3).load(cl).to(gl.float32)
+        ops.index(at + 2).store((b_a * b_f).to(act))
+        ops.index(at + 3).store((b_w * b_n).to(act))
+    ops.index(at).store((b_q * b_p).to(act))
+    ops.index(at + 1).store((b_k.to(gl.float32) * b_n).to(act))
+    fence_async_shared()
+    gl.thread_barrier()
+    return b_k, b_f
+
+
+@gluon.jit
+def gradients_of_reads(
+    ss, ds, os, ys, ops, at, scores, full, empty, turn, last, none, b_early, b_late, scale, zero,
+    V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """dr and ds [C, BK], and the sum over V of S dS', decayed."""
+    W: gl.constexpr = 1 if DELTA else 3
+    b_z = products_of_states(ss, ds, V, BK, wide)
+    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, zero.type.layout))
+    b_z *= gl.exp2(b_early + b_late)
+    b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
+    b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
+    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    mbarrier.arrive(empty.index(0), count=1)
+    if last:
+        mbarrier.arrive(empty.index(5), count=1)
+    b_early = gl.exp2(b_early)[None, :]
+    b_dr *= b_early * scale
+    b_ds *= b_early
+    mbarrier.wait(full.index(7), turn & 1)
+    b_dr = warpgroup_mma(scores.index(none), ops.index(at + W), b_dr, is_async=True)
+    b_ds = warpgroup_mma(scores.index(none + 1), ops.index(at + W), b_ds, is_async=True)
+    if not DELTA:
+        b_dr = warpgroup_mma(scores.index(none + 2), ops.index(at + 1), b_dr, is_async=True)
+        b_ds = warpgroup_mma(scores.index(none + 3), ops.index(at + 1), b_ds, is_async=True)
+    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    return b_dr, b_ds, b_z
+
+
+@gluon.jit
+def gradients_of_writes(
+    ds, xs, vs, ops, at, scores, empty, last, none, b_late, b_z, zero, DELTA: gl.constexpr
+):
+    """dw and du [C, BK]; z with what they have of dS'."""
+    cl: gl.constexpr = zero.type.layout
+    W: gl.constexpr = 1 if DELTA else 3
+    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
+    b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+    b_late = gl.exp2(b_late)[None, :]
+    b_dw *= b_late
+    b_sum = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+    if not DELTA:
+        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
+        b_du = warpgroup_mma_wait(0, deps=(b_du,))
+        b_du *= b_late
+        b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+    mbarrier.arrive(empty.index(1), count=1)
+    if last:
+        mbarrier.arrive(empty.index(6), count=1)
+    b_dw = warpgroup_mma(scores.index(none).permute((1, 0)), ops.index(at), b_dw, is_async=True)
+    b_dw = warpgroup_mma(
+        scores.index(none + 1).permute((1, 0)), ops.index(at + 2), b_dw, is_async=True
+    )
+    if not DELTA:
+        b_du = warpgroup_mma(
+            scores.index(none + 2).permute((1, 0)), ops.index(at), b_du, is_async=True
+        )
+        b_du = warpgroup_mma(
+            scores.index(none + 3).permute((1, 0)), ops.index(at + 2), b_du, is_async=True
+        )
+    b_z += gl.sum(b_sum, 0)
+    if DELTA:
+        b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+        b_du = b_dw
+    else:
+        b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
+    if last:
+        mbarrier.arrive(empty.index(7), count=1)
+    return b_dw, b_du, b_z
+
+
+@gluon.jit
+def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
+    """b_t + z + sums over later tokens of b_s, less b_x; under way."""
+    ca: gl.constexpr = gl.DotOperandLayout(0, b_s.type.layout, 2)
+    b_t -= b_x
+    s_high, s_low = halves(b_s - b_x)
+    sums.index(at).store(s_high)
+    sums.index(at + 2).store(s_low)
+    fence_async_shared()
+    gl.thread_barrier()
+    later = seen(C, ca, none, False)
+    b_dg = warpgroup_mma(later, sums.index(at + 2), b_t + b_z[None, :], is_async=True)
+    return warpgroup_mma(later, sums.index(at), b_dg, is_async=True)
+
+
+@gluon.jit
+def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
+    """All of it in the first of NK shares."""
+    gl.store(p, b_dbeta, mask=m_c)
+    for j in gl.static_range(1, NK):
+        gl.store(p + j * stride, gl.zeros_like(b_dbeta), mask=m_c)
+
+
+@gluon.jit
+def grads_part(
+    ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
+    beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+    scale, total, tokens, T, N, HV,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
+    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    act: gl.constexpr = ss.dtype
+    W: gl.constexpr = 1 if DELTA else 3
+    BLOCKS: gl.constexpr = K // BK
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, wide], [16, BK // wide, 16])
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
+    o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
+    zero = gl.zeros([C, BK], gl.float32, cl)
+    sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, BK], ops.layout)
+    b_dg = zero
+    was_first = total.to(gl.int64) * 0
+    was_left = total * 0
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    for turn in range(gl.cdiv(total - pid, programs)):
+        n = pid + turn * programs
+        row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+        i_h = n % HV
+        first = row.to(gl.int64) * HV + i_h
+        b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
+        for block in range(BLOCKS):
+            unit = turn * BLOCKS + block
+            now = unit & 1
+            at = now * (ops.shape[0] // 2)
+            last = block == BLOCKS - 1
+            none = unit + T >> 31 << 10
+            m_c = o_c + none < left
+            m = m_c[:, None]
+            first_k = first * K + block * BK
+            p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
+            b_qb = gl.load(p_own)[:, None]
+            b_sign = b_qb
+            if DELTA:
+                o_t = first + (o_c + none) * HV
+                b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+            else:
+                b_qk = gl.load(p_own + C)[:, None]
+            b_g, b_e, b_early, b_late = decays(
+                gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr,
+                HV * K, zero, C, BK, wide,
+            )  # fmt: skip
+            b_p = fast_exp2(b_e)
+            b_n = fast_exp2(-b_e)
+            mbarrier.wait(full.index(3 + now), (unit >> 1) & 1)
+            b_k, b_f = decay_operands(
+                ops, at, b_g, b_e, b_p, b_n, b_sign, left, act, C, BK, wide, DELTA
+            )  # fmt: skip
+
+            # by way of the state before the chunk, and what was written
+            mbarrier.wait(full.index(0), now)
+            mbarrier.wait(full.index(1), now)
+            mbarrier.wait(full.index(5), turn & 1)
+            mbarrier.wait(full.index(6), turn & 1)
+            if (left < C) & (block == 0):
+                clear(os.index(none), left, C, V, wide)
+                if not DELTA:
+                    clear(vs.index(none), left, C, V, wide)
+                fence_async_shared()
+                gl.thread_barrier()
+            b_dr, b_ds, b_z = gradients_of_reads(
+                ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
+                full, empty, turn, last, none, b_early, b_late, scale, zero,
+                V, BK, wide, DELTA,
+            )  # fmt: skip
+            o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
+            o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
+            b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
+            b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
+            if not DELTA:
+                b_dr += b_qk * ops.index(at + 1).load(cl).to(gl.float32)
+            gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
+            b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
+            b_ds *= b_f
+            if DELTA:
+                b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
+                if last:
+                    stride = tokens.to(gl.int64) * HV
+                    store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
+                b_ds *= b_sign
+                b_t += b_s
+                b_s = b_t
+            else:
+                gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
+                b_s += b_t
+
+            # by way of the state after it, and what was read
+            b_dw, b_du, b_z = gradients_of_writes(
+                ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last, none,
+                b_late, b_z, zero, DELTA,
+            )  # fmt: skip
+            b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+            if not DELTA:
+                b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+            b_r = ops.index(at).load(cl)
+            b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
+            b_n = fast_reciprocal(b_p)
+            b_dw = (b_dw + b_qb * b_r) * b_n
+            if DELTA:
+                gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
+            else:
+                gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
+                gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
+            b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
+            mbarrier.arrive(empty.index(3 + now), count=1)
+            was_first = first_k
+            was_left = left
+    store_gates(dg_ptr, b_dg, was_first, was_left, o_c, o_k, HV * K)
+
+
+@gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
+def dplr_grads_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, BK]
+    k_desc,
+    a_desc,  # none for delta
+    b_desc,
+    g_desc,  # [tokens, HV * K] by [C, BK]
+    v_desc,  # [tokens, HV * V] by [C, V], dplr
+    do_desc,
+    x_desc,  # [chunks * HV * V, C] by [V, C]
+    y_desc,
+    states_desc,  # [chunks * HV * V, K] by [V, BK]
+    dstates_desc,
+    dqb_desc,  # [chunks * HV * C, C] by [C, C]
+    dab_desc,
+    dqk_desc,  # dplr
+    dak_desc,
+    beta_ptr,  # [tokens, HV], delta
+    own_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,
+    da_ptr,  # dplr
+    db_ptr,
+    dg_ptr,  # in the gates' dtype
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    cu_ptr,  # [N + 1]
+    scale,
+    total,
+    T,
+    N,
+    HV,
+    H,
+    tokens,
+    K: gl.constexpr,
+    BK: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    NK: gl.constexpr,
+    WIDE: gl.constexpr,
+    DELTA: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads.
+
+    One block of BK channels after the other: no sum but dbeta is over channels.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
+    ops = gl.allocate_shared_memory(dtype, [6 if DELTA else 8, C, BK], q_desc.layout)
+    parts = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], q_desc.layout)
+    if g_desc.dtype == gl.float32:
+        gs = parts._reinterpret(gl.float32, [C, BK], g_desc.layout)
+    else:
+        gs = parts.index(0)._reinterpret(g_desc.dtype, [C, BK], g_desc.layout)
+    if DELTA:
+        vs = xs
+    else:
+        vs = gl.allocate_shared_memory(dtype, [1, C, V], v_desc.layout)
+    scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
+    full = ring(1, 8)
+    empty = ring(1, 8)
+    gl.warp_specialize(
+        [
+            (grads_part, (
+                ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
+                beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+                scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
+            (load_part, (
+                q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
+                states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
+                ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV,
+                H, K, BK, V, C, DELTA, PACKED)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Parts of the gradients' kernels of per-channel decay on sm_90 (dplr_grads.py)."""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import place
+from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def fast_exp2(b):
+    """0 where that is not a normal number: fewer instructions."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def fast_reciprocal(b):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def chunk_tiles(
+    states_desc, dstates_desc, do_desc, y_desc, x_desc,
+    V: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for a chunk's S, dS', do, y and x, one of each.
+
+    Taken by an index that no compiler knows (seen), or addresses would take registers all the time.
+    """
+    dtype: gl.constexpr = do_desc.dtype
+    ss = gl.allocate_shared_memory(dtype, [1, V, K], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [1, V, K], dstates_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [1, C, V], do_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [1, V, C], y_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [1, V, C], x_desc.layout)
+    return ss, ds, os, ys, xs
+
+
+@gluon.jit
+def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k, V: gl.constexpr):
+    """S before a chunk, do and y."""
+    nbytes: gl.constexpr = (
+        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
+    )
+    mbarrier.expect(bar, nbytes)
+    copy_in(states_desc, [n * V, i_k], bar, ss.index(0))
+    copy_in(do_desc, [row, i_h * V], bar, os.index(0))
+    copy_in(y_desc, [n * V, 0], bar, ys.index(0))
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
+    dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
+    ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV, H,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """Barriers: 0 of S, 1 of dS', 2 of g, 3 and 4 of q, k, a and b, of a block of channels.
+
+    Of a chunk: 5 of do and y, 6 of x and v, 7 of scores.
+    """
+    do_bytes: gl.constexpr = do_desc.block_type.nbytes
+    before_bytes: gl.constexpr = do_bytes + y_desc.block_type.nbytes
+    after_bytes: gl.constexpr = x_desc.block_type.nbytes + (0 if DELTA else do_bytes)
+    input_bytes: gl.constexpr = q_desc.block_type.nbytes * (2 if DELTA else 4)
+    score_bytes: gl.constexpr = dqb_desc.block_type.nbytes * (2 if DELTA else 4)
+    BLOCKS: gl.constexpr = K // BK
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    for turn in range(gl.cdiv(total - pid, programs)):
+        n = pid + turn * programs
+        row, _, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+        i_h = n % HV
+        was_chunk = (turn & 1) ^ 1
+        for block in range(BLOCKS):
+            unit = turn * BLOCKS + block
+            was = (unit & 1) ^ 1
+            i_k = block * BK
+            k_col = i_h // (HV // H) * K + i_k
+            slot = unit & 1
+            was_slot = ((unit >> 1) & 1) ^ 1
+            at = slot * (ops.shape[0] // 2)
+            mbarrier.wait(empty.index(3 + slot), was_slot)
+            mbarrier.expect(full.index(3 + slot), input_bytes)
+            copy_in(q_desc, [row, k_col], full.index(3 + slot), ops.index(at))
+            copy_in(k_desc, [row, k_col], full.index(3 + slot), ops.index(at + 1))
+            if not DELTA:
+                copy_in(a_desc, [row, k_col], full.index(3 + slot), ops.index(at + 2))
+                copy_in(b_desc, [row, k_col], full.index(3 + slot), ops.index(at + 3))
+            mbarrier.wait(empty.index(2), was)
+            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
+            copy_in(g_desc, [row, i_h * K + i_k], full.index(2), gs)
+            mbarrier.wait(empty.index(0), was)
+            mbarrier.expect(full.index(0), states_desc.block_type.nbytes)
+            copy_in(states_desc, [n * V, i_k], full.index(0), ss.index(0))
+            if block == 0:
+                mbarrier.wait(empty.index(5), was_chunk)
+                mbarrier.expect(full.index(5), before_bytes)
+                copy_in(do_desc, [row, i_h * V], full.index(5), os.index(0))
+                copy_in(y_desc, [n * V, 0], full.index(5), ys.index(0))
+            mbarrier.wait(empty.index(1), was)
+            mbarrier.expect(full.index(1), dstates_desc.block_type.nbytes)
+            copy_in(dstates_desc, [n * V, i_k], full.index(1), ds.index(0))
+            if block == 0:
+                mbarrier.wait(empty.index(6), was_chunk)
+                mbarrier.expect(full.index(6), after_bytes)
+                copy_in(x_desc, [n * V, 0], full.index(6), xs.index(0))
+                if not DELTA:
+                    copy_in(v_desc, [row, i_h * V], full.index(6), vs.index(0))
+            if block == 0:
+                mbarrier.wait(empty.index(7), was_chunk)
+                mbarrier.expect(full.index(7), score_bytes)
+                copy_in(dqb_desc, [n * C, 0], full.index(7), scores.index(0))
+                copy_in(dab_desc, [n * C, 0], full.index(7), scores.index(1))
+                if not DELTA:
+                    copy_in(dqk_desc, [n * C, 0], full.index(7), scores.index(2))
+                    copy_in(dak_desc, [n * C, 0], full.index(7), scores.index(3))
+
+
+@gluon.jit
+def seen(C: gl.constexpr, layout: gl.constexpr, none, FROM_MIDDLE: gl.constexpr):
+    """[C, C]: what E is of gates, or 1 for what comes later.
+
+    none: 0, and no compiler knows it; another one each turn, or it would take registers all the
+    time. Where an element of a left operand in registers is a constant, ptxas (12.8, 13.0) may give
+    it its value only after the first product that reads it.
+    """
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    t = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    if FROM_MIDDLE:
+        ahead = gl.where((t < C // 2) & (t > i), -1.0, 0.0)
+        b = gl.where((t >= C // 2) & (t <= i), 1.0, ahead)
+    else:
+        b = gl.where(t > i, 1.0, 0.0)
+    return b.to(gl.bfloat16)
+
+
+@gluon.jit
+def clear(tile, left, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
+    """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, wide], [1, 0])
+    o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
+    b = tile.load(layout)
+    tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def sums_of_halves(b, line: gl.constexpr):
+    """Over the first half of the rows [C, K], and over the others: the warps' sums are shared."""
+    b = gl.sum(gl.reshape(b, [4, b.shape[0] // 4, b.shape[1]]), 1)
+    first = (gl.arange(0, 4, gl.SliceLayout(1, b.type.layout)) < 2)[:, None]
+    b_first = gl.convert_layout(gl.sum(gl.where(first, b, 0.0), 0), line)
+    return b_first, gl.convert_layout(gl.sum(gl.where(first, 0.0, b), 0), line)
+
+
+@gluon.jit
+def products_of_states(ss, ds, V: gl.constexpr, K: gl.constexpr, wide: gl.constexpr):
+    """Sum over V of S dS' [K]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, wide], [1, 0])
+    b_z = gl.zeros([16, K], gl.float32, layout)
+    for i in gl.static_range(V // 16):
+        b_s = ss.slice(i * 16, 16).load(layout).to(gl.float32)
+        b_z += b_s * ds.slice(i * 16, 16).load(layout).to(gl.float32)
+    return gl.sum(b_z, 0)
+
+
+@gluon.jit
+def store_gates(dg_ptr, b_dg, first, left, o_c, o_k, stride):
+    p = dg_ptr + first
+    b_dg = b_dg.to(dg_ptr.dtype.element_ty)
+    gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < left)[:, None])

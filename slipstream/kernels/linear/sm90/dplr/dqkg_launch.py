@@ -1,0 +1,201 @@
+"""Launches of the gradients of per-channel decay on sm_90, in the place of the portable ones'."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_grads_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_level_grads_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.backends import processors
+from slipstream.runtime.launch_cache import kept
+
+CHUNK = 64
+TILE_K = 64
+WIDE = 2  # warps beside each other, each four rows of them
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def takes_grads(terms: Terms, do: Tensor) -> bool:
+    """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
+    q, v, g = terms.q, terms.v, terms.g
+    if g is None or terms.decay != "channel" or g.dtype not in _TYPES:
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16) or v.numel() * 2 // v.shape[-1] >= 2**31:
+        return False
+    read = (q, terms.k, v, g, terms.a, terms.b, do)
+    return {q.shape[-1], v.shape[-1]} <= {64, 128} and not any(
+        x is not None and x.data_ptr() % 16 for x in read
+    )
+
+
+def scores(
+    terms: Terms,
+    do: Tensor,
+    prepared: Any,
+    walked: tuple[Tensor, ...],
+    made: list[Tensor | None],
+    own: Tensor,
+    dv: Tensor,
+    dbeta: Tensor | None,
+    scale: float,
+) -> None:
+    """Into made: the gradients of qb, ab, qk, ak, and into own those of pairs (i, i)."""
+    T, HV, V = terms.v.shape[1:]
+    K, delta = terms.q.shape[-1], terms.a is None
+    x, y, _, dstates = walked
+    launch: Any = kept(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
+    launch(
+        *(_tiles(t, HV * V, CHUNK, V) for t in (terms.v, do)),
+        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
+        _tiles(prepared.k, K, CHUNK, K),
+        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in (prepared.qk, prepared.ak)),
+        None if delta else _tiles(dstates, K, V, K),
+        _tiles(dv, HV * V, CHUNK, V),
+        dv,
+        terms.beta,
+        dbeta,
+        *made,
+        own,
+        terms.cu_seqlens,
+        scale,
+        T,
+        terms.sequences,
+        HV,
+        K=K,
+        V=V,
+        C=CHUNK,
+        DELTA=delta,
+        PACKED=terms.cu_seqlens is not None,
+        num_warps=4,
+        maxnreg=168 if delta else 255,  # three or two programs a multiprocessor
+    )
+
+
+def grads(
+    terms: Terms,
+    do: Tensor,
+    walked: tuple[Tensor, ...],
+    scores: list[Tensor | None],
+    strong: Tensor,
+    made: dict[str, Tensor],
+    dbeta: Tensor | None,
+    scale: float,
+) -> None:
+    """Into made: those of q, k, a, b, g [B, T, HV, K]; and into dbeta but for its first.
+
+    strong [chunks, HV]: which chunks are computed again, by levels.
+    """
+    whole_grads(terms, do, walked, scores, made, dbeta, scale)
+    level_grads(terms, do, walked, scores, strong, made, dbeta, scale)
+
+
+def whole_grads(
+    terms: Terms,
+    do: Tensor,
+    walked: tuple[Tensor, ...],
+    scores: list[Tensor | None],
+    made: dict[str, Tensor],
+    dbeta: Tensor | None,
+    scale: float,
+) -> None:
+    """All chunks, as if none were strong."""
+    B, T, HV, V = terms.v.shape
+    H, K = terms.q.shape[2:]
+    x, y, states, dstates = walked
+    chunks, own = x.shape[0], scores[-1]
+    heads = [_tiles(t, H * K, CHUNK, TILE_K) for t in (terms.q, terms.k, terms.a, terms.b)]
+    v = None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V)
+    programs = min(processors(do.device.index), chunks * HV)
+    launch: Any = kept(dplr_grads_sm90_kernel)[(programs,)]
+    launch(
+        *heads,
+        _tiles(terms.g, HV * K, CHUNK, TILE_K),
+        v,
+        _tiles(do, HV * V, CHUNK, V),
+        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
+        *(_tiles(t, K, V, TILE_K) for t in (states, dstates)),
+        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
+        terms.beta,
+        own,
+        *(made.get(name) for name in "qkabg"),
+        dbeta,
+        terms.cu_seqlens,
+        scale,
+        chunks * HV,
+        T,
+        terms.sequences,
+        HV,
+        H,
+        B * T,
+        K=K,
+        BK=TILE_K,
+        V=V,
+        C=CHUNK,
+        NK=1 if dbeta is None else dbeta.shape[0] - 1,
+        DELTA=terms.a is None,
+        PACKED=terms.cu_seqlens is not None,
+        WIDE=WIDE,
+        num_warps=4 * WIDE,
+        maxnreg=168,  # of 12 warps: what all parts share
+    )
+
+
+def level_grads(
+    terms: Terms,
+    do: Tensor,
+    walked: tuple[Tensor, ...],
+    scores: list[Tensor | None],
+    strong: Tensor,
+    made: dict[str, Tensor],
+    dbeta: Tensor | None,
+    scale: float,
+) -> None:
+    """Strong chunks alone."""
+    B, T, HV, V = terms.v.shape
+    H, K = terms.q.shape[2:]
+    x, y, states, dstates = walked
+    launch: Any = kept(dplr_level_grads_sm90_kernel)[(K // TILE_K * x.shape[0] * HV,)]
+    launch(
+        terms.q,
+        terms.k,
+        terms.a,
+        terms.b,
+        terms.g,
+        None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V),
+        _tiles(do, HV * V, CHUNK, V),
+        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
+        *(_tiles(t, K, V, TILE_K) for t in (states, dstates)),
+        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
+        strong,
+        terms.beta,
+        scores[-1],
+        *(made.get(name) for name in "qkabg"),
+        dbeta,
+        terms.cu_seqlens,
+        scale,
+        T,
+        terms.sequences,
+        HV,
+        H,
+        B * T,
+        K=K,
+        V=V,
+        BK=TILE_K,
+        C=CHUNK,
+        DELTA=terms.a is None,
+        PACKED=terms.cu_seqlens is not None,
+        num_warps=8,
+    )
+
+
+def _tiles(x: Tensor | None, width: int, rows: int, columns: int) -> Any:
+    """A descriptor of x as rows of `width`, in tiles [rows, columns]."""
+    if x is None:
+        return None
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return TensorDescriptor(x, shape, strides, [rows, columns], layout)

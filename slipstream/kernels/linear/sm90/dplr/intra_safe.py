@@ -1,0 +1,270 @@
+"""Decays per channel on sm_90: what needs no state, of strong chunks.
+
+As dplr_prepare.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with
+the decays of dplr_levels.py. A row is at a level either a read, in the later half, or a write, so
+that two tiles a level have them all:
+
+    x = later: q, earlier: b        y = later: a, earlier: k
+    qb = x x^T      ab = y x^T      qk = x y^T      ak = y y^T
+
+for delta x = q and y = k, in both halves. Gates are bf16 numbers and what those leave, in shared
+memory for delta, whose programs have room for it; else in the tiles of x and y, before those.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnboundVariable=false
+
+from slipstream.kernels.linear.sm90.common.device import place
+from slipstream.kernels.linear.sm90.common.tril_inverse import halves
+from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
+from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
+    END,
+    LEVELS,
+    LOWEST,
+    START,
+    gates_seen,
+    sum_gates,
+)
+from slipstream.kernels.linear.sm90.dplr.wy import LOG2E
+from slipstream.kernels.primitives.gluon_compat import gl, gluon
+
+TURN = gl.constexpr(16)  # marks that are looked at together
+
+
+@gluon.jit
+def put_gates(p, stride, left, none, high, low, layout: gl.constexpr, CHANNEL: gl.constexpr):
+    """64 channels' gates, as bf16 numbers and what those leave."""
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    p += o_i * stride + o_j * CHANNEL
+    b_g = gl.load(p, mask=o_i < left + 0 * o_j, other=0.0).to(gl.float32) * LOG2E
+    g_high, g_low = halves(gl.maximum(b_g, LOWEST))
+    high.store(g_high)
+    low.store(g_low)
+    ready()
+
+
+@gluon.jit
+def without_own(b_e, high, low):
+    """Sums of gates less each token's own gate, which is read again: kept, it would take registers
+    through products."""
+    layout: gl.constexpr = b_e.type.layout
+    return b_e - (high.load(layout).to(gl.float32) + low.load(layout).to(gl.float32))
+
+
+@gluon.jit
+def at_level(b_e, q, a, b, k, high, low, x, y, later, DELTA: gl.constexpr):
+    """The tiles x and y of 64 channels; b_e: sums of gates."""
+    layout: gl.constexpr = b_e.type.layout
+    b_w = gl.exp2(b_e)
+    if DELTA:
+        x.store((q.load(layout).to(gl.float32) * b_w).to(x.dtype))
+        y.store((a.load(layout).to(gl.float32) * b_w).to(y.dtype))
+    else:
+        b_e = gl.where(later, without_own(b_e, high, low), b_e)
+        gl.thread_barrier()  # x and y come where the gates are
+        b_x = gl.where(later, q.load(layout), b.load(layout)).to(gl.float32)
+        x.store((b_x * b_w).to(x.dtype))
+        b_y = gl.where(later, a.load(layout), k.load(layout)).to(gl.float32)
+        y.store((b_y * gl.exp2(b_e)).to(y.dtype))
+
+
+@gluon.jit
+def to_edges(
+    high, low, q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, p_total, scale, none, zero,
+    rows: gl.constexpr, K: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """Of 64 channels q~, b^, k^ and the chunk's decay; in the place of a, what W reads."""
+    layout: gl.constexpr = zero.type.layout
+    aa: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    b_e = sum_gates(gates_seen(64, aa, START, none, False, True), high, low, zero)
+    gl.store(p_total, gl.exp2(gl.min(b_e, 0)))
+    b_f = gl.exp2(b_e)
+    put(q_out_ptr + o_w, (q.load(layout) * (b_f * scale)).to(q.dtype), K, rows, none)
+    if not DELTA:
+        b_f = gl.exp2(without_own(b_e, high, low))
+    b_a = a.load(layout)
+    a.store((b_a * b_f).to(a.dtype))
+    b_f = sum_gates(gates_seen(64, aa, END, none, False, True), high, low, zero)
+    b_f = gl.exp2(b_f)
+    if DELTA:
+        put(b_out_ptr + o_w, (b_a * b_f).to(a.dtype), K, rows, none)
+    else:
+        put(b_out_ptr + o_w, (b.load(layout) * b_f).to(a.dtype), K, rows, none)
+        put(k_out_ptr + o_w, (k.load(layout) * b_f).to(a.dtype), K, rows, none)
+
+
+@gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
+def dplr_strong_sm90_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    a_ptr,  # none for delta
+    b_ptr,
+    v_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV, K] or [tokens, HV]
+    beta_ptr,  # [tokens, HV], delta
+    q_out_ptr,  # [slots, HV, C, K]: scale q exp(G)
+    w_out_ptr,  # W
+    b_out_ptr,  # b exp(G_C - G)
+    k_out_ptr,  # k exp(G_C - G), dplr
+    u_out_ptr,  # [slots, HV, V, C]: U, float32
+    total_ptr,  # [slots, HV, K]: exp(G_C)
+    qb_ptr,  # [slots, HV, C, C], scaled
+    qk_ptr,  # scaled, dplr
+    ak_ptr,  # dplr, if keep
+    r_ptr,  # if keep
+    strong_ptr,  # [slots, HV]
+    cu_ptr,  # [N + 1]
+    scale,
+    keep,
+    total,
+    T,
+    N,
+    HV,
+    H,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    DELTA: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (any,), 4 warps. total: slots * HV."""
+    some: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o_m = gl.arange(0, TURN, some)
+    at = gl.program_id(0) * TURN
+    while at < total:  # a chunk needs all registers: one number, `at`, is what outlives it
+        b_at = at + o_m
+        m = (b_at < total) & (b_at // TURN == at // TURN)
+        b_strong = gl.load(strong_ptr + b_at, mask=m, other=0)
+        ahead = gl.min(gl.where(b_strong > 0, o_m, TURN), 0)
+        if ahead < TURN:
+            one_chunk(
+                q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
+                b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
+                cu_ptr, scale, keep, at + ahead, T, N, HV, H,
+                K, V, DELTA, CHANNEL, PACKED,
+            )  # fmt: skip
+        at = gl.minimum(at + ahead, at | (TURN - 1)) + 1
+        if at % TURN == 0:  # these marks are through; with 0, so that the step is made here
+            at += (gl.num_programs(0) - 1 + (T + at >> 31)) * TURN
+
+
+@gluon.jit
+def one_chunk(
+    q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr, b_out_ptr, k_out_ptr,
+    u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep, pid, T, N, HV, H,
+    K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
+    CHANNEL: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    C: gl.constexpr = 64
+    NK: gl.constexpr = K // 64
+    GK: gl.constexpr = K**CHANNEL
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    act: gl.constexpr = q_ptr.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
+    qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    bs = qs
+    keys = qs
+    if not DELTA:
+        bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+        keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    xs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    ys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    if DELTA:
+        highs = gl.allocate_shared_memory(gl.bfloat16, [NK, 64, 64], tile)
+        lows = gl.allocate_shared_memory(gl.bfloat16, [NK, 64, 64], tile)
+    else:
+        highs = xs._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
+        lows = ys._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
+    i_h = pid % HV
+    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    slot = gl.cast(pid, gl.int64)
+    token = row.to(gl.int64) * HV + i_h
+    # 0, another one each time: what is made of it is not kept for the next chunk, level or part
+    none = T + pid >> 31 << 10
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
+    o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
+    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_r * (H * K) + o_c
+    zero = gl.zeros([64, 64], gl.float32, al)
+    for j in gl.static_range(NK):
+        qs.index(none + j).store(gl.load(q_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
+        p_a = (k_ptr if DELTA else a_ptr) + o_q + j * 64
+        reads.index(none + j).store(gl.load(p_a, mask=o_r < left, other=0.0))
+        if not DELTA:
+            bs.index(none + j).store(gl.load(b_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
+            keys.index(none + j).store(gl.load(k_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
+    ready()
+    if DELTA:
+        for n in range(NK):
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+                      highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
+    b_qb = gl.where(o_i == o_j, scores(qs, reads if DELTA else bs, NK, zero, none), 0.0).to(act)
+    b_ab = zero
+    if not DELTA:
+        b_qk = gl.where(o_i == o_j, scores(qs, keys, NK, zero, none), 0.0).to(act)
+        b_ak = zero.to(act)
+    for level in range(LEVELS):
+        gl.thread_barrier()
+        now = T + pid + level >> 31 << 10
+        later = ((o_i + now >> level) & 1) == 1
+        seen = gates_seen(C, aa, level, now, False, True)
+        for n in range(NK):
+            if not DELTA:
+                put_gates(g_ptr + (token + now) * GK + n * (64 * CHANNEL), HV * GK, left, now,
+                          highs.index(now + n), lows.index(now + n), al, CHANNEL)  # fmt: skip
+            b_e = sum_gates(seen, highs.index(now + n), lows.index(now + n), zero)
+            at_level(
+                b_e, qs.index(now + n), reads.index(now + n), bs.index(now + n),
+                keys.index(now + n), highs.index(now + n), lows.index(now + n),
+                xs.index(now + n), ys.index(now + n), later, DELTA,
+            )  # fmt: skip
+        ready()
+        pairs = (((o_i + now >> level) ^ (o_j >> level)) == 1) & later
+        if DELTA:
+            b_qb = gl.where(pairs, scores(xs, ys, NK, zero, now).to(act), b_qb)
+            b_ab = gl.where(pairs, scores(ys, ys, NK, zero, now), b_ab)
+        else:
+            b_qb = gl.where(pairs, scores(xs, xs, NK, zero, now).to(act), b_qb)
+            b_qk = gl.where(pairs, scores(xs, ys, NK, zero, now).to(act), b_qk)
+            b_ab = gl.where(pairs, scores(ys, xs, NK, zero, now), b_ab)
+            b_ak = gl.where(pairs, scores(ys, ys, NK, zero, now).to(act), b_ak)
+    none = T + pid + LEVELS >> 31 << 10
+    i_a = slot * (C * C)
+    put(qb_ptr + i_a, (b_qb.to(gl.float32) * scale).to(act), C, rows, none)
+    if DELTA:
+        o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
+        b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < left, other=0.0)
+        b_ab = b_ab * b_beta.to(gl.float32)[:, None]
+    else:
+        b_ab = -b_ab
+        put(qk_ptr + i_a, (b_qk.to(gl.float32) * scale).to(act), C, rows, none)
+        if keep != 0:
+            put(ak_ptr + i_a, b_ak, C, rows, none)
+    gl.thread_barrier()
+    for n in range(NK):
+        if not DELTA:
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+                      highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
+        p_d = total_ptr + (slot * K + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, al)))
+        to_edges(
+            highs.index(none + n), lows.index(none + n), qs.index(none + n), reads.index(none + n),
+            bs.index(none + n), keys.index(none + n), q_out_ptr, b_out_ptr, k_out_ptr,
+            slot * (C * K) + n * 64, p_d, scale, none, zero, rows, K, DELTA)  # fmt: skip
+    aks = qs.index(none)
+    if not DELTA:
+        gl.thread_barrier()
+        aks.store(b_ak)
+    ready()
+    solve(
+        b_ab, None if DELTA else aks, reads, None, beta_ptr + token if DELTA else None,
+        v_ptr + token * V, w_out_ptr + slot * (C * K), u_out_ptr + slot * (V * C), r_ptr + i_a,
+        keep, left, HV, K, V, DELTA, none,
+    )  # fmt: skip
+    gl.thread_barrier()

@@ -1,0 +1,404 @@
+"""Per-channel decay on sm_90: the gradients of dplr_grads.py in strong chunks, by levels.
+
+Since a token is a reader or a writer at a level (dplr_levels.py, whose e are these, for a without
+t's own gate), each score takes one product: with D its gradient, D + D^T where halves are siblings,
+times
+
+    x_t = q_t exp(e_t) or s_t exp(e_t) in a later half, w_t exp(e_t) or u_t exp(e_t) in an earlier
+
+is what comes to q and s there and to w and u here. dg is what each exponent gives to its gates:
+at a level x dx, at the edges of the chunk that of the states. No sum is a difference of larger.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnboundVariable=false
+
+from slipstream.kernels.linear.sm90.common.device import end_ring, place, ring
+from slipstream.kernels.linear.sm90.common.tril_inverse import halves
+from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
+    LOG2E,
+    chunk_tiles,
+    load_before,
+    products_of_states,
+)
+from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
+    END,
+    LEVELS,
+    LOWEST,
+    START,
+    gates_seen,
+    sum_gates,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def to_gates(seen, b_x, buffer, b_dg):
+    """b_dg + seen b_x, b_x rounded."""
+    gl.thread_barrier()
+    buffer.store(b_x.to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    b = warpgroup_mma(seen, buffer, b_dg, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b,))
+
+
+@gluon.jit
+def make_symmetric(score, left, none, C: gl.constexpr):
+    """D + D^T, of the chunk's tokens alone."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :] + none
+    b = score.load(layout)
+    b = b + score.permute((1, 0)).load(layout)
+    gl.thread_barrier()
+    score.store(gl.where((i < left) & (j < left), b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def siblings(score, level, none, layout: gl.constexpr, C: gl.constexpr):
+    """A score's gradient, of the pairs of a level."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :] + none
+    b = score.load(layout)
+    return gl.where((i ^ j) >> level == 1, b, gl.zeros_like(b))
+
+
+@gluon.jit
+def load_chunk(
+    v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
+    dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k,
+    V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """Barriers: 0 of S, do and y, 1 of the rest."""
+    after_bytes: gl.constexpr = (
+        dstates_desc.block_type.nbytes
+        + x_desc.block_type.nbytes
+        + (0 if DELTA else do_desc.block_type.nbytes)
+        + (2 if DELTA else 4) * dqb_desc.block_type.nbytes
+    )
+    v_col = i_h * V
+    load_before(states_desc, do_desc, y_desc, ss, os, ys, full.index(0), n, row, i_h, i_k, V)
+    mbarrier.expect(full.index(1), after_bytes)
+    copy_in(dstates_desc, [n * V, i_k], full.index(1), ds.index(0))
+    copy_in(x_desc, [n * V, 0], full.index(1), xs.index(0))
+    copy_in(dqb_desc, [n * C, 0], full.index(1), scores.index(0))
+    copy_in(dab_desc, [n * C, 0], full.index(1), scores.index(1))
+    if not DELTA:
+        copy_in(v_desc, [row, v_col], full.index(1), vs.index(0))
+        copy_in(dqk_desc, [n * C, 0], full.index(1), scores.index(2))
+        copy_in(dak_desc, [n * C, 0], full.index(1), scores.index(3))
+
+
+@gluon.jit
+def rows_of(ins, j, layout: gl.constexpr):
+    """q, a, w or k, anew from shared memory: there is no register to keep them in."""
+    return ins.index(j).load(layout).to(gl.float32)
+
+
+@gluon.jit
+def through_states(
+    ss, ds, os, ys, xs, vs, ins, sums, gates, full, b_total, m, T, none,
+    scale, V: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """What comes to q, a, b and k by way of the states, and to the gates."""
+    C: gl.constexpr = os.shape[0]
+    BK: gl.constexpr = ss.shape[1]
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    zero = gl.zeros([C, BK], gl.float32, cl)
+    b_e = sum_gates(
+        gates_seen(C, ca, START, none, False, True), gates.index(0), gates.index(1), zero
+    )
+    b_f = gl.exp2(b_e)
+    if DELTA:
+        b_fa = b_f
+    else:
+        b_fa = gl.exp2(b_e - sum_of_halves(gates, none, cl))
+    mbarrier.wait(full.index(0), 0)
+    b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
+    b_da = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
+    b_dq, b_da = warpgroup_mma_wait(0, deps=(b_dq, b_da))
+    b_dq = gl.where(m, b_dq * b_f * scale, 0.0)
+    b_da = gl.where(m, b_da * b_fa, 0.0)
+    b_x = rows_of(ins, none, cl) * b_dq
+    if DELTA:
+        b_x += rows_of(ins, none + 1, cl) * b_da
+    b_dg = to_gates(gates_seen(C, ca, START, none, True, True), b_x, sums.index(none), zero)
+    if not DELTA:
+        seen = gates_seen(C, ca, START, none, True, False)
+        b_dg = to_gates(seen, rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg)
+        none = T + 1 >> 31 << 10  # another 0, or END's would keep what START's made of it
+    b_f = gl.exp2(
+        sum_gates(gates_seen(C, ca, END, none, False, True), gates.index(0), gates.index(1), zero)
+    )
+    mbarrier.wait(full.index(1), 0)
+    b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
+    b_dw = gl.where(m, warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
+    b_x = rows_of(ins, none + 2, cl) * b_dw
+    b_du = b_dw
+    if not DELTA:
+        b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
+        b_du = gl.where(m, warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
+        b_x += rows_of(ins, none + 3, cl) * b_du
+    b_dg = to_gates(gates_seen(C, ca, END, none, True, True), b_x, sums.index(none), b_dg)
+    b_z = gl.convert_layout(products_of_states(ss, ds, V, BK, 2), gl.SliceLayout(0, cl))
+    return b_dq, b_da, b_dw, b_du, b_dg + (b_z * b_total)[None, :]
+
+
+@gluon.jit
+def through_scores(
+    scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, DELTA: gl.constexpr
+):
+    """And by way of the scores, level by level."""
+    C: gl.constexpr = ops.shape[1]
+    BK: gl.constexpr = ops.shape[2]
+    act: gl.constexpr = ops.dtype
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
+    zero = gl.zeros([C, BK], gl.float32, cl)
+    for level in range(LEVELS):
+        # 0, another one each turn, as dplr_grads_parts.seen has it
+        now = T + level >> 31 << 10
+        later = (((o_c + now >> level) & 1) == 1)[:, None]
+        if not DELTA:
+            b_dq, b_dw, b_du, b_dg = by_one_read(
+                scores, ops, ins, sums, gates, b_dq, b_dw, b_du, b_dg, level, T, 0
+            )
+            b_da, b_dw, b_du, b_dg = by_one_read(
+                scores, ops, ins, sums, gates, b_da, b_dw, b_du, b_dg, level, T, 1
+            )
+        else:
+            b_f = gl.exp2(sum_gates(
+                gates_seen(C, ca, level, now, False, True), gates.index(now), gates.index(now + 1),
+                zero,
+            ))  # fmt: skip
+            b_w = rows_of(ins, now + 2, cl)
+            ops.index(now).store((gl.where(later, rows_of(ins, now, cl), b_w) * b_f).to(act))
+            ops.index(now + 1).store(
+                (gl.where(later, rows_of(ins, now + 1, cl), b_w) * b_f).to(act)
+            )
+            fence_async_shared()
+            gl.thread_barrier()
+            b_dr, b_ds = both_products(scores, ops, now, now + 1, level, now, zero)
+            b_x = rows_of(ops, now, cl) * b_dr + rows_of(ops, now + 1, cl) * b_ds
+            b_dr *= b_f
+            b_ds *= b_f
+            b_dw += gl.where(later, 0.0, b_dr + b_ds)
+            b_dq += gl.where(later, b_dr, 0.0)
+            b_da += gl.where(later, b_ds, 0.0)
+            seen = gates_seen(C, ca, level, now, True, True)
+            b_dg = to_gates(seen, b_x, sums.index(now), b_dg)
+    return b_dq, b_da, b_dw, b_du, b_dg
+
+
+@gluon.jit
+def by_one_read(
+    scores, ops, ins, sums, gates, b_dread, b_dw, b_du, b_dg, level, T, READ: gl.constexpr
+):
+    """A level's share of what q (READ 0) or a (1) reads of b and k."""
+    C: gl.constexpr = ops.shape[1]
+    act: gl.constexpr = ops.dtype
+    OWN: gl.constexpr = READ == 0
+    cl: gl.constexpr = b_dg.type.layout
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    zero = gl.zeros_like(b_dg)
+    # 0, another one each time, as dplr_grads_parts.seen has it
+    none = T + 2 * level + READ >> 31 << 10
+    later = (((gl.arange(0, C, gl.SliceLayout(1, cl)) + none >> level) & 1) == 1)[:, None]
+    b_f = gl.exp2(sum_gates(
+        gates_seen(C, ca, level, none, False, OWN), gates.index(none), gates.index(none + 1), zero
+    ))  # fmt: skip
+    b_read = rows_of(ins, none + READ, cl)
+    ops.index(none).store((gl.where(later, b_read, rows_of(ins, none + 2, cl)) * b_f).to(act))
+    ops.index(none + 1).store((gl.where(later, b_read, rows_of(ins, none + 3, cl)) * b_f).to(act))
+    fence_async_shared()
+    gl.thread_barrier()
+    b_x, b_y = both_products(scores, ops, none + READ, none + READ + 2, level, none, zero)
+    b_e = rows_of(ops, none, cl) * b_x + rows_of(ops, none + 1, cl) * b_y
+    b_x *= b_f
+    b_y *= b_f
+    b_dw += gl.where(later, 0.0, b_x)
+    b_du += gl.where(later, 0.0, b_y)
+    b_dread += gl.where(later, b_x + b_y, 0.0)
+    b_dg = to_gates(gates_seen(C, ca, level, none, True, OWN), b_e, sums.index(none), b_dg)
+    return b_dread, b_dw, b_du, b_dg
+
+
+@gluon.jit
+def sum_of_halves(gates, none, layout: gl.constexpr):
+    """The gates, as sums have them."""
+    return gates.index(none).load(layout).to(gl.float32) + gates.index(none + 1).load(layout).to(
+        gl.float32
+    )
+
+
+@gluon.jit
+def both_products(scores, ops, i, j, level, none, zero):
+    """Of a level, by the gradients of scores i and j."""
+    ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
+    C: gl.constexpr = ops.shape[1]
+    b_d = siblings(scores.index(i), level, none, ca, C)
+    b_i = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
+    b_d = siblings(scores.index(j), level, none, ca, C)
+    b_j = warpgroup_mma(b_d, ops.index(none + 1), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b_i, b_j))
+
+
+@gluon.jit
+def one_chunk(
+    q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc,
+    dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr,
+    dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """BK channels of one chunk and value head."""
+    NK: gl.constexpr = K // BK
+    NS: gl.constexpr = 2 if DELTA else 4
+    act: gl.constexpr = do_desc.dtype
+    n = unit // NK
+    i_k = unit % NK * BK
+    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
+    vs = xs
+    if not DELTA:
+        vs = gl.allocate_shared_memory(act, [1, C, V], v_desc.layout)
+    scores = gl.allocate_shared_memory(act, [NS, C, C], dqb_desc.layout)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
+    gates = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], tile)
+    sums = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], tile)
+    ops = gl.allocate_shared_memory(act, [2, C, BK], tile)
+    ins = gl.allocate_shared_memory(act, [3 if DELTA else 4, C, BK], tile)
+    row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    i_h = n % HV
+    full = ring(1, 2)
+    fence_async_shared()
+    gl.thread_barrier()
+    load_chunk(
+        v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
+        dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k, V, C, DELTA,
+    )  # fmt: skip
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    none = T >> 31 << 10
+    o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
+    o_k = i_k + gl.arange(0, BK, gl.SliceLayout(0, cl))
+    m_c = o_c < left
+    m = m_c[:, None]
+    first = row.to(gl.int64) * HV + i_h
+    o_o = first * K + o_c[:, None] * (HV * K) + o_k[None, :]
+    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    b_g = gl.load(g_ptr + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
+    b_g = gl.maximum(b_g, LOWEST)
+    b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
+    ins.index(0).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
+    p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
+    b_qb = gl.load(p_own)[:, None]
+    if DELTA:
+        o_t = first + o_c * HV
+        b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+        ins.index(1).store((b_k * b_sign).to(act))
+        ins.index(2).store(b_k)
+    else:
+        ins.index(1).store(gl.load(a_ptr + o_q, mask=m, other=0.0))
+        ins.index(2).store(gl.load(b_ptr + o_q, mask=m, other=0.0))
+        ins.index(3).store(b_k)
+        b_qk = gl.load(p_own + C)[:, None]
+    g_high, g_low = halves(b_g)
+    gates.index(0).store(g_high)
+    gates.index(1).store(g_low)
+    fence_async_shared()
+    gl.thread_barrier()
+    b_total = gl.exp2(gl.sum(b_g, 0))
+    b_dq, b_da, b_dw, b_du, b_dg = through_states(
+        ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
+        vs.index(none), ins, sums, gates, full, b_total, m, T, none, scale, V, DELTA,
+    )  # fmt: skip
+    for s in gl.static_range(NS):
+        make_symmetric(scores.index(s), left, none, C)
+    b_dq, b_da, b_dw, b_du, b_dg = through_scores(
+        scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, DELTA
+    )
+
+    # made anew: the ones above would take registers all the while
+    m = (o_c + none < left)[:, None]
+    o_o = first * K + (o_c + none)[:, None] * (HV * K) + o_k[None, :]
+    b_q = rows_of(ins, none, cl)
+    b_w = rows_of(ins, none + 2, cl)
+    b_dq += b_qb * b_w
+    b_dw += b_qb * b_q
+    if DELTA:
+        b_dbeta = -gl.sum(b_da * b_w, 1)
+        o_t += (1 + unit % NK) * (tokens.to(gl.int64) * HV)
+        gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
+        gl.store(dk_ptr + o_o, (b_dw + b_da * b_sign).to(act), mask=m)
+    else:
+        b_dq += b_qk * rows_of(ins, none + 3, cl)
+        gl.store(da_ptr + o_o, b_da.to(act), mask=m)
+        gl.store(db_ptr + o_o, b_dw.to(act), mask=m)
+        gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
+    gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
+    gl.store(dg_ptr + o_o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+    end_ring(full)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
+def dplr_level_grads_sm90_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    a_ptr,  # none for delta
+    b_ptr,
+    g_ptr,  # [tokens, HV, K]
+    v_desc,  # [tokens, HV * V] by [C, V], dplr
+    do_desc,
+    x_desc,  # [chunks * HV * V, C] by [V, C]
+    y_desc,
+    states_desc,  # [chunks * HV * V, K] by [V, BK]
+    dstates_desc,
+    dqb_desc,  # [chunks * HV * C, C] by [C, C]
+    dab_desc,
+    dqk_desc,  # dplr
+    dak_desc,
+    strong_ptr,  # [chunks, HV]
+    beta_ptr,  # [tokens, HV], delta
+    own_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,
+    da_ptr,  # dplr
+    db_ptr,
+    dg_ptr,  # in the gates' dtype
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    tokens,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    C: gl.constexpr,
+    DELTA: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (K / BK * chunks * HV,), 8 warps: BK channels of one chunk and value head a program."""
+    unit = gl.program_id(0)
+    if gl.load(strong_ptr + unit // (K // BK)) == 0:
+        return
+    one_chunk(
+        q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
+        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, own_ptr, dq_ptr, dk_ptr,
+        da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
+        K, V, BK, C, DELTA, PACKED,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Decays per channel, or free a and b, on sm_90: from a chunk's scores to its U and W.
+
+R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T (R ak)^T
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnboundVariable=false
+
+from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
+from slipstream.kernels.primitives.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def split(b, dtype: gl.constexpr):
+    """b rounded to dtype, and the rest of it, rounded too."""
+    high = b.to(dtype)
+    return high, (b - high.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def ready():
+    """What was written to shared memory can be read by products of all warps."""
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def scores(left, right, NK: gl.constexpr, zero, none=0):
+    """Rows of some tiles by rows of others, [64, 64]. none: as put has it."""
+    b = zero
+    for n in gl.static_range(NK):
+        b_r = right.index(none + n).permute((1, 0))
+        b = warpgroup_mma(left.index(none + n), b_r, b, use_acc=n > 0, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b,))
+
+
+@gluon.jit
+def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0):
+    """A tile [64, 64] at p, in rows of N, coalesced.
+
+    none: 0; in a loop one that no compiler knows, or offsets would take registers all the time.
+    """
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, rows)) + none
+    o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
+    gl.store(p + o_r[:, None] * N + o_c[None, :], gl.convert_layout(b, rows))
+
+
+@gluon.jit
+def solve(
+    b_a, aks, reads, factors, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep, left, HV,
+    K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, none=0,
+):  # fmt: skip
+    """W and U of a chunk, and R if keep, from I + b_a [64, 64].
+
+    reads: tiles [64, 64] of A but for factors [K / 64, 64] of its columns. aks: ak, of dplr.
+    Pointers are those of the chunk. none: as put has it.
+    """
+    C: gl.constexpr = 64
+    NK: gl.constexpr = K // 64
+    NV: gl.constexpr = (V + 63) // 64
+    act: gl.constexpr = reads.dtype
+    al: gl.constexpr = b_a.type.layout
+    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, al)) + none
+    zero = gl.zeros([64, 64], gl.float32, al)
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
+    o_v = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
+    p_v = v_ptr + o_r * (HV * V) + o_v
+    b_v0 = gl.load(p_v, mask=o_r < left, other=0.0)
+    if NV > 1:
+        b_v1 = gl.load(p_v + 64, mask=o_r < left, other=0.0)
+    b_r, _ = inverse(b_a)
+    if keep != 0:
+        put(r_ptr, b_r.to(act), C, rows, none)
+    if DELTA:
+        b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < left, other=0.0).to(gl.float32)
+        b_r = b_r * b_beta[None, :]
+    r_high, r_low = split(b_r, act)
+    left_high = gl.convert_layout(r_high, aa)
+    left_low = gl.convert_layout(r_low, aa)
+    for n in gl.static_range(NK):
+        b_w = warpgroup_mma(left_low, reads.index(none + n), zero, use_acc=False, is_async=True)
+        b_w = warpgroup_mma(left_high, reads.index(none + n), b_w, is_async=True)
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        if factors is not None:
+            b_w = b_w * factors.index(none + n).load(gl.SliceLayout(0, al))[None, :]
+        if DELTA:
+            b_w = -b_w
+        put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)
+    if not DELTA:
+        b_r = warpgroup_mma(left_low, aks, zero, use_acc=False, is_async=True)
+        b_r = warpgroup_mma(left_high, aks, b_r, is_async=True)
+        b_r = warpgroup_mma_wait(0, deps=(b_r,))
+        r_high, r_low = split(b_r, act)
+    gl.thread_barrier()
+    rs = gl.allocate_shared_memory(act, [2, 64, 64], tile)
+    vs = gl.allocate_shared_memory(act, [NV, 64, 64], tile)
+    rs.index(none).store(r_high)
+    rs.index(none + 1).store(r_low)
+    vs.index(none).store(b_v0)
+    if NV > 1:
+        vs.index(none + 1).store(b_v1)
+    ready()
+    p_u = u_out_ptr + o_i[:, None] * C + o_j[None, :]
+    for n in gl.static_range(NV):
+        b_v = vs.index(none + n).permute((1, 0))
+        right = rs.index(none + 1).permute((1, 0))
+        b_u = warpgroup_mma(b_v, right, zero, use_acc=False, is_async=True)
+        right = rs.index(none).permute((1, 0))
+        b_u = warpgroup_mma(b_v, right, b_u, is_async=True)
+        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        gl.store(p_u + n * (64 * C), b_u)

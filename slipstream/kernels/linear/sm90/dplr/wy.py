@@ -1,0 +1,241 @@
+"""Decays per channel, or free a and b, on sm_90: what needs no state, but of strong chunks.
+
+As the portable dplr_prepare.py, whose results these are; decays are those of dplr_whole.py, but E
+comes from running sums: a thread has 16 tokens of two channels, and adds their gates up.
+
+    A = q~ b~^T, a~ b~^T, q~ k~^T, a~ k~^T        R = (I + beta ab)^-1 or (I - ab)^-1
+    W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
+
+A chunk is a program of 4 warps that takes 64 channels at a time. Operands of products are tiles
+[C, 64] in shared memory, which later hold those of the inverse (inverse.py) and v: three
+programs fit a multiprocessor, and one loads while another computes.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnboundVariable=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, end_ring, place, ring
+from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-256.0)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def gates_of(b_g, three: gl.constexpr):
+    """E [4, 16, 64] of gates in base 2; early, late [1, 1, 64]."""
+    four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    own = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
+    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
+    b_e = gl.associative_scan(b_g, 1, add)
+    # of each block of 16 tokens, known to all threads
+    b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
+    b_past = gl.where((other >= 2) & (other < own), b_all, 0.0)
+    b_base = gl.sum(gl.where((other < 2) & (other >= own), -b_all, b_past), 1)
+    b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
+    b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
+    b_e += gl.convert_layout(b_base[:, None, :], three)
+    b_early = gl.convert_layout(b_early[:, None, :], three)
+    return b_e, b_early, gl.convert_layout(b_late[:, None, :], three)
+
+
+@gluon.jit
+def decay(
+    b_g, q, a, b, k, early, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
+    flat: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """64 channels: operands of products in place, q~, b^, k^ and the chunk's decay; how strong."""
+    three: gl.constexpr = b_g.type.layout
+    line: gl.constexpr = gl.SliceLayout(0, flat)
+    b_e, b_early, b_late = gates_of(b_g, three)
+    strong = gl.max(-gl.minimum(b_early, b_late))
+    b_early = gl.exp2(gl.convert_layout(gl.reshape(b_early, [64]), line))
+    b_late = gl.exp2(gl.convert_layout(gl.reshape(b_late, [64]), line))
+    gl.store(p_total, b_early * b_late)
+    early.store(b_early)
+    b_a = a.load(flat)
+    b_q = q.load(flat)
+    b_before = gl.convert_layout(gl.reshape(b_e - b_g, [64, 64]), flat)
+    b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
+    b_write = gl.exp2(-b_e)
+    b_read = gl.exp2(b_e)
+    if DELTA:
+        b_b = b_a * b_write
+        b_a = b_a * b_read
+    else:
+        b_a = b_a * gl.exp2(b_before)
+    a.store(b_a.to(a.dtype))
+    b_q = b_q * b_read
+    q.store(b_q.to(q.dtype))
+    gl.store(q_out_ptr + o_w, (b_q * (b_early * scale)[None, :]).to(q.dtype))
+    if not DELTA:
+        b_b = b.load(flat) * b_write
+    b.store(b_b.to(b.dtype))
+    gl.store(b_out_ptr + o_w, (b_b * b_late[None, :]).to(b.dtype))
+    if not DELTA:
+        b_k = k.load(flat) * b_write
+        k.store(b_k.to(k.dtype))
+        gl.store(k_out_ptr + o_w, (b_k * b_late[None, :]).to(k.dtype))
+    return strong
+
+
+@gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
+def dplr_prepare_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, 64]
+    k_desc,
+    a_desc,  # none for delta
+    b_desc,
+    v_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV, K] or [tokens, HV]
+    beta_ptr,  # [tokens, HV], delta
+    q_out_ptr,  # [slots, HV, C, K]: scale q exp(G)
+    w_out_ptr,  # W
+    b_out_ptr,  # b exp(G_C - G)
+    k_out_ptr,  # k exp(G_C - G), dplr
+    u_out_ptr,  # [slots, HV, V, C]: U, float32
+    total_ptr,  # [slots, HV, K]: exp(G_C)
+    qb_ptr,  # [slots, HV, C, C], scaled
+    qk_ptr,  # scaled, dplr
+    ak_ptr,  # dplr, if keep
+    r_ptr,  # if keep
+    strong_ptr,  # [slots, HV]: whether the chunk is
+    cu_ptr,  # [N + 1]
+    scale,
+    keep,
+    T,
+    N,
+    HV,
+    H,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    DELTA: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    PACKED: gl.constexpr,
+    LIMIT: gl.constexpr,
+):
+    """grid (slots * HV,), 4 warps."""
+    NK: gl.constexpr = K // 64
+    GK: gl.constexpr = K**CHANNEL
+    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    act: gl.constexpr = q_desc.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
+    line: gl.constexpr = gl.SliceLayout(0, flat)
+    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    # the compiler gives memory on to tiles that come later
+    qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    keys = reads
+    if not DELTA:
+        keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    early = gl.allocate_shared_memory(gl.float32, [NK, 64], few)
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    slot = pid.to(gl.int64)
+    o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
+    o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
+    o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
+    o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K
+    o_line = gl.arange(0, 64, line)
+    o_f += o_line[None, :]
+    token = row.to(gl.int64) * HV + i_h
+    full = ring(1, NK)
+    ready()
+    col = i_h // (HV // H) * K
+    for n in gl.static_range(NK):
+        mbarrier.expect(full.index(n), (2 if DELTA else 4) * q_desc.block_type.nbytes)
+        copy_in(q_desc, [row, col + n * 64], full.index(n), qs.index(n))
+        copy_in((k_desc if DELTA else a_desc), [row, col + n * 64], full.index(n), reads.index(n))
+        if not DELTA:
+            copy_in(b_desc, [row, col + n * 64], full.index(n), bs.index(n))
+            copy_in(k_desc, [row, col + n * 64], full.index(n), keys.index(n))
+    strongest = -1.0
+    for n in range(NK):
+        o_w = slot * (C * K) + n * 64 + o_f
+        if HAS_GATE:
+            p_g = g_ptr + token * GK + o_t * (HV * GK) + (n * 64 + o_n) * CHANNEL
+            b_g = gl.load(p_g, mask=o_t < left, other=0.0).to(gl.float32)
+        mbarrier.wait(full.index(n), 0)
+        if left < C:
+            clear(qs.index(n), left, C, 64)
+            clear(reads.index(n), left, C, 64)
+            if not DELTA:
+                clear(bs.index(n), left, C, 64)
+                clear(keys.index(n), left, C, 64)
+            gl.thread_barrier()
+        if HAS_GATE:
+            b_g = gl.maximum(b_g * LOG2E, LOWEST)
+            p_total = total_ptr + slot * K + n * 64 + o_line
+            strong = decay(
+                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), early.index(n),
+                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, DELTA,
+            )  # fmt: skip
+            strongest = gl.maximum(strongest, strong)
+        else:
+            gl.store(q_out_ptr + o_w, (qs.index(n).load(flat) * scale).to(act))
+            if DELTA:
+                b_b = reads.index(n).load(flat)
+                bs.index(n).store(b_b)
+            else:
+                b_b = bs.index(n).load(flat)
+                gl.store(k_out_ptr + o_w, keys.index(n).load(flat))
+            gl.store(b_out_ptr + o_w, b_b)
+    end_ring(full)
+    if HAS_GATE:
+        gl.store(strong_ptr + slot, (strongest > LIMIT).to(gl.int32))
+        if strongest > LIMIT:
+            return
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, al))
+    seen = o_i[:, None] >= o_j[None, :]
+    past = o_i[:, None] > o_j[None, :]
+    zero = gl.zeros([64, 64], gl.float32, al)
+    i_a = slot * (C * C)
+    if DELTA:
+        p_beta = beta_ptr + token
+        b_beta = gl.load(p_beta + o_i * HV, mask=o_i < left, other=0.0).to(gl.float32)
+    ready()
+    b_qb = scores(qs, bs, NK, zero)
+    put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
+    if not DELTA:
+        b_qk = scores(qs, keys, NK, zero)
+        put(qk_ptr + i_a, gl.where(seen, b_qk * scale, 0.0).to(act), C, rows)
+        b_ak = gl.where(past, scores(reads, keys, NK, zero), 0.0).to(act)
+        aks = gl.allocate_shared_memory(act, [64, 64], tile)
+        aks.store(b_ak)
+        fence_async_shared()
+        if keep != 0:
+            put(ak_ptr + i_a, b_ak, C, rows)
+    b_a = gl.where(past, scores(reads, bs, NK, zero), 0.0)
+    if DELTA:
+        b_a = b_a * b_beta[:, None]
+    else:
+        b_a = -b_a
+        # again: it would be on the stack since the gates
+        token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
+    gl.thread_barrier()
+    solve(
+        b_a, None if DELTA else aks, reads, early if HAS_GATE else None,
+        beta_ptr + token if DELTA else None, v_ptr + token * V, w_out_ptr + slot * (C * K),
+        u_out_ptr + slot * (V * C), r_ptr + i_a, keep, left, HV, K, V, DELTA,
+    )  # fmt: skip

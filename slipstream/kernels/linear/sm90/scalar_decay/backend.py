@@ -1,0 +1,184 @@
+"""Launches of the additive family's walks on sm_90, in the place of the portable launch's.
+
+They take and leave what the portable walks do, but for dk and dv, which are one walk here.
+Nothing depends on device values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.delta.backend import as_tma_reads, at_16_bytes
+from slipstream.kernels.linear.sm90.plan import CHUNK
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import additive_back_sm90_kernel
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import additive_walk_sm90_kernel
+from slipstream.kernels.linear.triton.scalar_decay import launch as portable
+from slipstream.kernels.linear.triton.scalar_decay.tiles import SPAN
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.launch_cache import kept
+
+HALF = 64
+STAGES, BACK_STAGES = 3, 2
+NO_GATE_GRADIENT = portable.NO_GATE_GRADIENT
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# of 16 warps: what all parts of a program share
+_PROGRAM = {"num_warps": 4, "maxnreg": 128}
+
+
+def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """As the portable one, which it is where o is wanted in float32."""
+    if terms.q.dtype not in _TYPES:
+        return portable.forward(terms, scale)
+    return portable.forward(_ready(terms), scale, _OWN)
+
+
+def backward(
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    *,
+    gate_gradient: bool = True,
+) -> dict[str, Tensor]:
+    """As the portable one."""
+    dout = None if dout is None else at_16_bytes(dout)
+    over: dict[str, Any] = {"gate_gradient": gate_gradient, "own": _OWN}
+    return portable.backward(_ready(terms), dout, dfinal, scale, **over)
+
+
+def _ready(terms: Terms) -> Terms:
+    """q, k and v as TMA reads them; the gates of a head side by side."""
+    g = terms.g
+    if g is not None and g.stride(1) > 1:
+        g = g.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return as_tma_reads(terms)._replace(g=g)
+
+
+def _walk(
+    walk: portable.Walk,
+    terms: Terms,
+    scale: float,
+    split: portable.Split | None,
+    sums: portable.GateSums | None = None,
+    qk: Tensor | None = None,
+) -> None:
+    r, w, x, y = walk.r, walk.w, walk.x, walk.y
+    assert y is not None
+    X, D = x.shape[-1], r.shape[-1]
+    launch: Any = kept(additive_walk_sm90_kernel)[_grid(terms, split)]
+    launch(
+        _tiles(r, D),
+        _tiles(w, D),
+        _tiles(x, HALF),
+        _tiles(y, HALF),
+        None if sums is None or qk is None else _tiles(qk, HALF),
+        y,
+        terms.g,
+        walk.s_in,
+        walk.s_out,
+        sums.q_rows if sums else None,
+        sums.anchors if sums else None,
+        terms.cu_seqlens,
+        scale,
+        walk.scale_in,
+        walk.scale_out,
+        *_sizes(terms, (r.shape[2], x.shape[2]), split),
+        *_strides(terms),
+        D=D,
+        X=X,
+        C=CHUNK,
+        ST=STAGES,
+        SPAN=_OWN.span,
+        TRANSPOSED=walk.transposed,
+        **_flags(walk, terms, split, sums),
+    )
+
+
+def _grads(
+    back: portable.Walk,
+    dk: Tensor,
+    v: Tensor,
+    terms: Terms,
+    scale: float,
+    split: portable.Split | None,
+    sums: portable.GateSums | None,
+) -> None:
+    """dk, and what the portable walk `back` gives."""
+    k, q, do, dv = back.r, back.w, back.x, back.y
+    assert dv is not None
+    K, V = k.shape[-1], do.shape[-1]
+    launch: Any = kept(additive_back_sm90_kernel)[_grid(terms, split)]
+    launch(
+        _tiles(q, K),
+        _tiles(k, K),
+        _tiles(v, HALF),
+        _tiles(do, HALF),
+        _tiles(dk, K),
+        _tiles(dv, HALF),
+        dk,
+        dv,
+        terms.g,
+        back.s_in,
+        back.s_out,
+        sums.k_rows if sums else None,
+        sums.z if sums else None,
+        sums.anchors if sums else None,
+        terms.cu_seqlens,
+        scale,
+        back.scale_in,
+        back.scale_out,
+        *_sizes(terms, (k.shape[2],), split),
+        sums.z.shape[1] if sums else 0,
+        *_strides(terms),
+        K=K,
+        V=V,
+        C=CHUNK,
+        ST=BACK_STAGES,
+        SPAN=_OWN.span,
+        **_flags(back, terms, split, sums),
+    )
+
+
+_OWN = portable.Own(_walk, _grads, parts=1, span=SPAN)
+
+
+def _grid(terms: Terms, split: portable.Split | None) -> tuple[int]:
+    return (terms.v.shape[2] * (terms.sequences if split is None else split.slots),)
+
+
+def _sizes(terms: Terms, heads: tuple[int, ...], split: portable.Split | None) -> tuple[int, ...]:
+    """T to segment."""
+    B, T, HV, _ = terms.v.shape
+    segment = T if split is None else split.tokens
+    return T, terms.sequences, HV, *heads, B * T, segment
+
+
+def _strides(terms: Terms) -> tuple[int, ...]:
+    return (0, 0, 0) if terms.g is None else terms.g.stride()
+
+
+def _flags(
+    walk: portable.Walk,
+    terms: Terms,
+    split: portable.Split | None,
+    sums: portable.GateSums | None,
+) -> dict[str, Any]:
+    return {
+        "HAS_GATE": terms.g is not None,
+        "HAS_DG": sums is not None,
+        "HAS_S_IN": walk.s_in is not None,
+        "HAS_S_OUT": walk.s_out is not None,
+        "SPLIT": split is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        **_PROGRAM,
+    }
+
+
+def _tiles(x: Tensor, columns: int) -> Any:
+    """A descriptor of x as rows of all heads, in tiles [CHUNK, columns]."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for([CHUNK, columns], _TYPES[x.dtype])
+    width = x.shape[2] * x.shape[3]
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return TensorDescriptor(x, shape, strides, [CHUNK, columns], layout)

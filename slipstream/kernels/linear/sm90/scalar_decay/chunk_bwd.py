@@ -1,0 +1,268 @@
+"""The additive family, no decay or one a token, on sm_90: dk and dv in one walk, backwards.
+
+With dS [K, V] the gradient of the state after a chunk, G and E as in additive_walk.py,
+
+    dv^T = scale * (dS^T k^T exp(G_C - G) + do^T A^T)      A = (k q^T) E [j, i], i >= j
+    dk = scale * (exp(G_C - G) v dS^T + B q)               B = (v do^T) E [j, i]
+    dS <- exp(G_C) dS + (q exp(G))^T do
+
+so that q, k, v and do are read once for both. Parts of a program:
+
+    walk, twice   dS^T and dv: the walk of additive_walk.py, which leaves dS^T for dk
+    grads         A and the gates' factors, dk; clears a short chunk's rest
+    load          q, k, v, do by TMA
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, opening, ring
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import (
+    HALF,
+    first_span,
+    gates_of,
+    load_gates,
+    place_gates,
+    walk_part,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col, v_col,
+    C: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        q_desc.block_type.nbytes
+        + k_desc.block_type.nbytes
+        + 2 * v_desc.block_type.nbytes
+        + 2 * do_desc.block_type.nbytes
+    )
+    for i in range(n):
+        s = i % ST
+        t = row + (n - 1 - i) * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+        copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
+        copy_in(v_desc, [t, v_col + HALF], full.index(s), vs.index(2 * s + 1))
+        copy_in(do_desc, [t, v_col], full.index(s), ds.index(2 * s))
+        copy_in(do_desc, [t, v_col + HALF], full.index(s), ds.index(2 * s + 1))
+
+
+@gluon.jit
+def grads_part(
+    dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty,
+    s_full, s_empty, p_g, stride_g, p_rows, row, HV, dk_col, length, n, scale,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    HAS_DG: gl.constexpr,
+):  # fmt: skip
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    kl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ba: gl.constexpr = gl.DotOperandLayout(0, kl, 2)
+    o_j = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_i = gl.arange(0, C, gl.SliceLayout(0, al))
+    o_t = gl.arange(0, C, gl.SliceLayout(1, kl))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, kl))
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    zero_k = gl.zeros([C, K], gl.float32, kl)
+    seen = o_j[:, None] <= o_i[None, :]
+    b_decay = gl.where(seen, 1.0, zero_a)
+    if HAS_GATE:
+        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * C, length, C)
+    for i in range(n):
+        s = i % ST
+        a = i % 2
+        t = (n - 1 - i) * C
+        if HAS_GATE:
+            b_start, b_end = gates_of(b_g, sums, C)
+            b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * C, length, C)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if length - t < C:
+            clear(qs.index(s), length - t, C, K)
+            clear(ks.index(s), length - t, C, K)
+            for half in gl.static_range(2):
+                clear(vs.index(2 * s + half), length - t, C, HALF)
+                clear(ds.index(2 * s + half), length - t, C, HALF)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_a = warpgroup_mma(
+            ks.index(s), qs.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+        )
+        if HAS_GATE:
+            between = sums.load(gl.SliceLayout(0, al))[None, :]
+            between = between - sums.load(gl.SliceLayout(1, al))[:, None]
+            b_decay = gl.exp2(gl.where(seen, between, float("-inf")))
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_b = warpgroup_mma(
+            vs.index(2 * s), ds.index(2 * s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+        )
+        b_b = warpgroup_mma(
+            vs.index(2 * s + 1), ds.index(2 * s + 1).permute((1, 0)), b_b, is_async=True
+        )
+        b_a *= b_decay
+        mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
+        scores.index(a).permute((1, 0)).store(b_a.to(qs.dtype))
+        if HAS_GATE:
+            factors.index(2 * a).store(b_end)
+            factors.index(2 * a + 1).store(b_start)
+        fence_async_shared()
+        mbarrier.arrive(a_full.index(a), count=1)
+        b_b = warpgroup_mma_wait(0, deps=(b_b,))
+        b_b *= b_decay
+        b_b = gl.convert_layout(b_b.to(qs.dtype), ba)
+        mbarrier.wait(s_full.index(0), i & 1)
+        b_k = warpgroup_mma(vs.index(2 * s), ss.index(0), zero_k, use_acc=False, is_async=True)
+        b_k = warpgroup_mma(vs.index(2 * s + 1), ss.index(1), b_k, is_async=True)
+        b_k = warpgroup_mma_wait(0, deps=(b_k,))
+        mbarrier.arrive(s_empty.index(0), count=1)
+        if HAS_GATE:
+            b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
+        b_k = warpgroup_mma(b_b, qs.index(s), b_k, is_async=True)
+        b_k = warpgroup_mma_wait(0, deps=(b_k,))
+        b_k *= scale
+        if HAS_DG:
+            b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1)
+            gl.store(p_rows + t + o_t, b_row, mask=o_t < length - t)
+        mbarrier.arrive(empty.index(s), count=1)
+        if t + C <= length:
+            store_wait(0)
+            dks.store(b_k.to(qs.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            copy_out(dk_desc, [row + t, dk_col], dks)
+        else:
+            p = dk_ptr + (row + t + o_t).to(gl.int64)[:, None] * (HV * K) + dk_col
+            gl.store(p + o_k[None, :], b_k.to(qs.dtype), mask=(o_t < length - t)[:, None])
+    store_wait(0)
+
+
+_SIZES = ["T", "N", "HV", "H", "tokens", "segment", "spans"]
+_STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
+
+
+@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
+def additive_back_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, HALF]
+    do_desc,
+    dk_desc,  # [tokens, HV * K] by [C, K]
+    dv_desc,  # [tokens, HV * V] by [C, HALF]
+    dk_ptr,
+    dv_ptr,
+    g_ptr,  # [B, T, HV] by strides
+    s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot; times scale_in
+    s_out_ptr,  # the same, of that before it; times scale_out
+    rows_ptr,  # [HV, tokens]: k . dk
+    z_ptr,  # [2, spans, HV]: sum(S * dS) after a span
+    anchor_ptr,  # [spans, HV, K, V]
+    cu_ptr,  # [N + 1]
+    scale,
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    H,
+    tokens,
+    segment,
+    spans,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    SPAN: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_DG: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (HV * slots,), 4 warps: one program walks one head of one segment; V is 128.
+
+    Without SPLIT a slot is a sequence.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], v_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], do_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [2, HALF, K], q_desc.layout)
+    dks = gl.allocate_shared_memory(dtype, [C, K], dk_desc.layout)
+    dvs = gl.allocate_shared_memory(dtype, [2, C, HALF], dv_desc.layout)
+    scores = gl.allocate_shared_memory(dtype, [2, C, C], a_layout)
+    factors = scores
+    sums = scores
+    if HAS_GATE:
+        factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
+        sums = gl.allocate_shared_memory(gl.float32, [C], plain)
+    full = ring(1, ST)
+    empty = ring(3, ST)
+    a_full = ring(1, 2)
+    a_empty = ring(2, 2)
+    s_full = ring(2, 1)
+    s_empty = ring(1, 1)
+    i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    k_col = i_h // (HV // H) * K
+    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V)
+    # what is not given: something else, for only the first part takes None
+    p_g = g_ptr if HAS_GATE else dk_ptr
+    p_in = s_in_ptr if HAS_S_IN else dk_ptr
+    p_out = s_out_ptr if HAS_S_OUT else dk_ptr
+    p_rows = rows_ptr if HAS_DG else dk_ptr
+    p_z = z_ptr if HAS_DG else dk_ptr
+    p_anchor = anchor_ptr if HAS_DG else dk_ptr
+    if HAS_GATE:
+        p_g = place_gates(p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
+    if HAS_DG:
+        span = first_span(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+        p_rows += i_h.to(gl.int64) * tokens + row
+        p_z += span
+        p_anchor += span * (K * V)
+    to_half = HV.to(gl.int64) * spans
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
+                empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows, p_z, p_anchor, o_s,
+                row, HV, i_h * V, length, n, scale, scale_in, scale_out,
+                0, K, V, C, ST, SPAN, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                True)),
+            (walk_part, (
+                dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
+                empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows,
+                p_z + to_half if HAS_DG else p_z, p_anchor, o_s,
+                row, HV, i_h * V, length, n, scale, scale_in, scale_out,
+                1, K, V, C, ST, SPAN, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                True)),
+            (grads_part, (
+                dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,
+                a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, row, HV, i_h * K, length,
+                n, scale, K, C, ST, HAS_GATE, HAS_DG)),
+            (load_part, (
+                q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col,
+                i_h * V, C, ST)),
+        ],
+        [4, 4, 1],
+        [152, 184, 24],
+    )  # fmt: skip

@@ -1,0 +1,354 @@
+"""The additive family, no decay or one a token, on sm_90: the walk over chunks of C tokens.
+
+What the portable walk.py computes, whose docstring says for what: forward, or with the roles of the
+tensors changed one of three gradients. With S [X, D] the state before a chunk and G the sum of the
+chunk's gates, which decay by E[j, i] = exp(G_i - G_j) between tokens j <= i,
+
+    A = (w r^T) E [j, i]            y^T = scale * (S r^T exp(G_i) + x^T A)
+    S <- exp(G_C) S + (x exp(G_C - G))^T w
+
+The columns of x are rows here: two warpgroups carry 64 rows of S each in registers, from where S
+and x^T go into the products as left operands. Parts of a program, joined by barriers in shared
+memory:
+
+    walk, twice   S and y               scores   A and the gates' factors, as soon as r and w are
+    load          r, w, x by TMA                 there; clears a short chunk's rest
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, opening, ring, write_turned
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-128.0)
+HALF = gl.constexpr(64)  # rows of S in a warpgroup
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def place_gates(
+    p, slot, row, T, segment, i_h, stride_b, stride_t, stride_h, PACKED: gl.constexpr
+):  # fmt: skip
+    """The gate of a slot's first token, which is token `row` of all."""
+    i_b = 0 if PACKED else slot // gl.cdiv(T, segment)
+    p += i_h.to(gl.int64) * stride_h + stride_b.to(gl.int64) * i_b
+    return p + (row - i_b * T).to(gl.int64) * stride_t
+
+
+@gluon.jit
+def load_gates(p, stride, t, length, C: gl.constexpr):
+    """Those of the chunk from token t on, zero past the end."""
+    o_c = t + gl.arange(0, C, gl.BlockedLayout([2], [32], [4], [0]))
+    return gl.load(p + o_c.to(gl.int64) * stride, mask=o_c < length, other=0.0)
+
+
+@gluon.jit
+def gates_of(b_g, sums, C: gl.constexpr):
+    """exp(G), exp(G_C - G); G of base 2 goes to `sums`."""
+    o_c = gl.arange(0, C, gl.BlockedLayout([2], [32], [4], [0]))
+    b_g = b_g.to(gl.float32)
+    b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
+    G_C = gl.sum(gl.where(o_c == C - 1, b_G, 0.0), 0)
+    sums.store(b_G)
+    return gl.exp2(b_G), gl.exp2(G_C - b_G)
+
+
+@gluon.jit
+def first_span(
+    slot, row, T, segment, TOKENS: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr
+):
+    """The number of a slot's first span of TOKENS, as the portable _place has it."""
+    if SPLIT:
+        span = slot * gl.cdiv(segment, TOKENS)
+    elif PACKED:
+        span = row // TOKENS + slot
+    else:
+        span = slot * gl.cdiv(T, TOKENS)
+    return span
+
+
+@gluon.jit
+def load_part(
+    r_desc, w_desc, x_desc, q_desc, rs, ws, xs, qs, full, empty, q_full, q_empty, row, n, r_col,
+    x_col, C: gl.constexpr, ST: gl.constexpr, HAS_DG: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        r_desc.block_type.nbytes + w_desc.block_type.nbytes + 2 * x_desc.block_type.nbytes
+    )
+    for i in range(n):
+        s = i % ST
+        t = row + i * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(w_desc, [t, r_col], full.index(s), ws.index(s))
+        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
+        copy_in(x_desc, [t, x_col], full.index(s), xs.index(2 * s))
+        copy_in(x_desc, [t, x_col + HALF], full.index(s), xs.index(2 * s + 1))
+        if HAS_DG:
+            b = i % 2
+            mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(b), 2 * q_desc.block_type.nbytes)
+            copy_in(q_desc, [t, x_col], q_full.index(b), qs.index(2 * b))
+            copy_in(q_desc, [t, x_col + HALF], q_full.index(b), qs.index(2 * b + 1))
+
+
+@gluon.jit
+def score_part(
+    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_g, length, n,
+    D: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """A [j, i] of each chunk, and exp(G_i), exp(G_C - G_j)."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_j = gl.arange(0, C, gl.SliceLayout(1, al))
+    o_i = gl.arange(0, C, gl.SliceLayout(0, al))
+    zero = gl.zeros([C, C], gl.float32, al)
+    seen = o_j[:, None] <= o_i[None, :]
+    if HAS_GATE:
+        b_g = load_gates(p_g, stride_g, 0, length, C)
+    for i in range(n):
+        s = i % ST
+        a = i % 2
+        left = length - i * C
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if left < C:
+            clear(rs.index(s), left, C, D)
+            clear(ws.index(s), left, C, D)
+            clear(xs.index(2 * s), left, C, HALF)
+            clear(xs.index(2 * s + 1), left, C, HALF)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_a = warpgroup_mma(
+            ws.index(s), rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        if HAS_GATE:
+            b_start, b_end = gates_of(b_g, sums, C)
+            # the next chunk's, which come from afar
+            b_g = load_gates(p_g, stride_g, (i + 1) * C, length, C)
+            G_j = sums.load(gl.SliceLayout(1, al))[:, None]
+            G_i = sums.load(gl.SliceLayout(0, al))[None, :]
+            b_decay = gl.exp2(gl.where(seen, G_i - G_j, float("-inf")))
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        mbarrier.arrive(empty.index(s), count=1)
+        b_a = b_a * b_decay if HAS_GATE else gl.where(seen, b_a, 0.0)
+        mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
+        scores.index(a).store(b_a.to(rs.dtype))
+        if HAS_GATE:
+            factors.index(2 * a).store(b_start)
+            factors.index(2 * a + 1).store(b_end)
+        fence_async_shared()
+        mbarrier.arrive(a_full.index(a), count=1)
+
+
+@gluon.jit
+def walk_part(
+    y_desc, y_ptr, rs, ws, xs, qs, ss, scores, factors, ys, full, empty, q_full, q_empty, a_full,
+    a_empty, s_full, s_empty, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
+    length, n, scale, scale_in, scale_out,
+    I: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    SPAN: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_GATE: gl.constexpr,
+    HAS_DG: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Rows HALF * I and on of S, and of y^T. SHARED: S goes to ss as well, but q . y does not."""
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_x = HALF * I + gl.arange(0, HALF, gl.SliceLayout(1, sl))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, sl))
+    o_a = o_x[:, None] * D + o_d[None, :] if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
+    o_s += o_a
+    if HAS_S_IN:
+        b_s = gl.load(s_in_ptr + o_s).to(gl.float32) * scale_in
+    else:
+        b_s = gl.zeros([HALF, D], gl.float32, sl)
+    zero = gl.zeros([HALF, C], gl.float32, yl)
+    o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
+    y_col += HALF * I
+    for i in range(n):
+        s = i % ST
+        a = i % 2
+        c = n - 1 - i if REVERSE else i
+        if HAS_DG and REVERSE and (c % SPAN == SPAN - 1) | (i == 0):
+            span = HV.to(gl.int64) * (c // SPAN)
+            b_z = gl.sum(b_s * gl.load(p_anchor + span * (D * X) + o_a), 1)
+            gl.store(p_z + span, gl.sum(b_z, 0) * scale_out)
+        # scores has seen the stage full, and may have cleared its tail
+        mbarrier.wait(a_full.index(a), (i // 2) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if SHARED:
+            mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
+            ss.index(I).store(b_s.to(rs.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(s_full.index(0), count=1)
+            left = ss.index(I)
+        else:
+            left = gl.convert_layout(b_s.to(rs.dtype), sa)
+        if HAS_GATE:
+            last = factors.index(2 * a + REVERSE).slice(C - 1, 1)  # exp(G_C)
+            b_s *= last.load(gl.SliceLayout(1, sl))[:, None]
+        b_y = warpgroup_mma(left, rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        x_t = xs.index(2 * s + I).permute((1, 0))
+        b_x = x_t.load(xa)
+        if HAS_GATE:
+            b_end = factors.index(2 * a + 1).load(gl.SliceLayout(0, xa))
+            b_x = (b_x.to(gl.float32) * b_end[None, :]).to(rs.dtype)
+        else:
+            b_y = warpgroup_mma(x_t, scores.index(a), b_y, is_async=True)
+        b_s = warpgroup_mma(b_x, ws.index(s), b_s, is_async=True)
+        if HAS_GATE:
+            b_y = warpgroup_mma_wait(1, deps=(b_y,))
+            b_y *= factors.index(2 * a).load(gl.SliceLayout(0, yl))[None, :]
+            b_y = warpgroup_mma(x_t, scores.index(a), b_y, is_async=True)
+        b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
+        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(a_empty.index(a), count=1)
+        b_y *= scale
+        t = c * C
+        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
+        if HAS_DG and not SHARED:
+            b = i % 2
+            mbarrier.wait(q_full.index(b), (i // 2) & 1)
+            b_q = gl.convert_layout(qs.index(2 * b + I).permute((1, 0)).load(sa), yl)
+            b_row = gl.sum(b_q.to(gl.float32) * b_y, 0)
+            gl.store(p_rows + t + o_c, b_row, mask=o_c < length - t)
+            mbarrier.arrive(q_empty.index(b), count=1)
+        if HAS_DG and not REVERSE and (c % SPAN == SPAN - 1) | (c == n - 1):
+            span = HV.to(gl.int64) * (c // SPAN)
+            gl.store(p_anchor + span * (D * X) + o_a, b_s)
+    store_wait(0)
+    if HAS_S_OUT:
+        gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
+
+
+_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment"]
+_STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
+
+
+@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
+def additive_walk_sm90_kernel(
+    r_desc,  # [tokens, HR * D] by [C, D]
+    w_desc,  # [tokens, HR * D] by [C, D]
+    x_desc,  # [tokens, HX * X] by [C, HALF]
+    y_desc,  # [tokens, HV * X] by [C, HALF]
+    q_desc,  # [tokens, HX * X] by [C, HALF]: q for the dq walk
+    y_ptr,
+    g_ptr,  # [B, T, HV] by strides
+    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
+    s_out_ptr,  # the same; times scale_out
+    rows_ptr,  # [2, HV, tokens]: q . dq
+    anchor_ptr,  # [spans, HV, X, D]
+    cu_ptr,  # [N + 1]
+    scale,
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    HR,
+    HX,
+    tokens,
+    segment,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    D: gl.constexpr,
+    X: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    SPAN: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_DG: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (HV * slots,), 4 warps: one program walks one head of one segment; X is 128.
+
+    Without SPLIT a slot is a sequence.
+    """
+    dtype: gl.constexpr = x_desc.dtype
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    rs = gl.allocate_shared_memory(dtype, [ST, C, D], r_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [ST, C, D], w_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], x_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [2, C, HALF], y_desc.layout)
+    scores = gl.allocate_shared_memory(dtype, [2, C, C], a_layout)
+    qs = xs
+    factors = scores
+    sums = scores
+    full = ring(1, ST)
+    empty = ring(3, ST)
+    a_full = ring(1, 2)
+    a_empty = ring(2, 2)
+    q_full = full
+    q_empty = empty
+    if HAS_DG:
+        qs = gl.allocate_shared_memory(dtype, [4, C, HALF], q_desc.layout)
+        q_full = ring(1, 2)
+        q_empty = ring(2, 2)
+    if HAS_GATE:
+        factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
+        sums = gl.allocate_shared_memory(gl.float32, [C], plain)
+    i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    r_col = i_h // (HV // HR) * D
+    x_col = i_h // (HV // HX) * X
+    o_s = (slot.to(gl.int64) * HV + i_h) * (D * X)
+    # what is not given: something else, for only the first part takes None
+    p_g = g_ptr if HAS_GATE else y_ptr
+    p_in = s_in_ptr if HAS_S_IN else y_ptr
+    p_out = s_out_ptr if HAS_S_OUT else y_ptr
+    p_rows = rows_ptr if HAS_DG else y_ptr
+    p_anchor = anchor_ptr if HAS_DG else y_ptr
+    if HAS_GATE:
+        p_g = place_gates(
+            p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
+        )  # fmt: skip
+    if HAS_DG:
+        span = first_span(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+        p_rows += i_h.to(gl.int64) * tokens + row
+        p_anchor += span * (D * X)
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
+                q_empty, a_full, a_empty, full, empty, p_in, p_out, p_rows, y_ptr, p_anchor,
+                o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
+                0, D, X, C, ST, SPAN, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                False)),
+            (walk_part, (
+                y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
+                q_empty, a_full, a_empty, full, empty, p_in, p_out,
+                p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows, y_ptr, p_anchor, o_s, row,
+                HV, i_h * X, length, n, scale, scale_in, scale_out,
+                1, D, X, C, ST, SPAN, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                False)),
+            (score_part, (
+                rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
+                length, n, D, C, ST, HAS_GATE)),
+            (load_part, (
+                r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full, empty,
+                q_full, q_empty, row, n, r_col, x_col, C, ST, HAS_DG)),
+        ],
+        [4, 4, 1],
+        [192, 104, 24],
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Launches with a decay per channel on sm_90: the walks in Gluon, and portable ones around them.
+
+Forward is one walk (channel_walk.py), which leaves nothing but o and the final state. Backward is
+that walk reversed for dv, the two for dqs and dke (channel_edges.py), and the portable kernels for
+P and for what chunks add by themselves (channel_grads.py). Memory beyond results: backward P, half
+of k, and a state every SPAN chunks.
+
+Nothing depends on device values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.delta.backend import as_tma_reads, at_16_bytes
+from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import channel_edges_sm90_kernel
+from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import channel_walk_sm90_kernel
+from slipstream.kernels.linear.sm90.vector_decay.schedule import CHUNK
+from slipstream.kernels.linear.triton.scalar_decay.tiles import SPAN
+from slipstream.kernels.linear.triton.vector_decay import backend as portable
+from slipstream.kernels.linear.triton.vector_decay.launch import Prepared, Sums, sums_of
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
+
+HALF, STAGES = 64, 2
+# what the z of a chunk is not known beyond (the portable channel_walk.py)
+LOST = 2.0**-10
+# of 16 warps: what all parts of a program share
+_PROGRAM = {"num_warps": 4, "maxnreg": 128}
+
+
+def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """As the portable one, which it is where q is float32."""
+    if terms.q.dtype == torch.float32:
+        return portable.forward(terms, scale)
+    terms = as_tma_reads(portable.laid_out(terms))
+    o = torch.empty_like(terms.v)
+    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    with on(o.device):
+        walk(terms, terms.v, o, scale, terms.initial_state, final)
+    return o, final
+
+
+def backward(
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+) -> dict[str, Tensor]:
+    """As the portable one, which it is where q is float32."""
+    if terms.q.dtype == torch.float32:
+        return portable.backward(terms, dout, dfinal, scale)
+    given = terms
+    terms = as_tma_reads(portable.laid_out(terms))
+    work = portable.work_of(terms, terms.v)
+    if dout is None or scale == 0.0:
+        do = torch.zeros_like(terms.v)
+    else:
+        do = at_16_bytes(dout.to(terms.v.dtype).contiguous())
+    work, scale = work._replace(do=do), scale or 1.0  # o does not depend on q, k, v then
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    shape = (*do.shape[:3], terms.q.shape[-1])
+    dq, dk = do.new_empty(shape), do.new_empty(shape)
+    dv, dg = torch.empty_like(do), torch.empty_like(work.g)
+    state, u, dinitial, du = terms.initial_state, terms.u, None, None
+    if state is not None:
+        dinitial = state.new_empty(terms.state_shape)
+    if u is not None:
+        du = u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
+    ends: dict[str, Any] = {"scale_in": 1 / scale, "reverse": True}
+    with on(do.device):
+        sums = sums_of(work)
+        # of slots that no chunk has too, whose part of the gradient of u has to be 0
+        make = torch.empty if u is None or terms.cu_seqlens is None else torch.ones
+        decay = make(work.chunks, *shape[2:], dtype=torch.float32, device=do.device)
+        edges(terms, do, dq, state, sums, decay)
+        edges(terms, do, dk, dfinal, sums, decay, **ends)
+        walk(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)
+        made = Prepared(None, terms.k, None, decay)
+        more = {"dqs": dq, "dke": dk, "z": sums.z, "dq": dq, "dk": dk, "dg": dg, "du": du}
+        portable.launch_grads(work, made, portable.pairs_of(work), scale, **more)
+    if terms.q.shape[2] != shape[2]:
+        groups = (*terms.q.shape[:3], -1, shape[-1])
+        dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
+    grads = {"q": dq, "k": dk, "v": dv, "g": dg}
+    if u is not None and du is not None:
+        grads["u"] = du.sum(0).to(u.dtype)
+    if dinitial is not None:
+        grads["initial_state"] = dinitial
+    return portable.as_given(grads, given)
+
+
+def walk(
+    terms: Terms,
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    scale_in: float = 1.0,
+    scale_out: float = 1.0,
+    reverse: bool = False,
+) -> None:
+    """x: v or, reverse, do; y: o or dv."""
+    q, g = terms.q, terms.g
+    assert g is not None
+    K, X = q.shape[-1], x.shape[-1]
+    launch: Any = kept(channel_walk_sm90_kernel)[(x.shape[2] * terms.sequences,)]
+    launch(
+        _tiles(q, K),
+        _tiles(terms.k, K),
+        _tiles(x, HALF),
+        _tiles(g, K),
+        _tiles(y, HALF),
+        y,
+        terms.u,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        scale,
+        scale_in,
+        scale_out,
+        *_sizes(terms),
+        K=K,
+        X=X,
+        C=CHUNK,
+        ST=STAGES,
+        LEVELS=CHUNK.bit_length() - 1,
+        HAS_U=terms.u is not None,
+        HAS_S_OUT=s_out is not None,
+        **_flags(terms, s_in, reverse),
+    )
+
+
+def edges(
+    terms: Terms,
+    do: Tensor,
+    y: Tensor,
+    s_in: Tensor | None,
+    sums: Sums,
+    decay: Tensor,
+    scale_in: float = 1.0,
+    reverse: bool = False,
+) -> None:
+    """y: dqs or, reverse, dke."""
+    q, v, g = terms.q, terms.v, terms.g
+    assert g is not None
+    K, V = q.shape[-1], v.shape[-1]
+    launch: Any = kept(channel_edges_sm90_kernel)[(v.shape[2] * terms.sequences,)]
+    launch(
+        _tiles(q, K),
+        _tiles(terms.k, K),
+        _tiles(v, V),
+        _tiles(do, V),
+        _tiles(g, K),
+        _tiles(y, HALF),
+        y,
+        s_in,
+        sums.sums,
+        sums.z,
+        sums.anchors,
+        decay,
+        terms.cu_seqlens,
+        scale_in,
+        *_sizes(terms),
+        K=K,
+        V=V,
+        C=CHUNK,
+        ST=STAGES,
+        SPAN=SPAN,
+        LOST=LOST,
+        BEFORE=terms.u is not None,
+        **_flags(terms, s_in, reverse),
+    )
+
+
+def _sizes(terms: Terms) -> tuple[int, ...]:
+    """T to H."""
+    return terms.q.shape[1], terms.sequences, terms.v.shape[2], terms.q.shape[2]
+
+
+def _flags(terms: Terms, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:
+    return {
+        "BOUND": portable.BOUND[terms.q.dtype],
+        "REVERSE": reverse,
+        "HAS_S_IN": s_in is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        **_PROGRAM,
+    }
+
+
+def _tiles(x: Tensor, columns: int) -> Any:
+    """A descriptor of x as rows of all heads, in tiles [CHUNK, columns]."""
+    layout: Any = gl.NVMMASharedLayout.get_default_for([CHUNK, columns], gl.bfloat16)
+    width = x.shape[2] * x.shape[3]
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return TensorDescriptor(x, shape, strides, [CHUNK, columns], layout)

@@ -1,0 +1,248 @@
+"""A decay per channel on sm_90: the walks whose rows decay, for the gradients of q and k.
+
+With qs, ke and D as in the portable channel_walk.py, whose walks for dqs and dke these are,
+
+    dqs^T = S do^T        S  <- D S + ke^T v
+    dke^T = dS v^T        dS <- D dS + qs^T do      reversed
+
+and the sums over a chunk of qs * dqs, the anchors and z that its docstring has for the gradient of
+the gate. q, k, v, do and the gates are read: qs and ke are made within a chunk. Two warpgroups
+carry 64 rows of the state each. Parts of a program:
+
+    walk, twice   the state and y                sums     D of a chunk, by one warp
+    edges         qs and ke in place             load     q, k, v, do, gates by TMA
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear, opening, ring, write_turned
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_span
+from slipstream.kernels.linear.sm90.vector_decay.intra import (
+    LOG2E,
+    gate_sums,
+    half,
+    ones,
+    sums_part,
+    take_gates,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n, k_col, g_col,
+    v_col, C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        q_desc.block_type.nbytes
+        + k_desc.block_type.nbytes
+        + v_desc.block_type.nbytes
+        + do_desc.block_type.nbytes
+        + g_desc.block_type.nbytes
+    )
+    for i in range(n):
+        s = i % ST
+        t = row + (n - 1 - i if REVERSE else i) * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(g_desc, [t, g_col], full.index(s), gs.index(s))
+        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        copy_in(v_desc, [t, v_col], full.index(s), vs.index(s))
+        copy_in(do_desc, [t, v_col], full.index(s), ds.index(s))
+
+
+@gluon.jit
+def edges_part(
+    qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    REVERSE: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """qs and ke of each chunk; clears a short chunk's rest."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    until.store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
+    for i in range(n):
+        s = i % ST
+        left = length - (n - 1 - i if REVERSE else i) * C
+        mbarrier.wait(told.index(s), (i // ST) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        q, k = qs.index(s), ks.index(s)
+        if left < C:
+            clear(q, left, C, K)
+            clear(k, left, C, K)
+            clear(gs.index(s), left, C, K)
+            clear(vs.index(s), left, C, V)
+            clear(ds.index(s), left, C, V)
+            gl.thread_barrier()
+        take_gates(gs.index(s), gates, K, C)
+        for h in gl.static_range(K // 64):
+            # adding to 0 keeps the instructions that were checked on an H200
+            b_g = gl.zeros([C, 64], gl.float32, al)
+            b_g += half(gates, h).load(al).to(gl.float32) * LOG2E
+            # of the gates after it
+            b_sum = gate_sums(until.permute((1, 0)), gates, h, C) - b_g
+            b_k = half(k, h).load(al).to(gl.float32)
+            half(k, h).store((b_k * gl.exp2(b_sum)).to(k.dtype))
+            b_sum = gate_sums(until, gates, h, C)
+            if BEFORE:
+                b_sum -= b_g
+            b_q = half(q, h).load(al).to(gl.float32)
+            half(q, h).store((b_q * gl.exp2(b_sum)).to(q.dtype))
+        fence_async_shared()
+        mbarrier.arrive(ready.index(s), count=1)
+
+
+@gluon.jit
+def walk_part(
+    y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
+    p_decay, o_s, row, HV, y_col, length, n, scale_in,
+    I: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    SPAN: gl.constexpr, LOST: gl.constexpr, REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr,
+):  # fmt: skip
+    """Rows 64 I and on of the state, and of y^T."""
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
+    o_x = 64 * I + gl.arange(0, 64, gl.SliceLayout(1, sl))
+    o_r = 64 * I + gl.arange(0, 64, gl.SliceLayout(1, yl))
+    o_a = o_x[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, sl))[None, :]
+    if HAS_S_IN:
+        b_s = gl.load(s_in_ptr + (o_s + o_a)).to(gl.float32) * scale_in
+    else:
+        b_s = gl.zeros([64, V], gl.float32, sl)
+    zero = gl.zeros([64, C], gl.float32, yl)
+    b_z = gl.zeros([64], gl.float32, gl.SliceLayout(1, yl))
+    y_col += 64 * I
+    for i in range(n):
+        s = i % ST
+        c = n - 1 - i if REVERSE else i
+        t = c * C
+        at = HV.to(gl.int64) * c * K
+        if REVERSE and (c % SPAN == SPAN - 1) | (i == 0):
+            p = p_anchor + HV.to(gl.int64) * (c // SPAN) * (K * V)
+            b_z = gl.convert_layout(gl.sum(b_s * gl.load(p + o_a), 1), gl.SliceLayout(1, yl))
+        mbarrier.wait(ready.index(s), (i // ST) & 1)
+        left = gl.convert_layout(b_s.to(xs.dtype), sa)
+        b_s *= totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, sl))[:, None]
+        right = rs.index(s).permute((1, 0))
+        b_y = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+        b_s = warpgroup_mma(half(xs.index(s), I).permute((1, 0)), ws.index(s), b_s, is_async=True)
+        b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
+        b_other = half(others.index(s), I).permute((1, 0)).load(sa)
+        b_sum = gl.sum(gl.convert_layout(b_other, yl).to(gl.float32) * b_y, 1)
+        b_d = totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, yl))
+        mbarrier.arrive(empty.index(s), count=1)
+        if REVERSE:
+            b_z = gl.where(b_d < LOST, 0.0, b_z - b_sum)
+            gl.store(p_z + at + o_r, b_z)
+            b_z += gl.load(p_sums + at + o_r)
+        else:
+            gl.store(p_sums + at + o_r, b_sum)
+            gl.store(p_decay + at + o_r, b_d)
+            if (c % SPAN == SPAN - 1) | (c == n - 1):
+                p = p_anchor + HV.to(gl.int64) * (c // SPAN) * (K * V)
+                gl.store(p + o_a, b_s)
+        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * K, length - t, C)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale_in", "T", "N", "HV", "H"])
+def channel_edges_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    v_desc,  # [tokens, HV * V] by [C, V]
+    do_desc,
+    g_desc,  # [tokens, HV * K] by [C, K]
+    y_desc,  # [tokens, HV * K] by [C, 64]: dqs, or dke if REVERSE
+    y_ptr,
+    s_in_ptr,  # [N, HV, K, V]; times scale_in
+    sums_ptr,  # [chunks, HV, K]: of qs * dqs
+    z_ptr,  # [chunks, HV, K]
+    anchor_ptr,  # [spans, HV, K, V]
+    decay_ptr,  # [chunks, HV, K]
+    cu_ptr,  # [N + 1]
+    scale_in,
+    T,
+    N,
+    HV,
+    H,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    SPAN: gl.constexpr,
+    LOST: gl.constexpr,
+    BOUND: gl.constexpr,
+    REVERSE: gl.constexpr,
+    BEFORE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (HV * N,), 4 warps: one program walks one head of one sequence; K is 128."""
+    dtype: gl.constexpr = q_desc.dtype
+    ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [ST, C, V], v_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [ST, C, V], do_desc.layout)
+    gs = gl.allocate_shared_memory(g_desc.dtype, [ST, C, K], g_desc.layout)
+    gates = gl.allocate_shared_memory(g_desc.dtype, [C, K], g_desc.layout)
+    until = gl.allocate_shared_memory(gl.bfloat16, [C, C], ones_l)
+    ys = gl.allocate_shared_memory(dtype, [2, C, 64], y_desc.layout)
+    totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
+    flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
+    full = ring(1, ST)
+    told = ring(1, ST)
+    ready = ring(1, ST)
+    empty = ring(2, ST)
+    i_h, i_n, row, length, first, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
+    k_col = i_h // (HV // H) * K
+    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
+    # what is not given: something else, for only the first part takes None
+    p_in = s_in_ptr if HAS_S_IN else y_ptr
+    o_chunk = (first.to(gl.int64) * HV + i_h) * K
+    p_sums = sums_ptr + o_chunk
+    p_z = z_ptr + o_chunk
+    p_decay = decay_ptr + o_chunk
+    span = first_span(i_n, row, T, T, SPAN * C, False, PACKED).to(gl.int64) * HV + i_h
+    p_anchor = anchor_ptr + span * (K * V)
+    # the state's new rows, what reads it, and what is summed with y
+    xs = qs if REVERSE else ks
+    others = ks if REVERSE else qs
+    rs = vs if REVERSE else ds
+    ws = ds if REVERSE else vs
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
+                p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
+                0, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
+            (walk_part, (
+                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
+                p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
+                1, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
+            (edges_part, (
+                qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
+                K, V, C, ST, REVERSE, BEFORE)),
+            (sums_part, (
+                gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
+            (load_part, (
+                q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n,
+                k_col, i_h * K, i_h * V, C, ST, REVERSE)),
+        ],
+        [4, 4, 1, 1],
+        [176, 120, 40, 40],
+    )  # fmt: skip

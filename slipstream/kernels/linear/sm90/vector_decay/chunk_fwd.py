@@ -1,0 +1,206 @@
+"""A decay per channel on sm_90: one kernel walks over chunks of C tokens, for o or for dv.
+
+With r, w, A and D of a chunk (channel_prepare.py), S^T the state before it, [V, K], and dS that of
+the gradient after it, in chunks that are not strong
+
+    o^T  = scale * (S^T r^T + v^T A^T)           S^T  <- (S^T + v^T w) D
+    dv^T = scale * ((dS^T D) w^T + do^T A)       dS^T <- dS^T D + do^T r          reversed
+
+and in strong ones, whose w has D already,
+
+    o^T as above                                 S^T  <- S^T D + v^T w
+    dv^T = scale * (dS^T w^T + do^T A)           dS^T as above
+
+q, k, v and the gates are read, y is written, and nothing is prepared in memory. As in
+additive_walk.py the columns of x (v or do) are rows: two warpgroups carry 64 of them each. Parts of
+a program:
+
+    walk, twice   the state and y                sums     D of a chunk, by one warp
+    scores        r, w and A in place            load     q, k, v, gates by TMA
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import opening, ring, write_turned
+from slipstream.kernels.linear.sm90.vector_decay.intra import (
+    flag_of,
+    scores_part,
+    square,
+    sums_part,
+)
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+HALF = gl.constexpr(64)  # rows of the state in a warpgroup
+
+
+@gluon.jit
+def load_part(
+    q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col, g_col, x_col,
+    C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    nbytes: gl.constexpr = (
+        q_desc.block_type.nbytes
+        + k_desc.block_type.nbytes
+        + 2 * x_desc.block_type.nbytes
+        + g_desc.block_type.nbytes
+    )
+    for i in range(n):
+        s = i % ST
+        t = row + (n - 1 - i if REVERSE else i) * C
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(full.index(s), nbytes)
+        copy_in(g_desc, [t, g_col], full.index(s), gs.index(s))
+        copy_in(q_desc, [t, k_col], full.index(s), rs.index(s))
+        copy_in(k_desc, [t, k_col], full.index(s), ws.index(s))
+        copy_in(x_desc, [t, x_col], full.index(s), xs.index(2 * s))
+        copy_in(x_desc, [t, x_col + HALF], full.index(s), xs.index(2 * s + 1))
+
+
+@gluon.jit
+def walk_part(
+    y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr,
+    o_s, row, HV, y_col, length, n, scale, scale_in, scale_out,
+    I: gl.constexpr, K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+):  # fmt: skip
+    """Rows HALF * I and on of the state, and of y^T."""
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
+    columns: gl.constexpr = gl.SliceLayout(0, sl)
+    o_x = HALF * I + gl.arange(0, HALF, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, columns)
+    if HAS_S_IN:
+        o_in = o_s + o_k[None, :] * X + o_x[:, None]
+        b_s = gl.load(s_in_ptr + o_in).to(gl.float32) * scale_in
+    else:
+        b_s = gl.zeros([HALF, K], gl.float32, sl)
+    zero = gl.zeros([HALF, C], gl.float32, yl)
+    y_col += HALF * I
+    for i in range(n):
+        s = i % ST
+        t = (n - 1 - i if REVERSE else i) * C
+        mbarrier.wait(ready.index(s), (i // ST) & 1)
+        strong = flag_of(flags, s) > 0.0
+        b_d = totals.index(s).load(columns)[None, :]
+        if REVERSE:
+            left = gl.where(strong, b_s, b_s * b_d).to(rs.dtype)
+            b_s *= b_d
+        else:
+            left = b_s.to(rs.dtype)
+            b_s *= gl.where(strong, b_d, 1.0)
+        left = gl.convert_layout(left, sa)
+        b_a = square(gs.index(s), rs.dtype, K, C)
+        x_t = xs.index(2 * s + I).permute((1, 0))
+        if REVERSE:
+            right = ws.index(s).permute((1, 0))
+            b_y = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+            b_y = warpgroup_mma(x_t, b_a, b_y, is_async=True)
+            b_s = warpgroup_mma(x_t, rs.index(s), b_s, is_async=True)
+        else:
+            right = rs.index(s).permute((1, 0))
+            b_y = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+            b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
+            b_s = warpgroup_mma(x_t, ws.index(s), b_s, is_async=True)
+        b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
+        if not REVERSE:
+            b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
+        mbarrier.arrive(empty.index(s), count=1)
+        b_y *= scale
+        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
+    store_wait(0)
+    if HAS_S_OUT:
+        # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
+        o_out = o_s + (length >> 30) + o_k[None, :] * X + o_x[:, None]
+        gl.store(s_out_ptr + o_out, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
+
+
+@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H"])
+def channel_walk_sm90_kernel(
+    q_desc,  # [tokens, H * K] by [C, K]
+    k_desc,
+    x_desc,  # [tokens, HV * X] by [C, HALF]: v, or do if REVERSE
+    g_desc,  # [tokens, HV * K] by [C, K]
+    y_desc,  # [tokens, HV * X] by [C, HALF]: o, or dv
+    y_ptr,
+    u_ptr,  # [HV, K]
+    s_in_ptr,  # [N, HV, K, X]; times scale_in
+    s_out_ptr,  # the same; times scale_out
+    cu_ptr,  # [N + 1]
+    scale,
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    H,
+    K: gl.constexpr,
+    X: gl.constexpr,
+    C: gl.constexpr,
+    ST: gl.constexpr,
+    LEVELS: gl.constexpr,
+    BOUND: gl.constexpr,
+    REVERSE: gl.constexpr,
+    HAS_U: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """grid (HV * N,), 4 warps: one program walks one head of one sequence; X is 128."""
+    dtype: gl.constexpr = q_desc.dtype
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    rs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    ws = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], x_desc.layout)
+    gs = gl.allocate_shared_memory(g_desc.dtype, [ST, C, K], g_desc.layout)
+    gates = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], g_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [2, C, HALF], y_desc.layout)
+    square_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    until = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], ones_l)
+    free = gl.allocate_shared_memory(dtype, [1, C, 64], square_l)
+    totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
+    flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
+    full = ring(1, ST)
+    told = ring(1, ST)
+    ready = ring(1, ST)
+    empty = ring(2, ST)
+    i_h, i_n, row, length, _, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
+    k_col = i_h // (HV // H) * K
+    o_s = (i_n.to(gl.int64) * HV + i_h) * (K * X)
+    # what is not given: something else, for only the first part takes None
+    p_in = s_in_ptr if HAS_S_IN else y_ptr
+    p_out = s_out_ptr if HAS_S_OUT else y_ptr
+    p_u = u_ptr + i_h * K if HAS_U else y_ptr
+    gl.warp_specialize(
+        [
+            (walk_part, (
+                y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, p_in, p_out,
+                o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
+                0, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
+            (walk_part, (
+                y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, p_in, p_out,
+                o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
+                1, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
+            (scores_part, (
+                rs, ws, xs, gs, gates, until, free, flags, p_u, full, told, ready, length, n,
+                K, C, ST, 2, LEVELS, REVERSE, HAS_U)),
+            (sums_part, (
+                gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
+            (load_part, (
+                q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col,
+                i_h * K, i_h * X, C, ST, REVERSE)),
+        ],
+        [4, 4, 1, 1],
+        [160, 152, 40, 40],
+    )  # fmt: skip

@@ -1,0 +1,265 @@
+"""A decay per channel on sm_90: what a walk (channel_walk.py) needs of a chunk, made within it.
+
+With G the sums of a chunk's gates, from its start to a token, and D = exp(G_C),
+
+    r_i = q_i exp(G_i)      w_j = k_j exp(-G_j)      A = lower triangle of r w^T, [i, j]
+
+take the place of q and k in shared memory. Where a chunk's gates add up to less than -BOUND in some
+channel it is strong, and exp(-G_j) may not fit: then w_j = k_j exp(G_C - G_j), and A is made by
+levels, as the portable channel_decay.py has it, whose spans of tokens are used here too: every sum
+of gates is a product of a matrix of zeros and ones with the gates, so that nothing cancels. A
+factor D is missing from all w_j, or from none, and the walk puts it into the state.
+
+Where reads come before the write (u given) r_i leaves out its own gate, and A[i, i] = q_i . u k_i.
+
+One warp sums up the chunk's gates beforehand, and says by a flag which of both it is.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from slipstream.kernels.linear.sm90.common.device import clear
+from slipstream.kernels.primitives.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-128.0)
+
+
+@gluon.jit
+def column_sums(gate, left, K: gl.constexpr, C: gl.constexpr, MASKED: gl.constexpr):
+    """Sums over the first `left` rows, or all, by one warp."""
+    EACH: gl.constexpr = 8
+    tall: gl.constexpr = gl.BlockedLayout([EACH, K // 32], [1, 32], [1, 1], [1, 0])
+    b_sum = gl.zeros([K], gl.float32, gl.SliceLayout(0, tall))
+    for part in gl.static_range(C // EACH):
+        b_g = gate.slice(part * EACH, EACH).load(tall).to(gl.float32)
+        if MASKED:
+            o_t = part * EACH + gl.arange(0, EACH, gl.SliceLayout(1, tall))
+            b_g = gl.where((o_t < left)[:, None], b_g, 0.0)
+        b_sum += gl.sum(b_g, 0)
+    return b_sum
+
+
+@gluon.jit
+def sums_part(
+    gs, totals, flags, full, told, length, n,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, BOUND: gl.constexpr,
+    REVERSE: gl.constexpr,
+):  # fmt: skip
+    """D of each chunk and whether it is strong, by one warp."""
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in range(n):
+        s = i % ST
+        left = length - (n - 1 - i if REVERSE else i) * C
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if left < C:
+            b_sum = column_sums(gs.index(s), left, K, C, True)
+        else:
+            b_sum = column_sums(gs.index(s), left, K, C, False)
+        strong = gl.where(gl.min(b_sum, 0) < -BOUND, 1.0, 0.0)
+        totals.index(s).store(gl.exp2(b_sum * LOG2E))
+        flags.index(s).store(gl.full([1], 0.0, gl.float32, single) + strong)
+        mbarrier.arrive(told.index(s), count=1)
+
+
+@gluon.jit
+def flag_of(flags, s):
+    """Above 0 if the chunk in stage s is strong."""
+    return gl.max(flags.index(s).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def square(gate, dtype: gl.constexpr, K: gl.constexpr, C: gl.constexpr):
+    """Where A is: in the place of the gates."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    return gate._reinterpret(dtype, [K // C, C, C], layout).index(0)
+
+
+@gluon.jit
+def ones(first, count, layout: gl.constexpr, C: gl.constexpr, dtype: gl.constexpr):
+    """1 at [t, u] if u is one of the `count` tokens from `first` on, by t."""
+    u = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    inside = (u >= first[:, None]) & (u < (first + count)[:, None])
+    return gl.where(inside, 1.0, 0.0).to(dtype)
+
+
+@gluon.jit
+def half(tile, h: gl.constexpr):
+    """64 columns of a tile."""
+    return tile.slice(h * 64, 64, dim=1)
+
+
+@gluon.jit
+def gate_sums(b_ones, gates, h: gl.constexpr, C: gl.constexpr):
+    """The sums of gates over each row's span, [C, 64] of half h, in base 2."""
+    zero = gl.zeros([C, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    b_sum = warpgroup_mma(b_ones, half(gates, h), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b_sum,)) * LOG2E
+
+
+@gluon.jit
+def take_gates(gate, gates, K: gl.constexpr, C: gl.constexpr):
+    """The gates, none below LOWEST; they may stay in their place."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    b_0 = half(gate, 0).load(layout)
+    b_1 = half(gate, K // 64 - 1).load(layout)
+    gl.thread_barrier()
+    store_gates(b_0, gates, 0)
+    if K > 64:
+        store_gates(b_1, gates, 1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def store_gates(b_g, gates, h: gl.constexpr):
+    b_g = b_g.to(gl.float32)
+    half(gates, h).store(gl.where(b_g < LOWEST, LOWEST, b_g).to(gates.dtype))
+
+
+@gluon.jit
+def with_own(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
+    """A with q_i . u k_i as its diagonal."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
+    b_own = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+    for h in gl.static_range(K // 64):
+        b_pair = half(r, h).load(al).to(gl.float32) * half(w, h).load(al).to(gl.float32)
+        if HAS_U:
+            b_pair *= gl.load(u_ptr + h * 64 + o_j).to(gl.float32)[None, :]
+        b_own += gl.sum(b_pair, 1)
+    return gl.where(o_i[:, None] == o_j[None, :], b_own[:, None], b_a)
+
+
+@gluon.jit
+def weak_scores(
+    r, w, gates, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
+    BEFORE: gl.constexpr,
+):  # fmt: skip
+    """r, w and A of a chunk whose factors are all finite."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
+    seen = o_i[:, None] >= o_j[None, :]
+    b_own = gl.zeros([C, C], gl.float32, al)
+    if BEFORE:
+        b_own = with_own(b_own, r, w, none, u_ptr, K, C, BEFORE)
+        seen = o_i[:, None] > o_j[None, :]
+    for h in gl.static_range(K // 64):
+        b_sum = gate_sums(until, gates, h, C)
+        b_k = half(w, h).load(al).to(gl.float32)
+        half(w, h).store((b_k * gl.exp2(-b_sum)).to(w.dtype))
+        if BEFORE:
+            b_sum -= half(gates, h).load(al).to(gl.float32) * LOG2E
+        b_q = half(r, h).load(al).to(gl.float32)
+        half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    b_a = gl.zeros([C, C], gl.float32, al)
+    b_a = warpgroup_mma(r, w.permute((1, 0)), b_a, use_acc=False, is_async=True)
+    b_a = warpgroup_mma_wait(0, deps=(b_a,))
+    out.store(gl.where(seen, b_a, b_own).to(out.dtype))
+
+
+@gluon.jit
+def strong_scores(
+    r, w, gates, x, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
+    LEVELS: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """r, w and A of a chunk by levels; x: a free tile."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    zero_a = gl.zeros([C, C], gl.float32, al)
+    b_a = with_own(zero_a, r, w, none, u_ptr, K, C, BEFORE)
+    for level in range(LEVELS):
+        # 0, as none: masks of a level take registers in it alone
+        anew = none + level >> 31 << 10
+        o_t = anew + gl.arange(0, C, gl.SliceLayout(1, ones_l))
+        o_i = anew + gl.arange(0, C, gl.SliceLayout(1, al))
+        o_j = anew + gl.arange(0, C, gl.SliceLayout(0, al))
+        later = ((o_t >> level) & 1) == 1
+        start = (o_t >> level) << level
+        first = gl.where(later, start, o_t + 1)
+        end = gl.where(later, o_t + (0 if BEFORE else 1), start + (1 << level))
+        b_ones = ones(first, end - first, ones_l, C, gl.bfloat16)
+        reads = (((o_i >> level) & 1) == 1)[:, None]
+        siblings = ((o_i >> level)[:, None] ^ (o_j >> level)[None, :]) == 1
+        for h in gl.static_range(K // 64):
+            b_e = gl.exp2(gate_sums(b_ones, gates, h, C))
+            b_x = gl.where(reads, half(r, h).load(al), half(w, h).load(al)).to(gl.float32)
+            x.store((b_x * b_e).to(x.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            b_xx = warpgroup_mma(x, x.permute((1, 0)), zero_a, use_acc=False, is_async=True)
+            b_xx = warpgroup_mma_wait(0, deps=(b_xx,))
+            b_a += gl.where(siblings & (o_i[:, None] > o_j[None, :]), b_xx, 0.0)
+            gl.thread_barrier()  # x is written anew
+    for h in gl.static_range(K // 64):
+        # adding to 0 keeps the instructions that were checked on an H200
+        b_g = gl.zeros([C, 64], gl.float32, al)
+        b_g += half(gates, h).load(al).to(gl.float32) * LOG2E
+        b_sum = gate_sums(until.permute((1, 0)), gates, h, C) - b_g  # of the gates after it
+        b_k = half(w, h).load(al).to(gl.float32)
+        half(w, h).store((b_k * gl.exp2(b_sum)).to(w.dtype))
+        b_sum = gate_sums(until, gates, h, C)
+        if BEFORE:
+            b_sum -= b_g
+        b_q = half(r, h).load(al).to(gl.float32)
+        half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
+    out.store(b_a.to(out.dtype))
+
+
+@gluon.jit
+def scores_part(
+    rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, told, ready, length, n,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
+    LEVELS: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
+):  # fmt: skip
+    """r, w and A of each chunk; clears a short chunk's rest."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    until.index(0).store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in range(n):
+        s = i % ST
+        left = length - (n - 1 - i if REVERSE else i) * C
+        # 0, but no compiler knows: masks and addresses would take registers all the time
+        none = length + i >> 31 << 10
+        mbarrier.wait(told.index(s), (i // ST) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if left < C:
+            clear(rs.index(s), left, C, K)
+            clear(ws.index(s), left, C, K)
+            clear(gs.index(s), left, C, K)
+            for part in gl.static_range(NX):
+                clear(xs.index(NX * s + part), left, C, 64)
+            fence_async_shared()
+            gl.thread_barrier()
+        take_gates(gs.index(s), gates.index(none), K, C)
+        if flag_of(flags, s) > 0.0:
+            none = i >> 30
+            out = square(gs.index(s + none), rs.dtype, K, C)
+            strong_scores(
+                rs.index(s), ws.index(s), gates.index(none), free.index(none), out,
+                until.index(none), none, u_ptr, K, C, LEVELS, HAS_U,
+            )  # fmt: skip
+        else:
+            # another one: what take_gates makes with it would be kept until here
+            none = left >> 31 << 10
+            out = square(gs.index(s + none), rs.dtype, K, C)
+            weak_scores(
+                rs.index(s), ws.index(s), gates.index(none), out, until.index(none), none, u_ptr,
+                K, C, HAS_U,
+            )  # fmt: skip
+        fence_async_shared()
+        mbarrier.arrive(ready.index(s), count=1)

@@ -1,0 +1,39 @@
+"""Which calls the walks with a decay per channel on sm_90 take, without importing Triton."""
+
+import torch
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.triton.plan import kind
+from slipstream.kernels.linear.triton.scalar_decay.tiles import segment_tokens
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import sm90_unsupported
+
+CHUNK = 64
+WIDTH = 128  # of K and of V: two warpgroups with half of the state each
+
+
+def takes(terms: Terms) -> bool:
+    """Whether it is of this family."""
+    return terms.decay == "channel" or terms.gv is not None or terms.u is not None
+
+
+def refuses(terms: Terms) -> str | None:
+    """Why the walks in Gluon can't take a call, or None if they can."""
+    q, v, g = terms.q, terms.v, terms.g
+    if reason := sm90_unsupported(q):
+        return reason
+    if terms.gv is not None or g is None or terms.decay != "channel":
+        return "it takes one gate a channel of K"
+    for name, x in (("q", q), ("k", terms.k), ("v", v), ("g", g)):
+        if x.dtype != torch.bfloat16:
+            return f"q, k, v and g have to be bfloat16, and {name} is {x.dtype}"
+    if q.shape[-1] != WIDTH or v.shape[-1] != WIDTH:
+        return f"K and V have to be {WIDTH}"
+    B, T = q.shape[:2]
+    walks = 2 * v.shape[2] * (B if terms.cu_seqlens is None else 1)  # portable ones, of 64 columns
+    if segment_tokens(walks, T, CHUNK) is not None:
+        return "few heads of long sequences are walked in segments, which it does not"
+    tokens = B * T
+    if not tokens or tokens * v.shape[2] * 2 >= 2**31:
+        return "it counts tokens and value heads in 32 bits"
+    return guarded_launch.objection(lambda: kind(terms, "sm90"), q.device)

@@ -1,0 +1,69 @@
+"""Delta rule: the state that each segment of a split sequence meets (delta_walk.py).
+
+    S <- M S + E, segment after segment; for gradients, from the last to the first, dS <- M^T dS + E
+
+with V as the rows, as the walks have it, and in float32.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.chunk import _sequence
+from slipstream.kernels.linear.triton.delta.solve_tril import _product
+
+
+@triton.jit(do_not_specialize=["T", "HV", "segment"])
+def delta_scan_kernel(
+    s_ptr,  # [slots, HV, K, V]: E; becomes the state that the slot's segment meets
+    m_ptr,  # [slots, HV, K, K]: M
+    s_in_ptr,  # [N, HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]
+    cu_ptr,  # [N + 1]
+    T,
+    HV,
+    segment,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr,
+    PACKED: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """grid (ceil(V / BV) * HV * N,)"""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_h = (pid // NV) % HV
+    i_n = (pid // NV // HV).to(tl.int64)
+    _, length, first = _sequence(cu_ptr, i_n, T, segment, PACKED)
+    o_k = tl.arange(0, BK)
+    o_v = (pid % NV) * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_s = (o_v < V)[:, None] & m_k[None, :]
+    m_m = m_k[:, None] & m_k[None, :]
+    o_s = o_k[None, :] * V + o_v[:, None]
+    if REVERSE:
+        o_m = o_k[:, None] * K + o_k[None, :]
+    else:
+        o_m = o_k[None, :] * K + o_k[:, None]
+    o_n = (i_n * HV + i_h) * (K * V) + o_s
+    if HAS_S_IN:
+        b_s = tl.load(s_in_ptr + o_n, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
+    else:
+        b_s = tl.zeros((BV, BK), tl.float32)
+    count = tl.cdiv(length, segment)
+    for i in range(count):
+        slot = first + (count - 1 - i if REVERSE else i)
+        i_s = slot * HV + i_h
+        b_m = tl.load(m_ptr + i_s * (K * K) + o_m, mask=m_m, other=0.0)  # [BK, BK]
+        p_s = s_ptr + i_s * (K * V) + o_s
+        b_e = tl.load(p_s, mask=m_s, other=0.0)
+        tl.store(p_s, b_s, mask=m_s)
+        b_s = _product(b_s, b_m, INNER) + b_e
+    if HAS_S_OUT:
+        tl.store(s_out_ptr + o_n, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

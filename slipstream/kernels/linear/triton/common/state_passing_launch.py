@@ -1,0 +1,52 @@
+"""The launch between the walks of sequences in segments: the state that each segment meets."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.triton.common.state_passing import delta_scan_kernel
+from slipstream.kernels.linear.triton.delta.plan import tile_of
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.scalar_decay.launch import Split
+from slipstream.runtime.launch_cache import kept
+
+
+def join(
+    terms: Terms,
+    split: Split,
+    states: Tensor,
+    M: Tensor,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    reverse: bool = False,
+) -> None:
+    """states: what each segment adds, becomes what it meets."""
+    T, HV, V = terms.v.shape[1:]
+    K = terms.q.shape[-1]
+    tile, BK = tile_of(terms)
+    BV = tile.walk.B
+    inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
+    launch: Any = kept(delta_scan_kernel)[(-(-V // BV) * HV * terms.sequences,)]
+    launch(
+        states,
+        M,
+        s_in,
+        s_out,
+        terms.cu_seqlens,
+        T,
+        HV,
+        split.tokens,
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        REVERSE=reverse,
+        HAS_S_IN=s_in is not None,
+        HAS_S_OUT=s_out is not None,
+        PACKED=terms.cu_seqlens is not None,
+        INNER="ieee" if INTERPRETED else inner,
+        num_warps=8,
+        num_stages=1,
+    )

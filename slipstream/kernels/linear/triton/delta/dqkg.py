@@ -1,0 +1,292 @@
+"""Delta rule, no decay or one a token: from what the walks left, the gradients, chunk by chunk.
+
+With S before the chunk, dS' after it, x = beta w, dv (delta_walk.py), decay[i, j] = exp(G_i - G_j),
+
+    dq  = scale (exp(G) (do S^T) + (tril(do x^T) decay) k)
+    dp  =      - exp(G) (dv S^T) - (stril(dv x^T) decay) k
+    dk' = exp(G_C - G) (w dS'^T) + (scale tril(do w^T) decay)^T q - (stril(dv w^T) decay)^T p
+    dk  = beta dk'                 dbeta = k . dk'
+
+for k_j and beta_j are met only in k_j beta_j w_j^T.
+
+The gradient of g_t is what the pairs i >= t > j add to the loss, j also in the chunks before and i
+in those after. With the pairs (i, i) left out of dq and dk, e = k . beta exp(G_C - G) (w dS'^T),
+
+    dg_t = sum over i >= t of (q . dq + p . dp - k . dk)_i + sum of all e + exp(G_C) sum(S * dS')
+
+First sum(S * dS'), then the four triangles (of do w^T and dv w^T, and of their transposes), then BK
+channels of K at a time. The loads of the loops feed products only, else they are not made in
+advance: so the sum is the diagonal of one.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import decay_between, find_chunk, load_gates
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block, _rows, _store_rows
+
+
+@triton.jit
+def _state(
+    p, at, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
+):
+    """Tile [BV, BK] of a state of [slots, HV, V, K], zero outside."""
+    slot, i_h, HV, i_v, i_k, live = at
+    if TMA:
+        b = p.load([slot, i_h, i_v, i_k]).reshape(BV, BK)
+    else:
+        o_v = i_v + tl.arange(0, BV)
+        o_k = i_k + tl.arange(0, BK)
+        o_s = (slot.to(tl.int64) * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
+        b = tl.load(p + o_s, mask=(o_v < V)[:, None] & (o_k < K)[None, :] & live, other=0.0)
+    return b
+
+
+@triton.jit
+def _sum_of_states(
+    s_ptr,
+    ds_ptr,
+    slot,
+    i_h,
+    HV,
+    live,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sum(S * dS') of a chunk: the diagonal of S dS'^T."""
+    o_m = tl.arange(0, BV)
+    b_z = tl.zeros((BV, BV), tl.float32)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    for i in range(NV * tl.cdiv(K, BK)):
+        at_s = (slot, i_h, HV, i % NV * BV, i // NV * BK, live)
+        b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
+        b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
+        b_z = tl.dot(b_s, tl.trans(b_ds), b_z, input_precision=PRECISION)
+    # flat: sums by both axes of a product break Triton 3.6's compiler on sm_100
+    return tl.sum(tl.reshape(tl.where(o_m[:, None] == o_m[None, :], b_z, 0.0), (BV * BV,)), 0)
+
+
+@triton.jit
+def _triangles(
+    do_ptr,
+    w_ptr,
+    dv_ptr,
+    i_b,
+    i_h,
+    t,
+    HV,
+    o_c,
+    m_c,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """do w^T and dv w^T [i, j] and, so that no product is transposed, both [j, i]."""
+    o_m = tl.arange(0, BV)
+    b_a = tl.zeros((C, C), tl.float32)
+    b_m = tl.zeros((C, C), tl.float32)
+    b_at = tl.zeros((C, C), tl.float32)
+    b_mt = tl.zeros((C, C), tl.float32)
+    # registers and products read them: loaded ahead they would be overwritten
+    # (compiler/smem_hazards.py)
+    AHEAD: tl.constexpr = 1 if TMA else None
+    for i in tl.range(0, tl.cdiv(V, BV), num_stages=AHEAD):
+        at_v = (i_b, 0, i_h, i * BV)
+        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
+        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=PRECISION)
+        b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=PRECISION)
+        b_at = tl.dot(b_w, tl.trans(b_do), b_at, input_precision=PRECISION)
+        b_mt = tl.dot(b_w, tl.trans(b_dv), b_mt, input_precision=PRECISION)
+    return b_a, b_m, b_at, b_mt
+
+
+@triton.jit
+def _of_states(
+    do_ptr,
+    w_ptr,
+    dv_ptr,
+    s_ptr,
+    ds_ptr,
+    i_b,
+    slot,
+    i_h,
+    i_k,
+    t,
+    HV,
+    live,
+    o_c,
+    m_c,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """do S^T, dv S^T and w dS'^T, [C, BK] from column i_k on."""
+    o_m = tl.arange(0, BV)
+    b_dq = tl.zeros((C, BK), tl.float32)
+    b_dp = tl.zeros((C, BK), tl.float32)
+    b_dk = tl.zeros((C, BK), tl.float32)
+    for i in range(tl.cdiv(V, BV)):
+        at_v = (i_b, 0, i_h, i * BV)
+        at_s = (slot, i_h, HV, i * BV, i_k, live)
+        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
+        b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
+        b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
+        b_dp = tl.dot(b_dv, b_s, b_dp, input_precision=PRECISION)
+        b_dk = tl.dot(b_w, b_ds, b_dk, input_precision=PRECISION)
+    return b_dq, b_dp, b_dk
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
+def delta_grads_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    p_ptr,
+    do_ptr,  # [tokens, HV, V], or, if TMA, a descriptor of [B, T, HV, V]; so down to dp
+    w_ptr,
+    dv_ptr,
+    s_ptr,  # [slots, HV, V, K]: states, dstates
+    ds_ptr,
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,
+    dp_ptr,
+    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (delta_solve.py)
+    dbeta_ptr,  # [tokens, HV]
+    dg_ptr,  # [tokens, HV]
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (HV * slots,): one program takes one chunk of one value head."""
+    if not GROUPED:
+        H = HV
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    i_h = pid % HV
+    slot = pid // HV
+    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_n = tl.arange(0, BK)
+    t = i_c * C
+    m_c = o_c < length - t
+    live = t < length
+    i_b = slot // tl.cdiv(T, C)
+    if not TMA:
+        i_v = (begin * HV + i_h) * V
+        do_ptr += i_v
+        w_ptr += i_v
+        dv_ptr += i_v
+        dq_ptr += (begin * HV + i_h) * K
+        dk_ptr += (begin * HV + i_h) * K
+        if HAS_P:
+            dp_ptr += (begin * HV + i_h) * K
+    row = begin + t
+    i_q = (row * H + i_h // (HV // H)) * K
+    p_rows = rows_ptr + (slot.to(tl.int64) * HV + i_h) * (ROWS * C)
+    b_beta = tl.load(p_rows + o_c)
+
+    z = 0.0
+    if HAS_GATE:
+        z = _sum_of_states(s_ptr, ds_ptr, slot, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
+
+    b_a, b_m, b_at, b_mt = _triangles(
+        do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, V, BV, C, TMA, PRECISION
+    )
+    b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1) * scale
+    earlier = o_c[:, None] > o_c[None, :]
+    later = o_c[:, None] < o_c[None, :]
+    if HAS_GATE:
+        b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
+        b_decay = decay_between(b_G, b_low, earlier, EXACT)
+        b_a *= b_decay
+        b_m *= b_decay
+        b_decay = decay_between(-b_G, -b_low, later, EXACT)
+        b_at *= b_decay
+        b_mt *= b_decay
+    else:
+        b_a = tl.where(earlier, b_a, 0.0)
+        b_m = tl.where(earlier, b_m, 0.0)
+        b_at = tl.where(later, b_at, 0.0)
+        b_mt = tl.where(later, b_mt, 0.0)
+    b_a = (b_a * b_beta[None, :]).to(dtype)
+    b_m = (b_m * b_beta[None, :]).to(dtype)
+    b_at = (b_at * scale).to(dtype)
+    b_mt = (-b_mt).to(dtype)
+
+    b_sum = tl.zeros((C,), tl.float32)  # k . dk'
+    b_row = tl.zeros((C,), tl.float32)  # q . dq + p . dp - k . dk
+    e = 0.0
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + o_n
+        at_k = (i_b, 0, i_h, i_k * BK)
+        b_k = _block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_q = _block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
+        if HAS_P:
+            b_p = _block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
+        else:
+            b_p = b_k
+        b_dq, b_dp, b_dk = _of_states(
+            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, slot, i_h, i_k * BK, t, HV, live, o_c, m_c,
+            K, V, BK, BV, C, TMA, PRECISION,
+        )  # fmt: skip
+        if HAS_GATE:
+            b_start = tl.exp2(b_G)[:, None]
+            b_dq *= b_start
+            b_dp *= b_start
+            b_dk *= tl.exp2((G_C - b_G) + (low_C - b_low))[:, None]
+            e += tl.sum(tl.reshape(b_dk * b_k * b_beta[:, None], (C * BK,)), 0)
+        b_dq = tl.dot(b_a, b_k, b_dq, input_precision=PRECISION) * scale
+        b_dp = -tl.dot(b_m, b_k, b_dp, input_precision=PRECISION)
+        b_dk = tl.dot(b_at, b_q, b_dk, input_precision=PRECISION)
+        b_dk = tl.dot(b_mt, b_p, b_dk, input_precision=PRECISION)
+        if HAS_GATE:
+            b_row += tl.sum(b_dq * b_q + b_dp * b_p - b_dk * b_beta[:, None] * b_k, 1)
+        b_dk += b_own[:, None] * b_q
+        b_sum += tl.sum(b_dk * b_k, 1)
+        b_dk *= b_beta[:, None]
+        b_dq += (b_own * b_beta)[:, None] * b_k
+        if HAS_P:
+            _store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
+        else:
+            b_dk += b_dp
+        _store_rows(dq_ptr, at_k, t, HV, b_dq, o_c, m_c, o_n, K, BK, TMA)
+        _store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)
+
+    o_t = (row + o_c) * HV + i_h
+    if HAS_GATE:
+        z = e + z * tl.exp2(G_C)
+        tl.store(dg_ptr + o_t, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
+    tl.store(dbeta_ptr + o_t, b_sum, mask=m_c)

@@ -1,0 +1,191 @@
+"""Delta rule, no decay or one a token: the inverse of every chunk's triangle, all at once.
+
+    L[i, j] = [i = j] + [i > j] (p_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
+
+so that R w is what each token has yet to write, before beta: backward needs it where beta is 0 too.
+
+Blocks of BASE rows on the diagonal are inverted by substitution, then joined: with X the inverse
+of the blocks of `side` rows and M what L has in the squares below them, X - X M X is that of the
+blocks of 2 side. Unlike the product of (I + N^2^n), which for keys alike sums terms of 2^C that
+cancel, no step computes anything larger than parts of R and L.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.scalar_decay.device import _chunk_gates
+
+BASE = tl.constexpr(16)
+
+
+@triton.jit
+def find_chunk(cu_ptr, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of the sequence of a slot, its tokens (int32), and the chunk within it.
+
+    Packed, the chunks of sequence n have the slots from cu[n] // C + n on: never more than there
+    are up to the next sequence's. A slot that no chunk has gets one past its sequence's end.
+    """
+    if PACKED:
+        i_n = 0
+        past = N
+        while past - i_n > 1:
+            middle = (i_n + past) // 2
+            before = tl.load(cu_ptr + middle).to(tl.int64) // C + middle <= slot
+            i_n = tl.where(before, middle, i_n)
+            past = tl.where(before, past, middle)
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        i_c = slot - (begin // C + i_n)
+        length = tl.maximum(end - begin, 0)
+    else:
+        chunks = tl.cdiv(T, C)
+        i_n = slot // chunks
+        i_c = slot - i_n * chunks
+        begin = i_n.to(tl.int64) * T
+        length = T
+    return begin, length.to(tl.int32), i_c.to(tl.int32)
+
+
+@triton.jit
+def load_gates(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
+    """G of a chunk, of which the rest is lost to rounding, and the last of both."""
+    b_G = tl.load(p + C + o_c)
+    G_C = tl.load(p + C + C - 1)
+    if EXACT:
+        b_low = tl.load(p + 2 * C + o_c)
+        low_C = tl.load(p + 2 * C + C - 1)
+    else:
+        b_low = tl.zeros_like(b_G)
+        low_C = 0.0
+    return b_G, b_low, G_C, low_C
+
+
+@triton.jit
+def decay_between(b_G, b_low, seen, EXACT: tl.constexpr):
+    """exp(G_i - G_j) where seen [i, j], else 0."""
+    between = b_G[:, None] - b_G[None, :]
+    if EXACT:
+        between += b_low[:, None] - b_low[None, :]
+    return tl.exp2(tl.where(seen, between, float("-inf")))
+
+
+@triton.jit
+def _invert_blocks(b_a, C: tl.constexpr):
+    """Inverses of the blocks of BASE rows on the diagonal of I + b_a, in their place [C, C]."""
+    NB: tl.constexpr = C // BASE
+    o_b = tl.arange(0, NB)
+    o_r = tl.arange(0, BASE)
+    own = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    b_d = tl.sum(tl.where(own, tl.reshape(b_a, (NB, BASE, NB, BASE)), 0.0), 2)
+    b_d = tl.permute(b_d, (0, 2, 1))  # [NB, j, i]: its columns are the rows of the blocks
+    is_row = o_r[None, :, None]
+    is_column = o_r[None, None, :]
+    b_x = tl.where(is_row == is_column, 1.0, tl.zeros_like(b_d))  # [NB, i, j]
+    for i in tl.static_range(1, BASE):
+        b_row = tl.sum(tl.where(is_column == i, b_d, 0.0), 2)  # [NB, j]
+        b_new = tl.sum(b_row[:, :, None] * b_x, 1)  # [NB, j]
+        b_x = tl.where(is_row == i, b_x - b_new[:, None, :], b_x)
+    return tl.reshape(tl.where(own, b_x[:, :, None, :], 0.0), (C, C))
+
+
+@triton.jit
+def _halves(b):
+    """b rounded to bf16 (ties away from 0), and the rest of it, rounded too."""
+    b_high = ((b.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), (b - b_high).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(b_l, b_r, PRECISION: tl.constexpr):
+    """b_l @ b_r in float32. "halves" leaves out 2^-16 of it, tf32 2^-11 and is slower.
+
+    For that wants its right operand transposed in shared memory, 32 bits at a time.
+    """
+    if PRECISION == "halves":
+        b_lh, b_ll = _halves(b_l)
+        b_rh, b_rl = _halves(b_r)
+        b = tl.dot(b_lh, b_rl)
+        b = tl.dot(b_ll, b_rh, b)
+        b = tl.dot(b_lh, b_rh, b)
+    else:
+        b = tl.dot(b_l, b_r, input_precision=PRECISION)
+    return b
+
+
+@triton.jit
+def inverse(b_a, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + b_a)^-1 for b_a strictly lower triangular [C, C], C = BASE 2^LEVELS."""
+    o_c = tl.arange(0, C)
+    b_x = _invert_blocks(b_a, C)
+    i_block = o_c // BASE
+    # a loop when compiled too: b_x then has one layout, that of products
+    for _ in range(LEVELS):
+        below = (i_block[:, None] == i_block[None, :] + 1) & (i_block[:, None] % 2 == 1)
+        b_m = tl.where(below, b_a, 0.0)
+        b_x -= _product(_product(b_x, b_m, PRECISION), b_x, PRECISION)
+        i_block = i_block // 2
+    return b_x
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "H"])
+def delta_solve_kernel(
+    k_ptr,  # [tokens, H, K]
+    p_ptr,
+    g_ptr,  # [tokens, HV]
+    beta_ptr,  # [tokens, HV]
+    r_ptr,  # [tokens, HV, C]
+    rows_ptr,  # [slots, HV, ROWS, C]: beta, G of base 2, what rounding took from it
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """grid (slots * HV,): one program inverts one chunk of one value head."""
+    pid = tl.program_id(0)
+    i_h = pid % HV
+    begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    m_c = o_c < length - i_c * C
+    row = begin + i_c * C
+    i_k = (row * H + i_h // (HV // H)) * K
+    b_a = tl.zeros((C, C), tl.float32)
+    for i in range(tl.cdiv(K, BK)):
+        o_k = i * BK + tl.arange(0, BK)
+        b_k = _block(k_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        if HAS_P:
+            b_p = _block(p_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)
+        else:
+            b_p = b_k
+        b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
+    b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
+    b_a *= b_beta[None, :]
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    p_rows = rows_ptr + pid.to(tl.int64) * (ROWS * C) + o_c
+    tl.store(p_rows, b_beta)
+    seen = o_c[:, None] > o_c[None, :]
+    if HAS_GATE:
+        b_G, b_low, _, _ = _chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
+        b_a *= decay_between(b_G, b_low, seen, EXACT)
+        tl.store(p_rows + C, b_G)
+        if EXACT:
+            tl.store(p_rows + 2 * C, b_low)
+    else:
+        b_a = tl.where(seen, b_a, 0.0)
+    b_x = inverse(b_a, C, LEVELS, INNER)
+    p_r = r_ptr + ((row + o_c) * HV + i_h)[:, None] * C + o_c[None, :]
+    tl.store(p_r, b_x.to(r_ptr.dtype.element_ty), mask=m_c[:, None])

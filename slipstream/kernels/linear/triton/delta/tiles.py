@@ -1,0 +1,141 @@
+"""Tiles of the delta rule's kernels by architecture, width and dtype.
+
+C tokens a chunk, in all of them. A walk has BV columns of V a program and all of K, BK = the next
+power of two; the gradients' kernel BK channels of K, and takes V by BV at a time.
+"""
+
+from dataclasses import dataclass, replace
+from math import isqrt
+
+from slipstream.kernels.linear.triton.scalar_decay.tiles import (
+    FILL,
+    NARROWEST,
+    ROWS,
+    UNPIPELINED,
+    power_of_two,
+)
+
+WALKS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+
+
+@dataclass(frozen=True)
+class Part:
+    B: int  # BV of a walk, BK of solve and grads
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class DeltaTile:
+    C: int
+    solve: Part
+    walk: Part
+    keep: Part  # the forward walk that keeps the states
+    back: Part
+    grads: Part
+    # the walks where programs are more than multiprocessors, so that two should fit one; without
+    # gates `keep` does anyway
+    crowded_walk: Part
+    crowded_keep: Part
+    crowded_back: Part
+    tma: bool = False  # rows by tensor descriptors, where they are aligned
+
+
+def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> DeltaTile:
+    forward, reverse = Part(*walk), Part(*back)
+    rest = Part(*grads), forward, forward, reverse
+    return DeltaTile(C, Part(*solve), forward, forward, reverse, *rest)
+
+
+# (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
+# stages. What is larger than this on sm_80 makes ptxas put every register on the stack.
+# float32 with K = 256 does so everywhere: right, but slow. On sm_90 its chunks of 64 don't fit, and
+# narrower dots are only right there with 2 warps, which don't use wgmma.
+# Rows of sm_90 by bench/results/tiles.csv, with K = 128 in 16 bits by delta_gpu_sweep.csv first.
+TILES = {
+    ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    ("sm_80", 2, 64): _tile(32, (64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2)),
+    ("sm_80", 2, 128): _tile(32, (64, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 2)),
+    ("sm_80", 2, 256): _tile(32, (64, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1)),
+    ("sm_80", 4, 64): _tile(16, (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
+    ("sm_90", 2, 64): _tile(64, (64, 4, 1), (64, 4, 3), (64, 4, 3), (64, 4, 2)),
+    ("sm_90", 2, 128): DeltaTile(
+        64,
+        solve=Part(128, 4, 1),
+        walk=Part(64, 4, 3),
+        keep=Part(64, 4, 3),
+        back=Part(64, 4, 3),
+        grads=Part(64, 4, 2),
+        crowded_walk=Part(64, 4, 2),
+        crowded_keep=Part(64, 4, 2),
+        crowded_back=Part(64, 4, 2),
+    ),
+    ("sm_90", 2, 256): DeltaTile(
+        64,
+        solve=Part(128, 4, 1),
+        walk=Part(64, 8, 2),
+        keep=Part(64, 8, 2),
+        back=Part(64, 8, 2),
+        grads=Part(64, 4, 2),
+        crowded_walk=Part(64, 8, 1),
+        crowded_keep=Part(64, 8, 1),
+        crowded_back=Part(64, 8, 1),
+    ),
+    ("sm_90", 4, 64): DeltaTile(
+        64,
+        solve=Part(64, 4, 1),
+        walk=Part(64, 8, 1),
+        keep=Part(64, 8, 1),
+        back=Part(64, 8, 1),
+        grads=Part(64, 4, 1),
+        crowded_walk=Part(64, 4, 1),
+        crowded_keep=Part(64, 4, 1),
+        crowded_back=Part(64, 4, 1),
+    ),
+    ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
+    ("interpreter", 4, 64): _tile(32, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
+}
+# Rows of these use others': (family, bytes) -> (family, bytes).
+_SAME = {("sm_70", 4): ("sm_80", 4), ("interpreter", 2): ("interpreter", 4)}
+
+
+def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
+    """The tile, no wider than K and V need, and BK of the walks."""
+    narrowest = NARROWEST.get(family, 16)
+    BK = max(narrowest, power_of_two(K))
+    base = ROWS.get(family, family), bytes_each
+    base = _SAME.get(base, base)
+    width = max(64, BK)
+    while (base[0], base[1], width) not in TILES:
+        width //= 2
+    tile = TILES[base[0], base[1], width]
+    if narrowest > tile.C:
+        narrowest = 16
+    most_v = max(narrowest, power_of_two(V))
+    cut = {name: _cut(getattr(tile, name), most_v) for name in WALKS}
+    cut |= {name: _cut(getattr(tile, name), BK) for name in ("solve", "grads")}
+    tma = base[0] == "sm_90" and tile.C >= 64
+    if tma and family in UNPIPELINED:
+        cut = {name: replace(part, stages=1) for name, part in cut.items()}
+    return DeltaTile(tile.C, **cut, tma=tma), BK
+
+
+def _cut(part: Part, most: int) -> Part:
+    """A tile of 64 rows has work for 4 warps of sm_90's tensor cores."""
+    warps = part.warps if most >= part.B else max(4, part.warps * most // part.B)
+    return Part(min(part.B, most), min(part.warps, warps), part.stages)
+
+
+def segment_tokens(programs: int, T: int, C: int) -> int | None:
+    """Tokens of the segments that sequences are cut into, or None for no cut.
+
+    programs: those of the walk of all sequences. Cut in n the walks take 2.7 / n of the time, for
+    the first of them has twice the rows; joining the segments takes a chunk's time for each.
+    """
+    chunks = T // C
+    wanted = min(FILL // max(programs, 1), isqrt(2 * chunks))
+    if wanted < 5 or chunks < 64:
+        return None
+    return -(-chunks // wanted) * C

@@ -1,0 +1,301 @@
+"""Per-channel decay, or free a and b: the gradients of q, k, a, b and the gates, chunk by chunk.
+
+With S before the chunk, dS' after it, x, y, z and the gradients of the scores of dplr_scores.py,
+and E, early, late of dplr_whole.py, P = exp(E), N = exp(-E), P_prev = P before a token's own gate,
+
+    dq = P (exp(early) scale do S^T + dqb (b N) + dqk (k N))
+    da = P_prev (exp(early) z S^T + dab (b N) + dak (k N))
+    db = N (exp(late) x dS'^T + dqb^T (q P) + dab^T (a P_prev))
+    dk = N (exp(late) v dS'^T + dqk^T (q P) + dak^T (a P_prev))
+
+where delta has a = b = k and P for P_prev, so that its dk is da + db, and dbeta = y . v - a . (what
+y alone would make of da). An exponent's gradient is the product of what it multiplies with its
+gradient: gate t is in those of q from t on, of a after it, of what came of dS' before it, and with
+a minus of what scores gave b and k from t on, less what is not in the decay from t to the end.
+Pairs (i, i) have no decay; they come last. Strong chunks are left to dplr_strong_grads.py.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
+from slipstream.kernels.linear.triton.dplr.intra_anchored import add_back, load_whole
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+
+
+@triton.jit
+def _states(p, o_v, o_k, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr):
+    """Rows o_v and columns o_k of a state [V, WIDE]."""
+    p = p + o_v[:, None] * WIDE + o_k[None, :]
+    if V % BV != 0:
+        b = tl.load(p, mask=(o_v < V)[:, None], other=0.0)
+    else:
+        b = tl.load(p)
+    return b
+
+
+@triton.jit
+def _columns_of(p, o_c, o_v, V: tl.constexpr, BV: tl.constexpr):
+    """Rows [C, BV] of a chunk of [V, C]."""
+    p = p + o_v[:, None] * o_c.shape[0] + o_c[None, :]
+    if V % BV != 0:
+        b = tl.load(p, mask=(o_v < V)[:, None], other=0.0)
+    else:
+        b = tl.load(p)
+    return tl.trans(b)
+
+
+@triton.jit
+def _of_states_before(
+    p_do,
+    HV,
+    p_y,
+    p_states,
+    p_dstates,
+    o_c,
+    m_c,
+    o_k,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """do S^T and y S^T [C, BK], and if HAS_GATE the sum over V of S dS' [BK]."""
+    b_dq = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_da = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_z = tl.zeros((BK,), tl.float32)
+    # registers and products read S: loaded ahead it would be overwritten (compiler/smem_hazards.py)
+    AHEAD: tl.constexpr = 1 if HAS_GATE else None
+    for n in tl.range(0, tl.cdiv(V, BV), num_stages=AHEAD):
+        o_v = n * BV + tl.arange(0, BV)
+        b_s = _states(p_states, o_v, o_k, V, BV, WIDE)  # [BV, BK]
+        if HAS_GATE:
+            b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
+            b_z += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
+        b_r = _block(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_dq = tl.dot(b_r, b_s, b_dq, input_precision=PRECISION)
+        b_r = _columns_of(p_y, o_c, o_v, V, BV)
+        b_da = tl.dot(b_r, b_s, b_da, input_precision=PRECISION)
+    return b_dq, b_da, b_z
+
+
+@triton.jit
+def _of_states_after(
+    p_x,
+    p_v,
+    HV,
+    p_dstates,
+    o_c,
+    m_c,
+    o_k,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x dS'^T and, but for DELTA, v dS'^T [C, BK]."""
+    b_db = tl.zeros((o_c.shape[0], BK), tl.float32)
+    b_dk = tl.zeros((o_c.shape[0], BK), tl.float32)
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
+        b_r = _columns_of(p_x, o_c, o_v, V, BV)
+        b_db = tl.dot(b_r, b_ds, b_db, input_precision=PRECISION)
+        if not DELTA:
+            b_r = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+            b_dk = tl.dot(b_r, b_ds, b_dk, input_precision=PRECISION)
+    return b_db, b_dk
+
+
+@triton.jit
+def _scored(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """b_d + d m [C, BK], d the gradient of scores [C, C], or d^T m."""
+    b_a = tl.load(p_d + o_c[:, None] * o_c.shape[0] + o_c[None, :])
+    if TRANSPOSED:
+        b_a = tl.trans(b_a)
+    return tl.dot(b_a, b_m, b_d, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
+def dplr_grads_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    a_ptr,  # none for delta
+    b_ptr,
+    g_ptr,  # [tokens, HV, K] or [tokens, HV]
+    beta_ptr,  # [tokens, HV], delta
+    v_ptr,  # [tokens, HV, V], dplr
+    do_ptr,  # [tokens, HV, V]
+    x_ptr,  # [slots, HV, V, C]
+    y_ptr,
+    states_ptr,  # [slots, HV, V, WIDE]
+    dstates_ptr,
+    dqb_ptr,  # [slots, HV, C, C]
+    dab_ptr,
+    dqk_ptr,  # dplr
+    dak_ptr,
+    own_ptr,  # [slots, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,
+    da_ptr,  # dplr
+    db_ptr,
+    dg_ptr,
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    strong_ptr,  # [slots, HV]
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    tokens,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(K / BK) * HV * slots,): BK channels of one chunk and value head a program."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    GK: tl.constexpr = K**CHANNEL
+    act = q_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    slot = (pid // NK).to(tl.int64)
+    if HAS_GATE:  # noqa: SIM102 - there is no strong_ptr without
+        if tl.load(strong_ptr + slot) != 0:
+            return
+    i_k = pid % NK
+    i_h = (pid // NK) % HV
+    begin, length, i_c = find_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    i = o_c[:, None]
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_c = o_c < length - i_c * C
+    m_k = m_c[:, None]
+    if K % BK != 0:
+        m_k = m_k & (o_k < K)[None, :]
+    row = begin + i_c * C
+    i_v = (row * HV + i_h) * V
+    i_a = slot * (C * C)
+    i_x = slot * (V * C)
+    i_s = slot * (V * WIDE)
+    o_q = (row * H + i_h // (HV // H)) * K + i * (H * K) + o_k[None, :]
+    o_o = (row * HV + i_h) * K + i * (HV * K) + o_k[None, :]
+    b_sign = 1.0
+    if DELTA:
+        o_t = (row + o_c) * HV + i_h
+        b_sign = -tl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(tl.float32)[:, None]  # z / y
+        p_a = k_ptr + o_q
+        p_b = k_ptr + o_q
+    else:
+        p_a = a_ptr + o_q
+        p_b = b_ptr + o_q
+
+    b_dq, b_da, b_z = _of_states_before(
+        do_ptr + i_v, HV, y_ptr + i_x, states_ptr + i_s, dstates_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, HAS_GATE, PRECISION,
+    )  # fmt: skip
+    b_dq *= scale
+
+    # by way of what the tokens wrote
+    b_w = tl.load(p_b, mask=m_k, other=0.0)
+    if HAS_GATE:
+        b_e, b_before, b_early, b_late = load_whole(
+            g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
+            CHANNEL, not DELTA, EXACT, PRECISION,
+        )  # fmt: skip
+        b_z *= tl.exp2(b_early + b_late)
+        b_early = tl.exp2(b_early)[None, :]
+        b_dq *= b_early
+        b_da *= b_early
+        b_w = (b_w * tl.exp2(-b_e)).to(act)
+    b_dq = _scored(b_dq, dqb_ptr + i_a, o_c, b_w, False, PRECISION)
+    b_da = _scored(b_da, dab_ptr + i_a, o_c, b_w, False, PRECISION)
+    if not DELTA:
+        b_w = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_w = (b_w * tl.exp2(-b_e)).to(act)
+        b_dq = _scored(b_dq, dqk_ptr + i_a, o_c, b_w, False, PRECISION)
+        b_da = _scored(b_da, dak_ptr + i_a, o_c, b_w, False, PRECISION)
+
+    b_a = tl.load(p_a, mask=m_k, other=0.0)
+    b_ra = b_a * b_sign
+    if HAS_GATE:
+        b_dg = tl.zeros((C, BK), tl.float32)
+        b_f = tl.exp2(b_before)
+        b_da *= b_f
+        b_ra *= b_f
+    b_ra = b_ra.to(act)
+    if DELTA:
+        o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
+        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_a, 1), mask=m_c)
+        b_da *= b_sign
+        b_t = b_a * b_da
+    else:
+        tl.store(da_ptr + o_o, b_da.to(act), mask=m_k)
+        if HAS_GATE:
+            b_dg = add_back(b_dg, b_a * b_da, o_c, 1, True, EXACT, PRECISION)
+            b_t = 0.0
+    b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
+    b_rq = b_q
+    if HAS_GATE:
+        b_f = tl.exp2(b_e)
+        b_dq *= b_f
+        b_rq = (b_q * b_f).to(act)
+        b_t += b_q * b_dq
+    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
+    b_b = tl.load(p_b, mask=m_k, other=0.0)
+    b_dq += b_qb * b_b
+    if not DELTA:
+        b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        b_dq += b_qk * b_k
+    tl.store(dq_ptr + o_o, b_dq.to(act), mask=m_k)
+
+    # by way of what the tokens read
+    b_db, b_dk = _of_states_after(
+        x_ptr + i_x, None if DELTA else v_ptr + i_v, HV, dstates_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, DELTA, PRECISION,
+    )  # fmt: skip
+    b_b = tl.load(p_b, mask=m_k, other=0.0)
+    if HAS_GATE:
+        b_late = tl.exp2(b_late)[None, :]
+        b_db *= b_late
+        b_z += tl.sum(b_b * tl.exp2(-b_e) * b_db, 0)
+    b_db = _scored(b_db, dqb_ptr + i_a, o_c, b_rq, True, PRECISION)
+    b_db = _scored(b_db, dab_ptr + i_a, o_c, b_ra, True, PRECISION)
+    if HAS_GATE:
+        b_db *= tl.exp2(-b_e)
+        b_t -= b_b * b_db
+    b_db += b_qb * b_q
+    if DELTA:
+        tl.store(dk_ptr + o_o, (b_db + b_da).to(act), mask=m_k)
+    else:
+        tl.store(db_ptr + o_o, b_db.to(act), mask=m_k)
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_dk *= b_late
+            b_z += tl.sum(b_k * tl.exp2(-b_e) * b_dk, 0)
+        b_dk = _scored(b_dk, dqk_ptr + i_a, o_c, b_rq, True, PRECISION)
+        b_dk = _scored(b_dk, dak_ptr + i_a, o_c, b_ra, True, PRECISION)
+        if HAS_GATE:
+            b_dk *= tl.exp2(-b_e)
+            b_t -= b_k * b_dk
+        tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
+    if HAS_GATE:
+        b_dg = add_back(b_dg + b_z[None, :], b_t, o_c, 1, False, EXACT, PRECISION)
+        tl.store(dg_ptr + o_o, b_dg, mask=m_k)

@@ -1,0 +1,67 @@
+"""Decay inside a chunk, a gate for every channel, for chunks that decay little enough to be whole.
+
+Let c be the middle of a chunk of C tokens and, in base 2,
+
+    E_i = sum of g from c to i, if i is at c or after it, else - (sum of g from i + 1 to c - 1)
+    early = sum of g before c        late = sum of g from c on
+
+Each is a sum of numbers of one sign. The decay between j and i is exp(E_i) exp(-E_j), that from the
+start to i exp(early) exp(E_i), that from j to the end exp(late) exp(-E_j). While no |E| is more
+than LIMIT, both factors are finite and lose no digits, and one product has the scores of all pairs,
+those that nothing reads among them. A chunk with a channel beyond that is "strong": the kernels
+here leave it to those of dplr_strong.py and dplr_strong_grads.py (dplr_gates.py).
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, product_of_gates
+
+
+@triton.jit
+def load_whole(
+    g_ptr,
+    at,
+    stride,
+    o_c,
+    m_g,
+    o_k,
+    CHANNEL: tl.constexpr,
+    BEFORE: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK]."""
+    C: tl.constexpr = o_c.shape[0]
+    p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
+    b_g = load_gates_of(p_g, m_g)
+    later = (o_c >= C // 2)[:, None]
+    b_early = tl.sum(tl.where(later, 0.0, b_g), 0)
+    b_late = tl.sum(tl.where(later, b_g, 0.0), 0)
+    i = o_c[:, None]
+    t = o_c[None, :]
+    past = (t >= C // 2) & (t <= i)
+    ahead = (t < C // 2) & (t > i)
+    b_e = product_of_gates(past.to(tl.float32) - ahead.to(tl.float32), b_g, EXACT, PRECISION)
+    b_before = b_e
+    if BEFORE:
+        past = (t >= C // 2) & (t < i)
+        ahead = (t < C // 2) & (t >= i)
+        b_seen = past.to(tl.float32) - ahead.to(tl.float32)
+        b_before = product_of_gates(b_seen, b_g, EXACT, PRECISION)
+    return b_e, b_before, b_early, b_late
+
+
+@triton.jit
+def add_back(
+    b_dg, b_x, o_c, SIGN: tl.constexpr, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION
+):
+    """b_dg + SIGN times the sum over i >= t (BEFORE: i > t) of b_x [C, BK], for each t."""
+    t = o_c[:, None]
+    i = o_c[None, :]
+    seen = i > t if BEFORE else i >= t
+    b_seen = tl.where(seen, 1.0 * SIGN, 0.0)
+    return b_dg + product_of_gates(b_seen, b_x, EXACT, PRECISION)

@@ -1,0 +1,301 @@
+"""Per-channel decay, or free a and b: gradients of q, k, a, b and the gates, of strong chunks.
+
+As dplr_grads.py, but the scores' part step by step (dplr_gates.py),
+
+    dq = exp(G) scale do S^T + sum over steps of exp(e) (dqb (b exp(e)) + dqk (k exp(e)))
+    da = exp(G) z S^T        + sum of            exp(e) (dab (b exp(e)) + dak (k exp(e)))
+    db = exp(G_C - G) x dS'^T + sum of exp(e) (dqb^T (q exp(e)) + dab^T (a exp(e)))
+    dk = exp(G_C - G) v dS'^T + sum of exp(e) (dqk^T (q exp(e)) + dak^T (a exp(e)))
+
+and the gates' gradients from sums that run as those of the exponents do: dg_t comes of the pairs
+i >= t > j alone, but for pairs within a block of the first step, whose shares before and after t
+cancel.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
+from slipstream.kernels.linear.triton.dplr.gate_sums import (
+    at_step,
+    from_start,
+    load_channel_gates,
+    pairs_of_step,
+    seen_in_half,
+    signed,
+    sums_back,
+    to_end,
+    triangle,
+)
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+
+
+@triton.jit
+def _times_states(
+    p,
+    stride,
+    p_states,
+    o_c,
+    m_c,
+    o_k,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    BY_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows [C, V] of a chunk, from tokens or BY_CHUNK, transposed, times its states [V, BK]."""
+    b_d = tl.zeros((C, BK), tl.float32)
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        m_v = (o_v < V)[:, None]
+        if BY_CHUNK:
+            p_x = p + o_v[:, None] * C + o_c[None, :]
+            b_x = tl.trans(tl.load(p_x, mask=m_v & m_c[None, :], other=0.0))  # [C, BV]
+        else:
+            b_x = _block(p, stride, o_c, m_c, o_v, V, V % BV != 0)
+        p_s = p_states + o_v[:, None] * WIDE + o_k[None, :]
+        b_s = tl.load(p_s, mask=m_v, other=0.0)  # [BV, BK]
+        b_d = tl.dot(b_x, b_s, b_d, input_precision=PRECISION)
+    return b_d
+
+
+@triton.jit
+def _through_scores(
+    p_dm, b_m, p_dn, b_n, o_c, step, first, C, WRITE: tl.constexpr, TWO: tl.constexpr, PRECISION
+):
+    """dm m + dn n [C, BK] of the pairs of a step; dm, dn [i, j], or [j, i] for a WRITE."""
+    i = o_c[None, :] if WRITE else o_c[:, None]
+    j = o_c[:, None] if WRITE else o_c[None, :]
+    seen = pairs_of_step(i, j, step, first)
+    b_a = tl.load(p_dm + i * C + j)
+    b_a = tl.where(seen, b_a, 0.0).to(b_m.dtype)
+    b_d = tl.dot(b_a, b_m, input_precision=PRECISION)
+    if TWO:
+        b_a = tl.load(p_dn + i * C + j)
+        b_a = tl.where(seen, b_a, 0.0).to(b_m.dtype)
+        b_d = tl.dot(b_a, b_n, b_d, input_precision=PRECISION)
+    return b_d
+
+
+@triton.jit
+def _gradient(
+    b_d,
+    b_dg,
+    b_share,
+    p_own,
+    p_m,
+    p_dm,
+    p_n,
+    p_dn,
+    m_k,
+    gates,
+    o_c,
+    WRITE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    N_BEFORE: tl.constexpr,
+    TWO: tl.constexpr,
+    STEPS: tl.constexpr,
+    C: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient d [C, BK] of a read or WRITE by way of its scores with m and, if TWO, with n.
+
+    d is what came by way of the states; dm and dn are the gradients of those scores. All of it
+    times own goes to the gates' gradient. share is a factor of a second read: of own, or of n.
+    """
+    t = o_c[:, None]
+    i = o_c[None, :]
+    b_m = tl.load(p_m, mask=m_k, other=0.0)
+    act = b_m.dtype
+    b_n = b_m
+    if TWO:
+        b_n = tl.load(p_n, mask=m_k, other=0.0)
+        if WRITE:
+            b_n = (b_n * b_share).to(act)
+    if WRITE:
+        b_own = tl.load(p_own, mask=m_k, other=0.0).to(tl.float32)
+        b_d *= to_end(gates, o_c, EXACT, PRECISION)
+        b_dg += sums_back(triangle(gates[4], o_c, True, False), b_d * b_own, EXACT, PRECISION)
+    else:
+        b_own = tl.load(p_own, mask=m_k, other=0.0) * b_share
+        b_d *= from_start(gates, o_c, BEFORE, EXACT, PRECISION)
+        b_dg += sums_back(triangle(gates[4], o_c, BEFORE, True), b_d * b_own, EXACT, PRECISION)
+    first = gates[3]
+    for step in range(first, STEPS + 1):
+        b_e = at_step(gates, o_c, step, not WRITE, False, EXACT, PRECISION)
+        b_me = (b_m * b_e).to(act)
+        if N_BEFORE:
+            b_e = at_step(gates, o_c, step, not WRITE, True, EXACT, PRECISION)
+        b_ne = (b_n * b_e).to(act)
+        b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
+        b_t *= at_step(gates, o_c, step, WRITE, BEFORE, EXACT, PRECISION)
+        b_d += b_t
+        b_t = signed(b_t * b_own, o_c, step, first, WRITE)
+        b_dg += sums_back(seen_in_half(i, t, step, BEFORE), b_t, EXACT, PRECISION)
+    return b_d, b_dg
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
+def dplr_strong_grads_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    a_ptr,  # none for delta
+    b_ptr,
+    g_ptr,  # [tokens, HV, K] or [tokens, HV]
+    beta_ptr,  # [tokens, HV], delta
+    v_ptr,  # [tokens, HV, V], dplr
+    do_ptr,  # [tokens, HV, V]
+    x_ptr,  # [slots, HV, V, C]
+    y_ptr,
+    states_ptr,  # [slots, HV, V, WIDE]
+    dstates_ptr,
+    dqb_ptr,  # [slots, HV, C, C]
+    dab_ptr,
+    dqk_ptr,  # dplr
+    dak_ptr,
+    own_ptr,  # [slots, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,
+    da_ptr,  # dplr
+    db_ptr,
+    dg_ptr,
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    strong_ptr,  # [slots, HV]
+    ones_ptr,  # [2, C, C]: dplr_gates.triangle
+    cu_ptr,  # [N + 1]
+    scale,
+    T,
+    N,
+    HV,
+    H,
+    tokens,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(K / BK) * HV * slots,): BK channels of one chunk and value head a program."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    GK: tl.constexpr = K**CHANNEL
+    act = q_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    slot = (pid // NK).to(tl.int64)
+    if tl.load(strong_ptr + slot) == 0:
+        return
+    i_k = pid % NK
+    i_h = (pid // NK) % HV
+    begin, length, i_c = find_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    i = o_c[:, None]
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_c = o_c < length - i_c * C
+    row = begin + i_c * C
+    i_v = (row * HV + i_h) * V
+    i_a = slot * (C * C)
+    i_x = slot * (V * C)
+    i_s = slot * (V * WIDE)
+    i_q = (row * H + i_h // (HV // H)) * K
+    o_q = i * (H * K) + o_k[None, :]
+    p_q = q_ptr + i_q + o_q
+    p_k = k_ptr + i_q + o_q
+    p_a = p_k
+    p_b = p_k
+    b_sign = 1.0
+    if DELTA:
+        o_t = (row + o_c) * HV + i_h
+        b_sign = -tl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(tl.float32)[:, None]  # z / y
+    else:
+        p_a = a_ptr + i_q + o_q
+        p_b = b_ptr + i_q + o_q
+    m_k = m_c[:, None]
+    if K % BK != 0:
+        m_k = m_k & (o_k < K)[None, :]
+    gates = load_channel_gates(
+        ones_ptr, g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
+        CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
+    )  # fmt: skip
+    b_dg = tl.zeros((C, BK), tl.float32)
+    b_z = tl.zeros((BK,), tl.float32)
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        o_s = i_s + o_v[:, None] * WIDE + o_k[None, :]
+        m_s = (o_v < V)[:, None]
+        b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
+        b_z += tl.sum(b_s * tl.load(dstates_ptr + o_s, mask=m_s, other=0.0), 0)
+    b_dg += (b_z * tl.exp2(gates[2]))[None, :]
+    i_o = (row * HV + i_h) * K
+    o_o = i * (HV * K) + o_k[None, :]
+    p_qb = dqb_ptr + i_a
+    p_ab = dab_ptr + i_a
+    p_qk = (dqb_ptr if DELTA else dqk_ptr) + i_a
+    p_ak = (dab_ptr if DELTA else dak_ptr) + i_a
+    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
+    b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
+
+    b_d = _times_states(
+        do_ptr + i_v, HV * V, states_ptr + i_s, o_c, m_c, o_k,
+        V, WIDE, BV, BK, C, False, PRECISION,
+    ) * scale  # fmt: skip
+    b_d, b_dg = _gradient(
+        b_d, b_dg, 1.0, p_q, p_b, p_qb, p_k, p_qk, m_k, gates, o_c,
+        False, False, False, not DELTA, STEPS, C, EXACT, PRECISION,
+    )  # fmt: skip
+    b_d += b_qb * tl.load(p_b, mask=m_k, other=0.0)
+    if not DELTA:
+        b_d += b_qk * tl.load(p_k, mask=m_k, other=0.0)
+    tl.store(dq_ptr + i_o + o_o, b_d.to(act), mask=m_k)
+
+    b_da = _times_states(
+        y_ptr + i_x, 0, states_ptr + i_s, o_c, m_c, o_k, V, WIDE, BV, BK, C, True, PRECISION
+    )
+    b_da, b_dg = _gradient(
+        b_da, b_dg, b_sign, p_a, p_b, p_ab, p_k, p_ak, m_k, gates, o_c,
+        False, not DELTA, False, not DELTA, STEPS, C, EXACT, PRECISION,
+    )  # fmt: skip
+    if DELTA:
+        o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
+        b_k = tl.load(p_k, mask=m_k, other=0.0)
+        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_k, 1), mask=m_c)
+        b_da *= b_sign
+    else:
+        tl.store(da_ptr + i_o + o_o, b_da.to(act), mask=m_k)
+
+    b_d = _times_states(
+        x_ptr + i_x, 0, dstates_ptr + i_s, o_c, m_c, o_k, V, WIDE, BV, BK, C, True, PRECISION
+    )
+    b_d, b_dg = _gradient(
+        b_d, b_dg, b_sign, p_b, p_q, p_qb, p_a, p_ab, m_k, gates, o_c,
+        True, False, not DELTA, True, STEPS, C, EXACT, PRECISION,
+    )  # fmt: skip
+    b_d += b_qb * tl.load(p_q, mask=m_k, other=0.0)
+    if DELTA:
+        tl.store(dk_ptr + i_o + o_o, (b_d + b_da).to(act), mask=m_k)
+    else:
+        tl.store(db_ptr + i_o + o_o, b_d.to(act), mask=m_k)
+        b_d = _times_states(
+            v_ptr + i_v, HV * V, dstates_ptr + i_s, o_c, m_c, o_k,
+            V, WIDE, BV, BK, C, False, PRECISION,
+        )  # fmt: skip
+        b_d, b_dg = _gradient(
+            b_d, b_dg, 1.0, p_k, p_q, p_qk, p_a, p_ak, m_k, gates, o_c,
+            True, False, True, True, STEPS, C, EXACT, PRECISION,
+        )  # fmt: skip
+        b_d += b_qk * tl.load(p_q, mask=m_k, other=0.0)
+        tl.store(dk_ptr + i_o + o_o, b_d.to(act), mask=m_k)
+    tl.store(dg_ptr + i_o + o_o, b_dg, mask=m_k)

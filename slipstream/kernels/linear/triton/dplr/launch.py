@@ -1,0 +1,230 @@
+"""Launches of the walks of per-channel decay, and of free a and b, whole or in segments.
+
+Few heads of long sequences are walked in segments (delta_split.py). Forward: where each ends and
+what it makes of a state, E and M, then the state that each meets, then all at once. Backward the
+same with M^T, for the gradients of states. Memory beyond results: two states a segment and head.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.triton.common.state_passing_launch import join
+from slipstream.kernels.linear.triton.delta.plan import cut, slots_of
+from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.dplr.chunk import dplr_walk_back_kernel, dplr_walk_kernel
+from slipstream.kernels.linear.triton.dplr.tiles import DplrTile, choose
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.scalar_decay.launch import Split, family_of
+from slipstream.runtime.backends import precision
+from slipstream.runtime.launch_cache import kept
+
+
+class Prepared(NamedTuple):
+    """By the names of dplr_prepare.py."""
+
+    q: Tensor
+    w: Tensor
+    b: Tensor
+    k: Tensor | None
+    u: Tensor
+    total: Tensor | None
+    qb: Tensor
+    qk: Tensor | None
+    ak: Tensor | None
+    r: Tensor | None
+    strong: Tensor | None
+
+
+class Starts(NamedTuple):
+    """What both walks of backward begin with, and where the gradient of the initial state goes."""
+
+    split: Split | None
+    state: Tensor | None
+    dstate: Tensor | None
+    dstate_out: Tensor | None
+
+
+@cache
+def _tile(
+    device: torch.device, K: int, V: int, bytes_each: int, free: bool
+) -> tuple[DplrTile, int]:
+    return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each, free)
+
+
+def tile_of(terms: Terms) -> tuple[DplrTile, int]:
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    return _tile(terms.q.device, K, V, terms.q.element_size(), terms.transition == "dplr")
+
+
+def launch_options(terms: Terms, part: Part, walk: bool = False) -> dict[str, Any]:
+    # three products for one over 256 channels at once leave the compiler not a register
+    simple = walk and terms.q.shape[-1] > 128
+    return {
+        "C": tile_of(terms)[0].C,
+        "PACKED": terms.cu_seqlens is not None,
+        "PRECISION": "ieee" if simple else precision(),
+        "num_warps": part.warps,
+        "num_stages": part.stages,
+    }
+
+
+def split_of(terms: Terms, own: Any = None) -> Split | None:
+    """Decided by shapes and device. A program counts as one for 64 columns of V."""
+    if own is not None:
+        return own.split_of(terms)
+    HV, V = terms.v.shape[2:]
+    return cut(terms, -(-V // 64) * HV * terms.sequences, tile_of(terms)[0].C)
+
+
+def walk_to_end(
+    terms: Terms, prepared: Prepared, o: Tensor, final: Tensor, own: Any = None
+) -> None:
+    """o and the final state are written."""
+    split, state = split_of(terms, own), terms.initial_state
+    if split is None:
+        walk(terms, prepared, own, o=o, s_in=state, s_out=final)
+        return
+    met, M = _ends(terms, prepared, split, own)
+    join(terms, split, met, M, state, final)
+    walk(terms, prepared, own, o=o, s_in=met, split=split)
+
+
+def starts_of(
+    terms: Terms,
+    do: Tensor,
+    prepared: Prepared,
+    dfinal: Tensor | None,
+    dstate: Tensor | None,
+    own: Any = None,
+) -> Starts:
+    """dstate, where the gradient of the initial state goes, is written if there are segments."""
+    split, state = split_of(terms, own), terms.initial_state
+    if split is None:
+        return Starts(None, state, dfinal, dstate)
+    met, M = _ends(terms, prepared, split, own)
+    join(terms, split, met, M, state, None)
+    back = torch.empty_like(met)
+    walk_back(terms, do, prepared, own, s_out=back, split=split)
+    join(terms, split, back, M, dfinal, dstate, reverse=True)
+    return Starts(split, met, back, None)
+
+
+def _ends(terms: Terms, prepared: Prepared, split: Split, own: Any = None) -> tuple[Tensor, Tensor]:
+    """What segments add to the state [slots, HV, K, V], and their factors [slots, HV, K, K]."""
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
+    E = prepared.u.new_empty(split.slots, HV, K, V)
+    M = prepared.u.new_empty(split.slots, HV, K, K)
+    walk(terms, prepared, own, s_out=E, m=M, split=split)
+    return E, M
+
+
+def walk(
+    terms: Terms,
+    prepared: Prepared,
+    own: Any = None,
+    *,
+    o: Tensor | None = None,
+    x: Tensor | None = None,
+    states: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    m: Tensor | None = None,
+    split: Split | None = None,
+) -> None:
+    """o; or x and states; or m."""
+    ends = {"s_in": s_in, "s_out": s_out, "m": m, "split": split}
+    if own is not None:
+        own.walk(terms, prepared, o=o, x=x, states=states, **ends)
+        return
+    HV, V = terms.v.shape[2:]
+    tile, WIDE = tile_of(terms)
+    make = "ends" if m is not None else "o" if states is None else "states"
+    part = tile.walk if make == "o" else tile.keep
+    tiles = -(-V // part.B) + (-(-terms.q.shape[-1] // part.B) if make == "ends" else 0)
+    launch: Any = kept(dplr_walk_kernel)[(tiles * HV * slots_of(terms, split),)]
+    launch(
+        None if prepared.k is None else terms.v,
+        prepared.q if make == "o" else None,
+        prepared.w,
+        prepared.b,
+        prepared.k,
+        prepared.u,
+        x,
+        prepared.total,
+        prepared.qb if make == "o" else None,
+        prepared.qk if make == "o" else None,
+        o,
+        states,
+        s_in,
+        s_out,
+        m,
+        *_sizes(terms, split),
+        K=terms.q.shape[-1],
+        V=V,
+        WIDE=WIDE,
+        BV=part.B,
+        MAKE=make,
+        DELTA=terms.beta is not None,
+        HAS_GATE=terms.g is not None,
+        HAS_S_IN=s_in is not None,
+        HAS_S_OUT=s_out is not None,
+        SPLIT=split is not None,
+        **launch_options(terms, part, walk=make == "o"),
+    )
+
+
+def walk_back(
+    terms: Terms,
+    do: Tensor,
+    prepared: Prepared,
+    own: Any = None,
+    *,
+    y: Tensor | None = None,
+    dstates: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    split: Split | None = None,
+) -> None:
+    """y and dstates, or s_out alone."""
+    if own is not None:
+        own.walk_back(terms, do, prepared, y, dstates, s_in=s_in, s_out=s_out, split=split)
+        return
+    HV, V = terms.v.shape[2:]
+    tile, WIDE = tile_of(terms)
+    part = tile.back
+    launch: Any = kept(dplr_walk_back_kernel)[(-(-V // part.B) * HV * slots_of(terms, split),)]
+    launch(
+        do,
+        prepared.q,
+        prepared.w,
+        prepared.b,
+        prepared.total,
+        prepared.qb,
+        None if y is None else prepared.r,
+        y,
+        dstates,
+        s_in,
+        s_out,
+        *_sizes(terms, split),
+        K=terms.q.shape[-1],
+        V=V,
+        WIDE=WIDE,
+        BV=part.B,
+        MAKE="ends" if y is None else "states",
+        HAS_GATE=terms.g is not None,
+        HAS_S_IN=s_in is not None,
+        HAS_S_OUT=s_out is not None,
+        SPLIT=split is not None,
+        **launch_options(terms, part, walk=True),
+    )
+
+
+def _sizes(terms: Terms, split: Split | None) -> tuple[Any, ...]:
+    """cu to segment."""
+    T, HV = terms.v.shape[1:3]
+    segment = T if split is None else split.tokens
+    return terms.cu_seqlens, T, terms.sequences, HV, segment

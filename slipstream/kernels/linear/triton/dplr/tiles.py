@@ -1,0 +1,118 @@
+"""Tiles of the kernels of per-channel decay, and of free a and b, by architecture, width and dtype.
+
+C tokens a chunk, in all of them; WIDE = the next power of two of K. prepare takes B channels of K
+and B columns of V at a time, the walks have B columns of V and all of K a program, scores takes B
+of V at a time, grads has B channels of K a program and takes B columns of V at a time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS, power_of_two
+
+
+@dataclass(frozen=True)
+class DplrTile:
+    C: int
+    prepare: Part
+    walk: Part
+    keep: Part  # the forward walk that keeps the states
+    back: Part
+    scores: Part
+    grads: Part
+
+    @property
+    def steps(self) -> int:
+        return self.C.bit_length() - 1
+
+
+def _tile(C: int, prepare: tuple, walk: tuple, back: tuple, scores: tuple, grads: tuple):
+    walks = Part(*walk), Part(*walk), Part(*back)
+    return DplrTile(C, Part(*prepare), *walks, Part(*scores), Part(*grads))
+
+
+# (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
+# stages. With 8 warps and 64 rows both halves of a program would do the same work on sm_90. There
+# the walks with K = 128 have room for one program a multiprocessor. float32 there takes chunks
+# that are too small for wgmma: with wgmma the gradients' kernel spilled, and its spilled addresses
+# of shared memory were wrong.
+TILES = {
+    ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    ("sm_80", 2, 64): _tile(32, (32, 4, 1), (64, 4, 2), (64, 4, 2), (32, 4, 2), (32, 4, 1)),
+    ("sm_80", 2, 128): _tile(32, (32, 4, 1), (32, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 1)),
+    ("sm_80", 2, 256): _tile(32, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 2), (32, 4, 1)),
+    ("sm_80", 4, 64): _tile(16, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 2), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
+    ("sm_90", 2, 64): DplrTile(
+        64,
+        prepare=Part(64, 4, 1),
+        walk=Part(64, 4, 3),
+        keep=Part(64, 4, 3),
+        back=Part(64, 4, 3),
+        scores=Part(64, 4, 2),
+        grads=Part(64, 4, 2),
+    ),
+    ("sm_90", 2, 128): _tile(64, (64, 4, 1), (128, 8, 2), (128, 8, 2), (64, 4, 1), (64, 4, 1)),
+    ("sm_90", 2, 256): DplrTile(
+        64,
+        prepare=Part(64, 4, 1),
+        walk=Part(64, 8, 1),
+        keep=Part(64, 8, 2),
+        back=Part(64, 4, 1),
+        scores=Part(64, 4, 1),
+        grads=Part(64, 4, 2),
+    ),
+    ("interpreter", 4, 64): _tile(16, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
+}
+# Rows of these use others': (family, bytes) -> (family, bytes).
+_SAME = {
+    ("sm_70", 4): ("sm_80", 4),
+    ("sm_90", 4): ("sm_80", 4),
+    ("interpreter", 2): ("interpreter", 4),
+}
+# Chunks of which no channel decays by more than 2^-WHOLE before their middle or after it are taken
+# whole (dplr_whole.py), and in others blocks that decay by no more than 2^-LIMIT (dplr_gates.py):
+# 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates not lose digits.
+WHOLE = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
+LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
+
+
+def choose(
+    family: str, K: int, V: int, bytes_each: int, free: bool = False
+) -> tuple[DplrTile, int]:
+    """The tile, no wider than K and V need, and WIDE.
+
+    Args:
+        free: of free a and b, whose walks load a tile of K channels more.
+    """
+    narrowest = NARROWEST.get(family, 16)
+    wide = max(narrowest, power_of_two(K))
+    base = ROWS.get(family, family), bytes_each
+    base = _SAME.get(base, base)
+    width = max(64, wide)
+    while (base[0], base[1], width) not in TILES:
+        width //= 2
+    tile = TILES[base[0], base[1], width]
+    if narrowest > tile.C:
+        narrowest = 16
+    most_v = max(narrowest, power_of_two(V))
+
+    def cut(part: Part, most: int) -> Part:
+        warps = part.warps if most >= part.B else min(part.warps, 4)
+        return Part(min(part.B, most), warps, part.stages)
+
+    walk, keep = cut(tile.walk, most_v), cut(tile.keep, most_v)
+    if free and wide > 128:  # there is no room for two stages; 4 warps walk faster there, of 8
+        walk, keep = Part(walk.B, min(walk.warps, 4), walk.stages), Part(keep.B, keep.warps, 1)
+    return DplrTile(
+        tile.C,
+        cut(tile.prepare, wide),
+        walk,
+        keep,
+        cut(tile.back, most_v),
+        cut(tile.scores, most_v),
+        cut(tile.grads, wide),
+    ), wide

@@ -1,0 +1,248 @@
+"""Transitions with a decay for every channel, or with free a and b: what needs no state.
+
+A read of the state under a gives x_i, which is written under b; dplr writes v under k besides. The
+delta rule is a = k after the decay, b = k, and its own right side. In a chunk, S the state before
+it and ab, ak, qb, qk the decayed scores of its tokens, strict for a,
+
+    delta  (I + beta ab) x = beta v - beta (k exp(G)) S             R = (I + beta ab)^-1
+    dplr   (I - ab) x      = ak v + (a exp(G_prev)) S               R = (I - ab)^-1
+
+so that x = U + W S with
+
+    delta  U = R beta v        W = -R beta (k exp(G))
+    dplr   U = R ak v          W = R (a exp(G_prev))
+
+and the walk's step has neither gates nor scores to compute. One program does one chunk of a value
+head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
+scale qk in the order in which the walk reads them: chunk by chunk, K filled up with zeros. Decays
+are those of dplr_whole.py; strong chunks are marked, and dplr_strong.py writes them anew.
+
+In 16 bits R is not rounded before the products, nor U: without decay, rounding all of R, W, U and x
+puts outputs off by 6e-3, where this leaves 4.9e-3.
+"""
+
+# pyright knows neither what a jit function returns nor constexpr
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk, inverse
+from slipstream.kernels.linear.triton.dplr.intra_anchored import load_whole
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+
+
+@triton.jit
+def _unrounded(b_l, b_r, PRECISION: tl.constexpr):
+    """b_l @ b_r, of which b_l is float32, in 16 bits the sum of two."""
+    b_high = b_l.to(b_r.dtype)
+    b = tl.dot(b_high, b_r, input_precision=PRECISION)
+    if b_r.dtype != tl.float32:
+        b = tl.dot((b_l - b_high.to(tl.float32)).to(b_r.dtype), b_r, b)
+    return b
+
+
+@triton.jit
+def solve_chunk(
+    b_ab,
+    b_ak,
+    p_beta,
+    HV,
+    p_v,
+    p_w,
+    p_u,
+    p_ak,
+    p_r,
+    keep,
+    o_c,
+    m_c,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STEPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """R from the scores [C, C], and U and W, which takes the place of a with its decay."""
+    C: tl.constexpr = o_c.shape[0]
+    LEVELS: tl.constexpr = STEPS - 4
+    act = p_w.dtype.element_ty
+    o_a = o_c[:, None] * C + o_c[None, :]
+    if DELTA:
+        b_beta = tl.load(p_beta + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
+        b_r = inverse(b_ab * b_beta[:, None], C, LEVELS, INNER)
+    else:
+        b_r = inverse(-b_ab, C, LEVELS, INNER)
+    if keep != 0:
+        tl.store(p_r + o_a, b_r.to(act))
+        if not DELTA:
+            tl.store(p_ak + o_a, b_ak.to(act))
+    if DELTA:
+        b_r *= b_beta[None, :]
+        b_right = b_r
+    else:
+        b_right = _unrounded(b_r, b_ak.to(act), PRECISION)
+    tl.debug_barrier()  # other threads wrote what this one reads
+    for n in range(WIDE // BK):
+        p_a = p_w + o_c[:, None] * WIDE + n * BK + tl.arange(0, BK)[None, :]
+        b_w = _unrounded(b_r, tl.load(p_a), PRECISION)
+        if DELTA:
+            b_w = -b_w
+        tl.debug_barrier()
+        tl.store(p_a, b_w.to(act))
+    for n in range(tl.cdiv(V, BV)):
+        o_v = n * BV + tl.arange(0, BV)
+        b_v = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+        b_u = _unrounded(b_right, b_v, PRECISION)  # [C, BV]
+        p_n = p_u + o_v[None, :] * C + o_c[:, None]
+        tl.store(p_n, b_u, mask=(o_v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
+def dplr_prepare_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    a_ptr,  # none for delta
+    b_ptr,
+    v_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV, K] or [tokens, HV]
+    beta_ptr,  # [tokens, HV], delta
+    q_out_ptr,  # [slots, HV, C, WIDE]: scale q exp(G)
+    w_out_ptr,  # W
+    b_out_ptr,  # b exp(G_C - G)
+    k_out_ptr,  # k exp(G_C - G), dplr
+    u_out_ptr,  # [slots, HV, V, C]: U, float32
+    total_ptr,  # [slots, HV, WIDE]: exp(G_C)
+    qb_ptr,  # [slots, HV, C, C], scaled
+    qk_ptr,  # scaled, dplr
+    ak_ptr,  # dplr, if keep
+    r_ptr,  # if keep
+    strong_ptr,  # [slots, HV]: whether the chunk is
+    cu_ptr,  # [N + 1]
+    scale,
+    keep,
+    T,
+    N,
+    HV,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """grid (slots * HV,). keep, which backward wants, is no constant: one compilation for both."""
+    act = q_ptr.dtype.element_ty
+    GK: tl.constexpr = K**CHANNEL
+    pid = tl.program_id(0)
+    i_h = pid % HV
+    begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    m_c = o_c < length - i_c * C
+    i = o_c[:, None]
+    j = o_c[None, :]
+    row = begin + i_c * C
+    i_k = (row * H + i_h // (HV // H)) * K
+    i_g = (row * HV + i_h) * GK
+    slot = pid.to(tl.int64)
+    i_a = slot * (C * C)
+    i_w = slot * (C * WIDE)
+    o_a = i * C + j
+    write_ptr = k_ptr if DELTA else b_ptr
+    b_qb = tl.zeros((C, C), tl.float32)
+    b_qk = tl.zeros((C, C), tl.float32)
+    b_ab = tl.zeros((C, C), tl.float32)
+    b_ak = tl.zeros((C, C), tl.float32)
+    b_strongest = tl.zeros((BK,), tl.float32)
+    for n in range(WIDE // BK):
+        o_k = n * BK + tl.arange(0, BK)
+        o_w = i_w + i * WIDE + o_k[None, :]
+        o_q = i_k + i * (H * K) + o_k[None, :]
+        m_k = m_c[:, None]
+        if K != WIDE:
+            m_k = m_k & (o_k < K)[None, :]
+        b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
+        b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
+        if HAS_GATE:
+            b_e, _, b_early, b_late = load_whole(
+                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, EXACT, PRECISION
+            )
+            b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
+            tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(b_early + b_late))
+            b_read = tl.exp2(b_e)
+            b_write = tl.exp2(-b_e)
+            b_early = tl.exp2(b_early)[None, :]
+            b_late = tl.exp2(b_late)[None, :]
+            b_wide = b_q * b_read
+            b_q = b_wide.to(act)
+            tl.store(q_out_ptr + o_w, (b_wide * (b_early * scale)).to(act))
+            if DELTA:
+                b_wide = b_b * b_read
+                b_a = b_wide.to(act)
+                tl.store(w_out_ptr + o_w, (b_wide * b_early).to(act))
+            b_wide = b_b * b_write
+            b_b = b_wide.to(act)
+            tl.store(b_out_ptr + o_w, (b_wide * b_late).to(act))
+        else:
+            tl.store(q_out_ptr + o_w, (b_q * scale).to(act))
+            tl.store(b_out_ptr + o_w, b_b)
+        b_qb = tl.dot(b_q, tl.trans(b_b), b_qb, input_precision=PRECISION)
+        if DELTA:
+            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+        else:
+            b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+            if HAS_GATE:
+                b_wide = b_k * b_write
+                b_k = b_wide.to(act)
+                tl.store(k_out_ptr + o_w, (b_wide * b_late).to(act))
+            else:
+                tl.store(k_out_ptr + o_w, b_k)
+            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
+    if HAS_GATE:
+        weak = tl.max(b_strongest, 0) <= LIMIT
+        tl.store(strong_ptr + slot, 1 - weak.to(tl.int32))
+    tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
+    if not DELTA:
+        tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
+        for n in range(WIDE // BK):
+            o_k = n * BK + tl.arange(0, BK)
+            o_q = i_k + i * (H * K) + o_k[None, :]
+            m_k = m_c[:, None]
+            if K != WIDE:
+                m_k = m_k & (o_k < K)[None, :]
+            b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
+            b_b = tl.load(b_ptr + o_q, mask=m_k, other=0.0)
+            b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+            b_end = b_a
+            if HAS_GATE:
+                b_e, b_before, b_early, _ = load_whole(
+                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, EXACT, PRECISION
+                )
+                b_wide = b_a * tl.exp2(b_before)
+                b_a = b_wide.to(act)
+                b_end = (b_wide * tl.exp2(b_early)[None, :]).to(act)
+                b_write = tl.exp2(-b_e)
+                b_b = (b_b * b_write).to(act)
+                b_k = (b_k * b_write).to(act)
+            tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_end)
+            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+            b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+        b_ak = tl.where(i > j, b_ak, 0.0)
+    solve_chunk(
+        tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
+        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + slot * (V * C),
+        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
+        V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Rows of tokens among those of their n steps, and back.
+
+    y[t n + i] = x[t] if i = at else 0            x[t] = y[t n + at]
+
+A token has `heads` rows of W elements: H of q, HV of do, and HV of one number of g.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
+
+# Elements of a program, at least a row; and rows at most.
+BLOCK, ROWS = 2048, 1024
+
+
+@triton.jit
+def _rows(block, heads, n, BR: tl.constexpr):
+    """Of a program: rows of x, and those of y at their tokens' first steps; rows of 64 bits are
+    divided by heads once."""
+    first = tl.cast(block, tl.int64) * BR
+    token = first // heads
+    o_h = (first - token * heads).to(tl.int32) + tl.arange(0, BR)
+    o_t = o_h // heads
+    return first + tl.arange(0, BR), (token + o_t) * n * heads + (o_h - o_t * heads)
+
+
+@triton.jit
+def _spread(
+    x_ptr, y_ptr, block, tokens, heads, n, at, W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
+):
+    o_x, o_y = _rows(block, heads, n, BR)
+    o_w = tl.arange(0, BW)
+    m = (o_x < tl.cast(tokens, tl.int64) * heads)[:, None] & (o_w < W)[None, :]
+    b_x = tl.load(x_ptr + o_x[:, None] * W + o_w[None, :], mask=m, other=0.0)
+    for i in range(n):
+        b_y = tl.where(i == at, b_x, tl.zeros_like(b_x))
+        tl.store(y_ptr + (o_y + i * heads)[:, None] * W + o_w[None, :], b_y, mask=m)
+
+
+@triton.jit
+def _take(
+    y_ptr, x_ptr, block, tokens, heads, n, at, W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
+):
+    o_x, o_y = _rows(block, heads, n, BR)
+    o_w = tl.arange(0, BW)
+    m = (o_x < tl.cast(tokens, tl.int64) * heads)[:, None] & (o_w < W)[None, :]
+    b_y = tl.load(y_ptr + (o_y + at * heads)[:, None] * W + o_w[None, :], mask=m, other=0.0)
+    tl.store(x_ptr + o_x[:, None] * W + o_w[None, :], b_y, mask=m)
+
+
+@triton.jit(do_not_specialize=["blocks", "before", "tokens", "H", "HV", "n"])
+def steps_spread_kernel(
+    q_ptr,  # [tokens, H, K]
+    g_ptr,  # [tokens, HV], or None
+    do_ptr,  # [tokens, HV, V], or None
+    qs_ptr,  # [tokens * n, H, K]
+    gs_ptr,  # [tokens * n, HV]
+    dos_ptr,  # [tokens * n, HV, V]
+    blocks,
+    before,
+    tokens,
+    H,
+    HV,
+    n,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+    BG: tl.constexpr,
+):
+    """grid: blocks = ceil(tokens * H / BR) for q, those before `before` ceil(tokens * HV / BG) more
+    for g, and ceil(tokens * HV / BD) for do."""
+    pid = tl.program_id(0)
+    if pid < blocks:
+        _spread(q_ptr, qs_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
+    elif pid < before:
+        if g_ptr is not None:
+            _spread(g_ptr, gs_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
+    elif do_ptr is not None:
+        _spread(do_ptr, dos_ptr, pid - before, tokens, HV, n, n - 1, V, BV, BD)
+
+
+@triton.jit(do_not_specialize=["blocks", "tokens", "H", "HV", "n"])
+def steps_take_kernel(
+    qs_ptr,  # [tokens * n, H, K]
+    gs_ptr,  # [tokens * n, HV], or None
+    q_ptr,  # [tokens, H, K]
+    g_ptr,  # [tokens, HV]
+    blocks,
+    tokens,
+    H,
+    HV,
+    n,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    BG: tl.constexpr,
+):
+    """grid (blocks + ceil(tokens * HV / BG),): blocks = ceil(tokens * H / BR) for q."""
+    pid = tl.program_id(0)
+    if pid < blocks:
+        _take(qs_ptr, q_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
+    elif gs_ptr is not None:
+        _take(gs_ptr, g_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
+
+
+def spread(
+    q: Tensor, g: Tensor | None, do: Tensor | None, n: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q [B, T, H, K] and do [B, T, HV, V] at the last, g [B, T, HV] at the first of n steps."""
+    given = q.contiguous(), *(None if x is None else x.contiguous() for x in (g, do))
+    made = [
+        None if x is None else x.new_empty(x.shape[0], x.shape[1] * n, *x.shape[2:]) for x in given
+    ]
+    B, T, H, K = q.shape
+    HV = g.shape[2] if g is not None else 0 if do is None else do.shape[2]
+    V = 1 if do is None else do.shape[3]
+    (BK, BR), (BV, BD) = _tile(K), _tile(V)
+    blocks = -(-B * T * H // BR)
+    before = blocks + (0 if g is None else -(-B * T * HV // ROWS))
+    more = 0 if do is None else -(-B * T * HV // BD)
+    launch: Any = kept(steps_spread_kernel)[(before + more,)]
+    with on(q.device):
+        launch(
+            *given, *made, blocks, before, B * T, H, HV, n,
+            K=K, V=V, BK=BK, BV=BV, BR=BR, BD=BD, BG=ROWS, num_warps=4,
+        )  # fmt: skip
+    qs, gs, dos = made
+    assert qs is not None
+    return qs, gs, dos
+
+
+def take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
+    """to [B, T, H, K] of q [B, T n, H, K], g_to [B, T, HV] of g [B, T n, HV]; all contiguous."""
+    (B, T, H, K), HV = to.shape, 0 if g is None else g.shape[2]
+    BK, BR = _tile(K)
+    blocks, more = -(-B * T * H // BR), -(-B * T * HV // ROWS)
+    launch: Any = kept(steps_take_kernel)[(blocks + more,)]
+    with on(q.device):
+        launch(
+            q, g, to, g_to, blocks, B * T, H, HV, n,
+            K=K, BK=BK, BR=BR, BG=ROWS, num_warps=4,
+        )  # fmt: skip
+
+
+def _tile(W: int) -> tuple[int, int]:
+    BW = power_of_two(W)
+    return BW, min(ROWS, max(1, BLOCK // BW))

@@ -1,0 +1,340 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+"""One kernel for the additive family with no decay or one a token: forward, and all of backward.
+
+    y_i = scale * sum over j <= i of exp(G_i - G_j) (r_i . w_j) x_j          G_i = g_1 + ... + g_i
+
+walks a sequence in chunks of C tokens with S [X, D] = sum of decayed x_j w_j^T in registers.
+Reversed it walks from the last token to the first, over j >= i with exp(G_j - G_i). Then, with the
+gradients do of o and dS of the state,
+
+    o   walks forward,  r, w, x = q, k, v       and S^T is the state
+    dq  walks forward,  r, w, x = do, v, k      and S is the state
+    dk  walks reversed, r, w, x = v, do, q      and S is dS
+    dv  walks reversed, r, w, x = k, q, do      and S^T is dS
+
+so no walk ever needs the transpose of a product, and none writes anything but its result. The
+columns of x are the rows of all products (y^T = S r^T + x^T A^T, S += x^T w): what is computed
+stays on the left, in registers, and what is on the right was loaded.
+
+The gradient of g_t is the sum over the pairs i >= t > j of what they add to the loss. Over the i of
+its chunk,
+
+    dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
+
+The sums q . dq and k . dk are left by the dq and dk walks, and added up in walk_scan.py. A
+difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
+are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the dk walk takes z
+from it anew.
+
+Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
+tokens, each a program of its own. A first walk (not HAS_Y) leaves what a segment adds to the state
+and how much it decays, of which walk_scan.py makes the state that each segment meets.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.scalar_decay.device import (
+    _chunk_gates,
+    _head,
+    _seen_scores,
+    _span,
+    _start,
+)
+
+
+@triton.jit
+def _block(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
+    """Rows o_c and columns o_n of a tile at p, zero outside."""
+    p = p + o_c[:, None] * stride + o_n[None, :]
+    if MASKED:
+        return tl.load(p, mask=m_c[:, None] & (o_n < N)[None, :], other=0.0)
+    return tl.load(p, mask=m_c[:, None], other=0.0)
+
+
+@triton.jit
+def _rows(p, at, t, heads, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+    """Tile [C, BN] of a head's rows from token t of the segment, zero outside.
+
+    at: place of the segment: batch entry, first token, head, and column of the tile, of which
+    the pointer p, without TMA, has all already but the column.
+    """
+    i_b, begin, i_h, column = at
+    if TMA:
+        b = p.load([i_b, begin + t, i_h, column]).reshape(o_c.shape[0], BN)
+    else:
+        p += t.to(tl.int64) * (heads * N)
+        b = _block(p, heads * N, o_c, m_c, column + o_n, N, N % BN != 0)
+    return b
+
+
+@triton.jit
+def _store(p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+    """The counterpart of _rows for b [BN, C], whose columns are the rows stored."""
+    i_b, begin, i_h, column = at
+    if TMA:
+        b = tl.trans(b.to(p.dtype)).reshape(1, o_c.shape[0], 1, BN)
+        p.store([i_b, begin + t, i_h, column], b)
+    else:
+        p += t.to(tl.int64) * (heads * N) + o_c[None, :] * (heads * N) + (column + o_n)[:, None]
+        m = m_c[None, :] & (column + o_n < N)[:, None] if N % BN != 0 else m_c[None, :]
+        tl.store(p, b.to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _store_rows(
+    p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
+):
+    """The counterpart of _rows."""
+    i_b, begin, i_h, column = at
+    if TMA:
+        b = b.to(p.dtype).reshape(1, o_c.shape[0], 1, BN)
+        p.store([i_b, begin + t, i_h, column], b)
+    else:
+        p += t.to(tl.int64) * (heads * N) + o_c[:, None] * (heads * N) + (column + o_n)[None, :]
+        m = m_c[:, None] & (column + o_n < N)[None, :] if N % BN != 0 else m_c[:, None]
+        tl.store(p, b.to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
+    """First token of the sequence of a slot, its tokens (int32), and the segment within it.
+
+    Packed, the segments of sequence n have the slots from cu[n] // segment + n on: never more than
+    there are up to the next sequence's. A slot that no segment has gets one past its sequence's
+    end.
+    """
+    if PACKED:
+        i_n = 0
+        past = N
+        while past - i_n > 1:
+            middle = (i_n + past) // 2
+            before = tl.load(cu_ptr + middle).to(tl.int64) // segment + middle <= slot
+            i_n = tl.where(before, middle, i_n)
+            past = tl.where(before, past, middle)
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        i_s = slot - (begin // segment + i_n)
+        length = tl.maximum(end - begin, 0)
+    else:
+        each = tl.cdiv(T, segment)
+        i_n = slot // each
+        i_s = slot - i_n * each
+        begin = i_n.to(tl.int64) * T
+        length = T
+    return begin, length.to(tl.int32), i_s.to(tl.int32)
+
+
+@triton.jit
+def _place(
+    cu_ptr, slot, T, N, segment, SPAN: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Of a slot: first token, tokens, batch entry, tokens of it before, and its first span."""
+    i_n = slot.to(tl.int64)
+    if SPLIT:
+        begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
+        i_b = 0 if PACKED else slot // tl.cdiv(T, segment)
+        skip = i_s * segment
+        begin += skip
+        length = tl.minimum(length - skip, segment)
+        first_span = i_n * tl.cdiv(segment, SPAN)
+    elif PACKED:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        length = tl.maximum(end - begin, 0).to(tl.int32)
+        i_b = 0
+        skip = tl.full((), 0, tl.int32)
+        first_span = begin // SPAN + i_n
+    else:
+        begin = i_n * T
+        length = T
+        i_b = slot
+        skip = tl.full((), 0, tl.int32)
+        first_span = i_n * tl.cdiv(T, SPAN)
+    return begin, length, i_b, skip, first_span
+
+
+@triton.jit
+def first_chunk_of(begin, skip, slot, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
+    """The number of the first chunk of a slot's segment; find_segment gives them, of C tokens."""
+    start = begin - skip
+    if PACKED:
+        first = start // C + slot - skip // segment - start // segment
+    else:
+        first = start // T * tl.cdiv(T, C)
+    return first + skip // C
+
+
+_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "spans"]
+_STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
+
+
+@triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
+def linear_walk_kernel(
+    r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, qk
+    w_ptr,  # [tokens, HR, D]
+    x_ptr,  # [tokens, HX, X]
+    y_ptr,  # [tokens, HV, X]
+    g_ptr,  # [B, T, HV] by strides
+    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
+    s_out_ptr,  # the same; times scale_out
+    total_ptr,  # [slots, HV]: G over the segment in base 2
+    qk_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
+    rows_ptr,  # [NX, HV, tokens]: q . dq, or k . dk
+    z_ptr,  # [NX, spans, HV]: sum(S * dS) after a span
+    anchor_ptr,  # [spans, HV, X, D]
+    cu_ptr,  # [N + 1]
+    scale,
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    HR,
+    HX,
+    tokens,
+    segment,
+    spans,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    D: tl.constexpr,
+    X: tl.constexpr,
+    BD: tl.constexpr,
+    BX: tl.constexpr,
+    C: tl.constexpr,
+    SPAN: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_DG: tl.constexpr,
+    HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(X / BX) * HV * slots,): one program walks one tile of X of one head and segment.
+
+    Without SPLIT a slot is a sequence.
+    """
+    if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
+        HR = HV
+        HX = HV
+    pid = tl.program_id(0)
+    NX: tl.constexpr = (X + BX - 1) // BX
+    # q_i . dq_i - k_i . dk_i has no share of the pair (i, i), which may dwarf the rest: left out
+    # of both in float32, and equal in both to the last bit or two else.
+    OWN_LAST: tl.constexpr = HAS_DG and EXACT
+    # The last product is y's, which is waited for: then w's are done, too, before w's tile is that
+    # of the next turn (compiler/smem_hazards.py). Only where products go on meanwhile; else it
+    # would spill.
+    LAST: tl.constexpr = C >= 64 and not EXACT
+    i_x = pid % NX
+    i_h = (pid // NX) % HV
+    slot = pid // NX // HV
+    i_n = slot.to(tl.int64)
+    begin, length, i_b, skip, first_span = _place(
+        cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
+    )
+
+    o_c = tl.arange(0, C)
+    o_d = tl.arange(0, BD)
+    o_n = tl.arange(0, BX)
+    o_x = i_x * BX + o_n
+    i_r = i_h // (HV // HR)
+    i_w = i_h // (HV // HX)
+    r_ptr = _head(r_ptr, begin, HR, i_r, D, TMA)
+    w_ptr = _head(w_ptr, begin, HR, i_r, D, TMA)
+    x_ptr = _head(x_ptr, begin, HX, i_w, X, TMA)
+    if HAS_Y:
+        y_ptr = _head(y_ptr, begin, HV, i_h, X, TMA)
+    if HAS_GATE:
+        g_ptr += i_h.to(tl.int64) * stride_gh
+        g_ptr += begin * stride_gt if PACKED else i_b * stride_gb + skip.to(tl.int64) * stride_gt
+
+    m_s = (o_x < X)[:, None] & (o_d < D)[None, :]
+    o_s = o_x[:, None] * D + o_d[None, :]
+    i_s = (i_n * HV + i_h) * (D * X)
+    o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
+    b_s = _start(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
+    if HAS_DG:
+        qk_ptr = _head(qk_ptr, begin, HX, i_w, X, TMA)
+        rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
+        anchor_ptr += (first_span * HV + i_h) * (D * X)
+
+    chunks = tl.cdiv(tl.maximum(length, 0), C)
+    if HAS_DG:
+        own_spans = tl.cdiv(chunks, SPAN)
+    else:
+        own_spans = 1
+    total = 0.0
+    for i_span in range(own_spans):
+        if HAS_DG:
+            span, first, count = _span(i_span, own_spans, chunks, SPAN, REVERSE)
+            p_a = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
+            if REVERSE:
+                # by axis: one reduction over both breaks Triton 3.6's compiler on sm_100
+                b_z = tl.sum(b_s * tl.load(p_a, mask=m_s, other=0.0), 1)
+                p_z = z_ptr + (i_x.to(tl.int64) * spans + first_span + span) * HV + i_h
+                tl.store(p_z, tl.sum(b_z, 0) * scale_out)
+        else:
+            first = 0
+            count = chunks
+        for i in range(count):
+            i_c = first + count - 1 - i if REVERSE else first + i
+            t = i_c * C
+            m_c = o_c < length - t
+            b_w = _rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
+            b_x = _rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
+            b_x = tl.trans(b_x)  # [BX, C]
+            if HAS_Y:
+                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
+                b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
+                b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
+            b_kept = b_x
+            if HAS_GATE:
+                b_G, b_low, G_C, low_C = _chunk_gates(
+                    g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, EXACT
+                )
+                b_start = tl.exp2(b_G)
+                b_end = tl.exp2((G_C - b_G) + (low_C - b_low))
+                b_kept = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
+                total += G_C
+            if HAS_Y:
+                b_a, own = _seen_scores(
+                    b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
+                    REVERSE, HAS_GATE, OWN_LAST, EXACT,
+                )  # fmt: skip
+                if HAS_GATE:
+                    b_y *= (b_end if REVERSE else b_start)[None, :]
+                if not LAST:
+                    b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
+            if HAS_GATE:
+                b_s *= tl.exp2(G_C)
+            b_s = tl.dot(b_kept, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
+            if HAS_Y:
+                if LAST:
+                    b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
+                b_y *= scale
+                if HAS_DG:
+                    at = (i_b, skip, i_w, i_x * BX)
+                    b_qk = _rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    b_row = tl.sum(tl.trans(b_qk).to(tl.float32) * b_y, 0)
+                if OWN_LAST:
+                    b_y += (own * scale)[None, :] * b_x
+                at = (i_b, skip, i_h, i_x * BX)
+                _store(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)
+                if HAS_DG:
+                    tl.store(rows_ptr + t + o_c, b_row, mask=m_c)
+        if HAS_DG and not REVERSE:
+            tl.store(p_a, b_s, mask=m_s)
+    if HAS_S_OUT:
+        tl.store(s_out_ptr + i_s + o_io, b_s * scale_out, mask=m_s)
+    if SPLIT and (HAS_GATE and not HAS_Y):
+        tl.store(total_ptr + i_n * HV + i_h, total, mask=i_x == 0)

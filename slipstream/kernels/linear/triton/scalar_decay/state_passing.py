@@ -1,0 +1,141 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""After the walk (walk.py): the states that segments meet, and the gate's gradient.
+
+    dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
+
+is what crosses token t. Nothing crosses a gate below LEAST, and its own gradient is 0: sums start
+anew there, since what later tokens would leave of them is rounding alone.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
+
+# exp of it times anything is below the rounding of what it is added to, in float32 too.
+LEAST = tl.constexpr(-32.0)
+
+
+@triton.jit
+def _onwards(later, later_goes_on, here, goes_on):
+    return here + goes_on * later, goes_on * later_goes_on
+
+
+@triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
+def state_scan_kernel(
+    states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
+    total_ptr,  # [slots, HV]
+    s_in_ptr,  # [N, HV, SIZE], times scale_in
+    s_out_ptr,  # the same, times scale_out
+    cu_ptr,  # [N + 1]
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    segment,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """grid (ceil(SIZE / BLOCK) * HV * N,): one program follows a part of one state."""
+    pid = tl.program_id(0)
+    NB: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    i_h = (pid // NB) % HV
+    i_n = (pid // NB // HV).to(tl.int64)
+    o = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
+    m = o < SIZE
+    if PACKED:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        slot = begin // segment + i_n
+        count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
+    else:
+        count = tl.cdiv(T, segment)
+        slot = i_n * count
+    o_io = (i_n * HV + i_h) * SIZE + o
+    if HAS_S_IN:
+        b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
+    else:
+        b_s = tl.zeros((BLOCK,), tl.float32)
+    for i in range(count):
+        at = (slot + (count - 1 - i if REVERSE else i)) * HV + i_h
+        b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
+        tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
+        if HAS_GATE:
+            b_s *= tl.exp2(tl.load(total_ptr + at))
+        b_s += b_add
+    if HAS_S_OUT:
+        tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
+
+
+_SIZES = ["T", "N", "HV", "tokens", "segment", "spans"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "stride_gb", "stride_gt", "stride_gh"])
+def gate_gradient_kernel(
+    q_rows_ptr,  # [NX, HV, tokens]: q . dq
+    k_rows_ptr,  # [NK, HV, tokens]: k . dk
+    z_ptr,  # [NX, spans, HV]
+    g_ptr,  # [B, T, HV] by strides
+    dg_ptr,  # [tokens, HV]
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    tokens,
+    segment,
+    spans,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    NX: tl.constexpr,
+    NK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """grid (ceil(HV / BH) * spans,): BH heads of a span of TOKENS, from its last BT tokens on."""
+    pid = tl.program_id(0)
+    NH = tl.cdiv(HV, BH)
+    i_span = pid // NH
+    o_h = (pid % NH) * BH + tl.arange(0, BH)
+    o_t = tl.arange(0, BT)
+    if SPLIT:
+        each = tl.cdiv(segment, TOKENS)
+        begin, length, i_s = find_segment(cu_ptr, i_span // each, T, N, segment, PACKED)
+        first = i_s * segment + (i_span % each) * TOKENS
+        length = tl.minimum(length, (i_s + 1) * segment)
+    else:
+        begin, length, i_s = find_segment(cu_ptr, i_span, T, N, TOKENS, PACKED)
+        first = i_s * TOKENS
+    i_b = 0 if PACKED else begin // T
+    p_g = g_ptr + i_b * stride_gb + (begin - i_b * T) * stride_gt + o_h.to(tl.int64) * stride_gh
+    b_z = tl.zeros((BH,), tl.float32)
+    for x in tl.static_range(NX):
+        p_z = z_ptr + (tl.full((), x, tl.int64) * spans + i_span) * HV + o_h
+        b_z += tl.load(p_z, mask=(o_h < HV) & (first < length), other=0.0)
+    for i in range(TOKENS // BT):
+        t = first + TOKENS - (i + 1) * BT
+        m = (t + o_t < length)[:, None] & (o_h < HV)[None, :]
+        b = tl.zeros((BT, BH), tl.float32)
+        for x in tl.static_range(NX):
+            o = (tl.full((), x, tl.int64) * HV + o_h[None, :]) * tokens + begin + (t + o_t)[:, None]
+            b += tl.load(q_rows_ptr + o, mask=m, other=0.0)
+            if x < NK:
+                b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
+        at = (t + o_t[:, None]).to(tl.int64)
+        b_g = tl.load(p_g[None, :] + at * stride_gt, mask=m, other=0.0).to(tl.float32)
+        goes_on = tl.where(b_g >= LEAST, 1.0, 0.0)
+        scanned = tl.associative_scan((b * goes_on, goes_on), 0, _onwards, reverse=True)
+        b_dg = scanned[0] + scanned[1] * b_z[None, :]
+        p_dg = dg_ptr + (begin + at) * HV + o_h[None, :]
+        tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+        b_z = tl.sum(tl.where(o_t[:, None] == 0, b_dg, 0.0), 0)

@@ -1,0 +1,104 @@
+"""Tiles of the walk by architecture, widths and dtype: a table, and what a device can hold.
+
+C tokens a chunk, BX columns of the state a program; the state has BD = next power of two of D rows.
+Shared memory is what the compiler reports for the tile (tests/kernels/linear/
+test_triton_compiles.py checks each row against compiler/arch.py).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    C: int
+    BX: int
+    warps: int
+    stages: int
+    tma: bool = False  # loads and stores by tensor descriptors, where rows are aligned
+
+
+# Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
+NARROWEST = {"sm_90": 64}
+# Triton 3.6 refuses to pipeline a loop with a store by a descriptor there.
+UNPIPELINED = ("sm_100",)
+# Chunks from one anchor of the gate's gradient to the next (walk.py): an anchor costs as much to
+# write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
+SPAN = 16
+# Programs that fill a device: two for each of 132 multiprocessors.
+FILL = 264
+
+# (family, bytes an element, BD) -> Tile; BX is cut to the width there is. Chosen so that the loop
+# does not spill in 16 bits (float32 takes three products for one, and spills); the rows of sm_90
+# with BD = 128 by bench/results/linear_gpu_walk_v_rows.csv: of four tiles, the least product of the
+# times at 96 heads of 8192 tokens and 8 heads of 32768.
+TILES = {
+    ("sm_70", 2, 64): Tile(32, 32, 4, 1),
+    ("sm_70", 2, 128): Tile(32, 32, 4, 1),
+    ("sm_70", 2, 256): Tile(16, 16, 4, 1),
+    ("sm_70", 4, 64): Tile(32, 32, 4, 1),
+    ("sm_70", 4, 128): Tile(16, 32, 4, 1),
+    ("sm_70", 4, 256): Tile(16, 16, 4, 1),
+    ("sm_80", 2, 64): Tile(64, 64, 4, 3),
+    ("sm_80", 2, 128): Tile(32, 64, 4, 3),
+    ("sm_80", 2, 256): Tile(32, 32, 4, 2),
+    ("sm_80", 4, 64): Tile(32, 32, 4, 2),
+    ("sm_80", 4, 128): Tile(16, 32, 4, 2),
+    ("sm_80", 4, 256): Tile(16, 16, 4, 2),
+    ("sm_90", 2, 64): Tile(64, 64, 4, 3, tma=True),
+    ("sm_90", 2, 128): Tile(64, 64, 4, 3, tma=True),
+    ("sm_90", 2, 256): Tile(64, 64, 8, 2, tma=True),
+    ("sm_90", 4, 64): Tile(64, 64, 4, 2, tma=True),
+    ("sm_90", 4, 128): Tile(64, 64, 4, 1, tma=True),
+    ("sm_90", 4, 256): Tile(64, 64, 4, 1, tma=True),
+    ("interpreter", 2, 64): Tile(16, 32, 4, 1),
+    ("interpreter", 4, 64): Tile(16, 16, 4, 1),
+}
+# The same with gates, where it differs: their factors take the registers of half the state.
+GATED: dict[tuple[str, int, int], Tile] = {}
+# Families that use another's rows.
+ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
+
+
+def family(capability: tuple[int, int]) -> str:
+    """The row of the tables for a device: sm_86 stands for all with 99 KB of shared memory, sm_75
+    for those with 64 KB, as (9, 4), which is gfx942."""
+    if capability in ((7, 5), (9, 4)):
+        return "sm_75"
+    if capability[0] < 8:
+        return "sm_70"
+    if capability == (8, 0):
+        return "sm_80"
+    if capability[0] == 9:
+        return "sm_90"
+    return "sm_100" if capability[0] in (10, 11) else "sm_86"
+
+
+def power_of_two(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
+    """The tile and BD for a walk with a state of D x X."""
+    narrowest = NARROWEST.get(family, 16)
+    BD = max(narrowest, power_of_two(D))
+    row = (ROWS.get(family, family), bytes_each, max(64, BD))
+    if family == "interpreter":
+        row = ("interpreter", bytes_each, 64)
+    tile = GATED.get(row, TILES[row]) if gated else TILES[row]
+    BX = min(tile.BX, max(narrowest, power_of_two(X)))
+    stages = 1 if tile.tma and family in UNPIPELINED else tile.stages
+    # rows that come an element at a time take more registers than 4 warps of sm_90 have
+    warps = 8 if family == "sm_90" and min(D, X) * bytes_each < 16 else tile.warps
+    return Tile(tile.C, BX, warps, stages, tile.tma), BD
+
+
+def segment_tokens(programs: int, tokens: int, C: int) -> int | None:
+    """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
+
+    programs: those of one sequence's walk. A cut costs a walk more over half of the inputs: made
+    where it at least triples the programs.
+    """
+    wanted, span = FILL // max(programs, 1), SPAN * C
+    if wanted < 3 or tokens < 2 * span:
+        return None
+    return -(-tokens // (wanted * span)) * span

@@ -1,0 +1,143 @@
+"""Packed sequences in spans of tokens: where they lie in a span, and the states at its borders.
+
+A span of `each` tokens from lo on is a packed call of its own: sequence n has the tokens from
+clamp(cu[n] - lo, 0, each) on, most have none, and that which crosses lo, the last with cu[n] <= lo,
+meets the state that the span before has left. All others meet what they begin with. Which one
+crosses is known to the device alone, so the state at a border is copied by its number.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.runtime.backends import on
+from slipstream.runtime.launch_cache import kept
+
+BLOCK = 1024
+ALIGNED = 4  # int32 of 16 bytes: where the offsets of a span begin
+
+
+@triton.jit(do_not_specialize=["N", "each", "stride"])
+def span_offsets_kernel(
+    cu_ptr,  # [N + 1]
+    local_ptr,  # [spans, stride]
+    crossing_ptr,  # [spans]
+    N,
+    each,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """grid (spans,)"""
+    i = tl.program_id(0).to(tl.int64)
+    lo = i * each
+    begun = 0
+    for at in range(0, N + 1, BLOCK):
+        o_n = at + tl.arange(0, BLOCK)
+        m_n = o_n <= N
+        b_cu = tl.load(cu_ptr + o_n, mask=m_n, other=0).to(tl.int64)
+        begun += tl.sum((m_n & (b_cu <= lo)).to(tl.int32), 0)
+        b_local = tl.minimum(tl.maximum(b_cu - lo, 0), each).to(tl.int32)
+        tl.store(local_ptr + i * stride + o_n, b_local, mask=m_n)
+    tl.store(crossing_ptr + i, tl.minimum(tl.maximum(begun - 1, 0), N - 1))
+
+
+@triton.jit(do_not_specialize=["i", "size"])
+def keep_state_kernel(
+    states_ptr,  # [N, size]
+    mark_ptr,  # [size]
+    crossing_ptr,  # [spans]
+    i,
+    size,
+    BLOCK: tl.constexpr,
+):
+    """grid (ceil(size / BLOCK),): mark <- the state that crosses the border before span i."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(crossing_ptr + i).to(tl.int64) * size
+    tl.store(mark_ptr + o, tl.load(states_ptr + row + o, mask=o < size), mask=o < size)
+
+
+@triton.jit(do_not_specialize=["i", "spans", "size"])
+def meet_state_kernel(
+    met_ptr,  # [N, size]
+    begins_ptr,  # [N, size]
+    marks_ptr,  # [spans - 1, size]
+    crossing_ptr,  # [spans]
+    i,
+    spans,
+    size,
+    HAS_BEGINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid (ceil(size / BLOCK),): met, of span i + 1, becomes what span i meets.
+
+    The sequence that crosses into span i + 1 begins again as all others do, unless it crosses into
+    span i too.
+    """
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < size
+    if i + 1 < spans:
+        row = tl.load(crossing_ptr + i + 1).to(tl.int64) * size
+        if HAS_BEGINS:
+            b_s = tl.load(begins_ptr + row + o, mask=m).to(tl.float32)
+        else:
+            b_s = tl.zeros((BLOCK,), tl.float32)
+        tl.store(met_ptr + row + o, b_s, mask=m)
+    if i > 0:
+        row = tl.load(crossing_ptr + i).to(tl.int64) * size
+        at = (i - 1).to(tl.int64) * size
+        tl.store(met_ptr + row + o, tl.load(marks_ptr + at + o, mask=m), mask=m)
+
+
+class Borders(NamedTuple):
+    """Of the spans that packed sequences are cut into."""
+
+    local: list[Tensor]  # [N + 1] of each span: cu_seqlens
+    crossing: Tensor  # [spans]: the sequence that crosses the border before each
+
+    def keep(self, states: Tensor, mark: Tensor, i: int) -> None:
+        """mark [1, HV, K, V] is written: of states [N, HV, K, V], what crosses into span i."""
+        size = mark.numel()
+        launch: Any = kept(keep_state_kernel)[(-(-size // BLOCK),)]
+        with on(mark.device):
+            launch(states, mark, self.crossing, i, size, BLOCK=BLOCK, num_warps=4)
+
+    def meet(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
+        """met [N, HV, K, V], which span i + 1 has met, becomes what span i meets.
+
+        Args:
+            begins: what the sequences begin with, zeros if None.
+            marks: of keep, of all borders.
+        """
+        spans, size = len(self.local), met[0].numel()
+        launch: Any = kept(meet_state_kernel)[(-(-size // BLOCK),)]
+        flags: dict[str, Any] = {"HAS_BEGINS": begins is not None, "BLOCK": BLOCK, "num_warps": 4}
+        with on(met.device):
+            launch(met, begins, marks, self.crossing, i, spans, size, **flags)
+
+
+def borders(cu_seqlens: Tensor, spans: Sequence[slice]) -> Borders:
+    """spans: of as many tokens each, but for the last."""
+    N, count = cu_seqlens.shape[0] - 1, len(spans)
+    stride = -(-(N + 1) // ALIGNED) * ALIGNED
+    make: dict[str, Any] = {"dtype": torch.int32, "device": cu_seqlens.device}
+    local = torch.empty(count, stride, **make)
+    crossing = torch.empty(count, **make)
+    launch: Any = kept(span_offsets_kernel)[(count,)]
+    with on(cu_seqlens.device):
+        launch(
+            cu_seqlens.contiguous(),
+            local,
+            crossing,
+            N,
+            spans[0].stop - spans[0].start,
+            stride,
+            BLOCK=256,
+            num_warps=4,
+        )
+    return Borders([local[i, : N + 1] for i in range(count)], crossing)

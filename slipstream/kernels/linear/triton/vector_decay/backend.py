@@ -1,0 +1,326 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Launches with a decay per channel: no synchronisation, nothing that depends on device values.
+
+Forward: q and k times their decays to the edges of their chunk, and the scores within it, all
+chunks at once (channel_prepare.py), then one walk (channel_walk.py). Backward: the same again, P =
+do v^T within chunks, three walks, then the gradients on the side that decays (channel_grads.py).
+
+Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, of one slice at a time
+(slices.py); backward 2.5 times k, less what there is room for where the gradient of the gate will
+be, P half of k, and a state every SPAN chunks a quarter of it in 16 bits; with grouped heads the
+gradients of q and k for each value head; for a sequence that is split, a state a segment, once
+forward and twice backward.
+
+Decay of the columns of the state, gv, is decay of the rows with the roles exchanged: with q, k, v
+and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and dv is dk.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous, family_of
+from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
+from slipstream.kernels.linear.triton.vector_decay.dqkg import channel_grads_kernel
+from slipstream.kernels.linear.triton.vector_decay.intra_bwd import channel_level_grads_kernel
+from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
+    channel_pairs_kernel,
+    channel_prepare_kernel,
+    channel_scores_kernel,
+)
+from slipstream.kernels.linear.triton.vector_decay.launch import (
+    Prepared,
+    Walk,
+    Work,
+    launch,
+    met,
+    sizes,
+    split_of,
+    sums_of,
+)
+from slipstream.kernels.linear.triton.vector_decay.tiles import ChannelTile, Part, choose
+from slipstream.kernels.linear.workspace import fitting
+from slipstream.runtime.backends import on, precision
+from slipstream.runtime.launch_cache import kept
+
+# What the gates of a block that channel_decay.py calls safe add up to at least, negated: its
+# factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
+BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
+
+# forward takes the dtype of o, and writes to memory that it is given (op.py)
+WIDE = IN_SLICES = True
+# Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
+MOST = 16
+FILL = 528
+
+
+@cache
+def _tile(device: torch.device, K: int, bytes_each: int) -> ChannelTile:
+    return choose("interpreter" if INTERPRETED else family_of(device), K, bytes_each)
+
+
+def forward(
+    terms: Terms,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32.
+
+    Args:
+        out: memory for both.
+    """
+    terms = laid_out(terms)
+    o, final = out or (
+        terms.v.new_empty(terms.v.shape, dtype=dtype),
+        terms.v.new_empty(terms.state_shape, dtype=torch.float32),
+    )
+    with on(o.device):
+        _forward(terms, scale, o, final)
+    return o, final
+
+
+def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
+    work = work_of(terms, None)
+    wide = o.dtype if terms.gv is not None else work.k.dtype
+    p = _room_for_pairs(work, wide) if work.q is None else None
+    made = _made(work, fine=wide != work.k.dtype, p=p)
+    state = terms.initial_state
+    walk = Walk(made.ke, made.ke, work.v, rest=made.rest, s_in=state, s_out=final)
+    if work.split is not None:
+        walk = met(walk, work, made)._replace(s_out=None)
+    if p is None:
+        launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
+    else:
+        assert work.do is not None
+        launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
+        launch_grads(work, made, p, scale, dqs=o, dq=o)
+
+
+def backward(
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    out: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term, in its shape and dtype.
+
+    Args:
+        out: memory for some of them, which they take if it fits.
+    """
+    given = terms
+    terms = laid_out(terms)
+    do = (
+        torch.zeros_like(terms.v)
+        if dout is None or scale == 0.0
+        else dout.to(terms.v.dtype).contiguous()
+    )
+    scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
+    work = work_of(terms, do)
+    q, v, over_v, g = work.q, work.v, work.do, work.g
+    assert q is not None and over_v is not None
+    wide = do.shape[:3]
+    shape = (*wide, terms.q.shape[-1])
+    dq, dk = (fitting(out.get(n), shape, do.dtype, do.device) for n in "qk")
+    dv = fitting(out.get("v"), do.shape, do.dtype, do.device)
+    dg = fitting(out.get("g" if terms.gv is None else "gv"), g.shape, g.dtype, g.device)
+    dk_here, dv_here = (dk, dv) if terms.gv is None else (dv, dk)
+    dqs = dq if terms.gv is None else torch.empty_like(dv)
+    state = terms.initial_state
+    dinitial = None
+    if state is not None:
+        dinitial = fitting(out.get("initial_state"), terms.state_shape, state.dtype, state.device)
+    u = terms.u
+    du = None if u is None else u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
+    with on(do.device):
+        made = _made(work, room=dg)
+        assert made.qs is not None
+        kept = Walk(made.qs, made.ke, v, s_in=state)
+        back = Walk(made.ke, made.qs, over_v, s_out=dinitial, reverse=True)
+        back = back._replace(s_in=None if dfinal is None else dfinal.contiguous())
+        back = back._replace(scale_in=1 / scale, scale_out=scale)
+        if work.split is not None:
+            kept = met(kept, work, made)
+            back = met(back, work, made)._replace(s_out=None)
+        sums = sums_of(work)
+        dq_walk = kept._replace(r=over_v, w=v, x=made.ke, y=dqs, other=made.qs, rows=True)
+        dk_walk = back._replace(r=v, w=over_v, x=made.qs, y=dk_here, other=made.ke, rows=True)
+        launch(dq_walk, work, made, sums)
+        launch(dk_walk._replace(s_out=None), work, made, sums)
+        launch(back._replace(y=dv_here, a=made.a, scale=scale), work, made)
+        if terms.gv is not None:
+            launch(kept._replace(y=dq, a=made.a, scale=scale), work, made)
+        more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
+        more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
+        launch_grads(work, made, pairs_of(work), scale, **more)
+    if terms.q.shape[2] != wide[2]:
+        groups = (*terms.q.shape[:3], -1, terms.q.shape[3])
+        dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
+    grads = {"q": dq, "k": dk, "v": dv, "gv" if terms.g is None else "g": dg}
+    if u is not None and du is not None:
+        grads["u"] = du.sum(0).to(u.dtype)
+    if dinitial is not None:
+        grads["initial_state"] = dinitial
+    return as_given(grads, given)
+
+
+def laid_out(terms: Terms) -> Terms:
+    """Everything as the kernels index it, the gate one a channel."""
+    g, gv, u = terms.g, terms.gv, terms.u
+    if gv is None:
+        g = terms.v.new_zeros(terms.v.shape[:3]) if g is None else g
+        g = g[..., None] if g.dim() == 3 else g
+        g = g.expand(*g.shape[:3], terms.q.shape[-1]).contiguous()
+    return contiguous(terms)._replace(
+        g=g,
+        gv=None if gv is None else gv.contiguous(),
+        u=None if u is None else u.contiguous(),
+    )
+
+
+def as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
+    """Without the gradient of a gate that was not given, and that of one a token summed."""
+    if given.g is None:
+        grads.pop("g", None)
+    elif given.g.dim() == 3:
+        grads["g"] = grads["g"].sum(-1)
+    return grads
+
+
+def work_of(terms: Terms, do: Tensor | None) -> Work:
+    q, k, v, g = terms.q, terms.k, terms.v, terms.g
+    if terms.gv is not None:
+        q, k, v, g, do = do, v, k, terms.gv, q
+    assert g is not None
+    tile = _tile(k.device, k.shape[-1], k.element_size())
+    work = Work(q, k, v, do, g, terms, tile, None)
+    return work._replace(split=split_of(work))
+
+
+def _made(
+    work: Work, room: Tensor | None = None, fine: bool = False, p: Tensor | None = None
+) -> Prepared:
+    """room: a tensor that is free until the gradients are written; fine: ke in two parts; p: memory
+    for P, which is made too."""
+    k, g, terms, C = work.k, work.g, work.terms, work.tile.C
+    HV, K = g.shape[2:]
+    free: list[Tensor] = []
+    if room is not None and room.element_size() >= k.element_size():
+        free = [x.view(g.shape) for x in room.view(-1).view(k.dtype).split(g.numel())]
+
+    def like_g() -> Tensor:
+        return free.pop() if free else torch.empty(g.shape, dtype=k.dtype, device=k.device)
+
+    has_q = work.q is not None
+    made = Prepared(
+        like_g() if has_q else None,
+        like_g(),
+        k.new_empty(work.chunks, HV, C, C) if has_q else None,
+        k.new_empty(work.chunks, HV, K, dtype=torch.float32),
+        like_g() if fine else None,
+    )
+    inputs = (work.q, k, g, terms.u if has_q else None)
+    more = (terms.cu_seqlens, *sizes(work), k.shape[2])
+    part = work.tile.prepare
+    options: dict[str, Any] = {**_options(work, part), "K": K}
+    outputs = (made.qs, made.ke, made.rest, made.a, made.decay)
+    pairs = (None, None, None) if p is None else (work.v, work.do, p)
+    kept(channel_prepare_kernel)[HV * work.chunks,](
+        *inputs, *outputs, *pairs, *more, work.v.shape[2], **options, **_values(work)
+    )
+    if made.a is not None:
+        total = HV * work.chunks
+        options |= {**_bound(work), "LEVELS": C.bit_length() - 1, "MOST": MOST, "num_stages": 1}
+        more = (terms.cu_seqlens, total, *more[1:])
+        kept(channel_scores_kernel)[_programs(total),](
+            *inputs, made.decay, made.a, *more, **options
+        )
+    return made
+
+
+def pairs_of(work: Work) -> Tensor:
+    p, part = _room_for_pairs(work), work.tile.prepare
+    kept(channel_pairs_kernel)[p.shape[0] * p.shape[1],](
+        work.v,
+        work.do,
+        p,
+        work.terms.cu_seqlens,
+        *sizes(work),
+        work.v.shape[2],
+        **_values(work),
+        C=work.tile.C,
+        PACKED=work.terms.cu_seqlens is not None,
+        GROUPED=work.v.shape[2] != work.g.shape[2],
+        PRECISION=precision(),
+        num_warps=part.warps,
+        num_stages=part.stages,
+    )
+    return p
+
+
+def _room_for_pairs(work: Work, dtype: torch.dtype | None = None) -> Tensor:
+    return work.k.new_empty(work.chunks, work.g.shape[2], work.tile.C, work.tile.C, dtype=dtype)
+
+
+def _values(work: Work) -> dict[str, int]:
+    V = work.v.shape[-1]
+    return {"V": V, "BV": _tile(work.k.device, V, work.k.element_size()).prepare.BK}
+
+
+def launch_grads(
+    work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None
+) -> None:
+    """named: dqs and dke, and what there is of the other tensors of channel_grads.py."""
+    part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
+    total = -(-K // part.BK) * work.g.shape[2] * work.chunks
+    args = (
+        work.q if "dk" in named else None,
+        work.k,
+        work.g,
+        work.terms.u,
+        p,
+        *(named.get(name) for name in ("dqs", "dke", "z", "dq", "dk", "dg", "du")),
+        made.decay,
+        work.terms.cu_seqlens,
+        scale,
+    )
+    more = (*sizes(work), work.k.shape[2])
+    options: dict[str, Any] = {**_options(work, part), **_bound(work), "K": K}
+    kept(channel_grads_kernel)[total,](*args, *more, **options)
+    options |= {"LEVELS": C.bit_length() - 1, "MOST": MOST}
+    kept(channel_level_grads_kernel)[_programs(total),](*args, total, *more, **options)
+
+
+def _programs(total: int) -> int:
+    """Of a kernel whose programs take up to MOST chunks: as many as fill a GPU, if there are."""
+    return max(-(-total // MOST), min(total, FILL))
+
+
+def _options(work: Work, part: Part) -> dict[str, Any]:
+    k = work.k
+    parts = 1 if work.g.dtype == torch.bfloat16 else 2
+    if k.dtype == torch.float32:
+        parts = 3
+    return {
+        "BK": part.BK,
+        "C": work.tile.C,
+        "BEFORE": work.terms.u is not None,
+        "PACKED": work.terms.cu_seqlens is not None,
+        "GROUPED": k.shape[2] != work.g.shape[2],
+        "PARTS": 0 if INTERPRETED else parts,
+        "PRECISION": precision(),
+        "num_warps": part.warps,
+        "num_stages": part.stages,
+    }
+
+
+def _bound(work: Work) -> dict[str, Any]:
+    """By which a chunk is one safe block, or not."""
+    return {"ALL": power_of_two(work.k.shape[-1]), "BOUND": BOUND[work.k.dtype]}

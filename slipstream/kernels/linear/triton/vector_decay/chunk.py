@@ -1,0 +1,282 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Decay per channel: everything that meets the state, by walks that keep it in registers.
+
+    qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)      D = exp(gates of a chunk)
+
+made beforehand (channel_prepare.py), no factor above 1, leave for a chunk of C tokens
+
+    o   = scale * (qs S + A v)        S  = D S + ke^T v        walks forward
+    dqs = do S^T                      with the same S          walks forward
+    dke = v dS'^T                     dS = D dS' + qs^T do     walks reversed
+    dv  = scale * (ke dS' + A^T do)   with the same dS         walks reversed
+
+where S is before the chunk and dS' is the gradient of the state after it over the scale. As in
+walk.py the columns of x are the rows of all products: y^T = S r^T + x^T A^T, S = D S + x^T w. The
+state's rows decay (ROWS) for dqs and dke, its columns for o and dv.
+
+The gradient of a gate takes z = sum over V of D S * dS' of its chunk (channel_grads.py). With
+Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke * dke is its z, and
+z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums, and every SPAN chunks the
+state, from which the dk walk takes Z anew, since differences lose digits. Where D is below what is
+lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
+
+A result in float32 of operands of 16 bits takes ke, and S where it is multiplied, in two parts: the
+second is what the first was rounded by (rest).
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.scalar_decay.chunk import (
+    _place,
+    _rows,
+    _store,
+    first_chunk_of,
+)
+from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import in_two
+
+# of 16 bits and of float32
+FORGOTTEN = tl.constexpr(2.0**-10)
+FORGOTTEN_FP32 = tl.constexpr(2.0**-22)
+
+
+@triton.jit
+def _scores(p, chunk, o_c, C: tl.constexpr, TMA: tl.constexpr):
+    if TMA:
+        b_a = p.load([chunk.to(tl.int32), 0, 0]).reshape(C, C)
+    else:
+        b_a = tl.load(p + chunk.to(tl.int64) * (C * C) + o_c[:, None] * C + o_c[None, :])
+    return b_a
+
+
+_SIZES = ["T", "N", "HV", "HR", "HX", "segment"]
+
+
+@triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
+def channel_walk_kernel(
+    r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, other
+    w_ptr,  # [tokens, HR, D]
+    x_ptr,  # [tokens, HX, X]
+    rest_ptr,  # the second part of x if ROWS else of w; None where there is none
+    y_ptr,  # [tokens, HV, X]; None where only the state is wanted
+    a_ptr,  # [chunks * HV, C, C]: A, or, if TMA, a descriptor of it
+    decay_ptr,  # [chunks, HV, X if ROWS else D]
+    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
+    s_out_ptr,  # the same; times scale_out
+    total_ptr,  # [slots, HV, D]: exp(gates of the segment)
+    other_ptr,  # [tokens, HX, X]: qs for the dq walk, ke for the dk walk
+    sums_ptr,  # [chunks, HV, X]: of qs * dqs
+    z_ptr,  # [chunks, HV, X]
+    anchor_ptr,  # [spans, HV, X, D]
+    cu_ptr,  # [N + 1]
+    scale,
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    HR,
+    HX,
+    segment,
+    D: tl.constexpr,
+    X: tl.constexpr,
+    BD: tl.constexpr,
+    BX: tl.constexpr,
+    C: tl.constexpr,
+    SPAN: tl.constexpr,
+    REVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (ceil(X / BX) * HV * slots,): one program walks one tile of X of one head and segment.
+
+    Without SPLIT a slot is a sequence, and segment is T.
+    """
+    if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
+        HR = HV
+        HX = HV
+    HAS_Y: tl.constexpr = y_ptr is not None
+    HAS_REST: tl.constexpr = rest_ptr is not None
+    HAS_A: tl.constexpr = a_ptr is not None
+    HAS_SUMS: tl.constexpr = sums_ptr is not None
+    NX: tl.constexpr = (X + BX - 1) // BX
+    pid = tl.program_id(0)
+    i_x = pid % NX
+    i_h = (pid // NX) % HV
+    slot = pid // NX // HV
+    begin, length, i_b, skip, first_span = _place(
+        cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
+    )
+    if SPLIT or not PACKED:
+        first_chunk = first_chunk_of(begin, skip, slot, T, segment, C, PACKED)
+    else:
+        first_chunk = begin // C + slot
+
+    o_c = tl.arange(0, C)
+    o_d = tl.arange(0, BD)
+    o_n = tl.arange(0, BX)
+    o_x = i_x * BX + o_n
+    i_r = i_h // (HV // HR)
+    i_w = i_h // (HV // HX)
+    if not TMA:
+        r_ptr += (begin * HR + i_r) * D
+        w_ptr += (begin * HR + i_r) * D
+        x_ptr += (begin * HX + i_w) * X
+        if HAS_REST:
+            rest_ptr += (begin * HX + i_w) * X if ROWS else (begin * HR + i_r) * D
+        if HAS_Y:
+            y_ptr += (begin * HV + i_h) * X
+        if HAS_SUMS:
+            other_ptr += (begin * HX + i_w) * X
+    m_s = (o_x < X)[:, None] & (o_d < D)[None, :]
+    o_s = o_x[:, None] * D + o_d[None, :]
+    i_s = (slot.to(tl.int64) * HV + i_h) * (D * X)
+    o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
+    if s_in_ptr is not None:
+        b_s = tl.load(s_in_ptr + i_s + o_io, mask=m_s, other=0.0).to(tl.float32) * scale_in
+    else:
+        b_s = tl.zeros((BX, BD), tl.float32)
+    if total_ptr is not None:
+        b_total = tl.full((BD,), 1.0, tl.float32)
+    b_z = tl.zeros((BX,), tl.float32)
+
+    chunks = tl.cdiv(tl.maximum(length, 0), C)
+    if HAS_SUMS:
+        own_spans = tl.cdiv(chunks, SPAN)
+        anchor_ptr += (first_span * HV + i_h) * (D * X)
+    else:
+        own_spans = 1
+    for i_span in range(own_spans):
+        if HAS_SUMS:
+            span = own_spans - 1 - i_span if REVERSE else i_span
+            first = span * SPAN
+            count = tl.minimum(chunks - first, SPAN)
+            p_anchor = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
+            if REVERSE:
+                b_z = tl.sum(b_s * tl.load(p_anchor, mask=m_s, other=0.0), 1)
+        else:
+            first = 0
+            count = chunks
+        for i in range(count):
+            i_c = first + count - 1 - i if REVERSE else first + i
+            t = i_c * C
+            m_c = o_c < length - t
+            chunk = (first_chunk + i_c) * HV + i_h
+            b_w = _rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
+            b_x = _rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
+            b_x = tl.trans(b_x)  # [BX, C]
+            if HAS_Y:
+                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
+                if HAS_REST:
+                    b_first, b_second = in_two(b_s, b_r.dtype)
+                    b_y = tl.dot(b_second, tl.trans(b_r))
+                    b_y = tl.dot(b_first, tl.trans(b_r), b_y)
+                else:
+                    b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)
+                if HAS_A:
+                    b_a = _scores(a_ptr, chunk, o_c, C, TMA)  # [i, j]
+                    if not REVERSE:
+                        b_a = tl.trans(b_a)
+                    b_y = tl.dot(b_x, b_a, b_y, input_precision=PRECISION)
+            if ROWS:
+                p_decay = decay_ptr + chunk.to(tl.int64) * X + o_x
+                b_decay = tl.load(p_decay, mask=o_x < X, other=0.0)
+                b_s *= b_decay[:, None]
+            else:
+                p_decay = decay_ptr + chunk.to(tl.int64) * D + o_d
+                b_decay = tl.load(p_decay, mask=o_d < D, other=0.0)
+                b_s *= b_decay[None, :]
+                if total_ptr is not None:
+                    b_total *= b_decay
+            if HAS_REST:
+                if ROWS:
+                    at = (i_b, skip, i_w, i_x * BX)
+                    b_rest = _rows(rest_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    b_s = tl.dot(tl.trans(b_rest), b_w, b_s)
+                else:
+                    at = (i_b, skip, i_r, 0)
+                    b_rest = _rows(rest_ptr, at, t, HR, o_c, m_c, o_d, D, BD, TMA)
+                    b_s = tl.dot(b_x, b_rest, b_s)
+            b_s = tl.dot(b_x, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
+            if HAS_SUMS:
+                at = (i_b, skip, i_w, i_x * BX)
+                b_other = _rows(other_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                b_sum = tl.sum(tl.trans(b_other).to(tl.float32) * b_y, 1)
+                o_z = chunk.to(tl.int64) * X + o_x
+                if REVERSE:
+                    lost = FORGOTTEN_FP32 if b_x.dtype == tl.float32 else FORGOTTEN
+                    b_z = tl.where(b_decay < lost, 0.0, b_z - b_sum)
+                    tl.store(z_ptr + o_z, b_z, mask=o_x < X)
+                    b_z += tl.load(sums_ptr + o_z, mask=o_x < X, other=0.0)
+                else:
+                    tl.store(sums_ptr + o_z, b_sum, mask=o_x < X)
+            if HAS_Y:
+                at = (i_b, skip, i_h, i_x * BX)
+                _store(y_ptr, at, t, HV, b_y * scale, o_c, m_c, o_n, X, BX, TMA)
+        if HAS_SUMS and not REVERSE:
+            tl.store(p_anchor, b_s, mask=m_s)
+    if s_out_ptr is not None:
+        tl.store(s_out_ptr + i_s + o_io, b_s * scale_out, mask=m_s)
+    if total_ptr is not None:
+        p_total = total_ptr + (slot.to(tl.int64) * HV + i_h) * D + o_d
+        tl.store(p_total, b_total, mask=(o_d < D) & (i_x == 0))
+
+
+@triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
+def channel_scan_kernel(
+    states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
+    total_ptr,  # [slots, HV, D]
+    s_in_ptr,  # [N, HV, SIZE], times scale_in
+    s_out_ptr,  # the same, times scale_out
+    cu_ptr,  # [N + 1]
+    scale_in,
+    scale_out,
+    T,
+    N,
+    HV,
+    segment,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """grid (ceil(SIZE / BLOCK) * HV * N,): one program follows a part of one state.
+
+    A state is [D, SIZE / D], or the other way round if TRANSPOSED.
+    """
+    pid = tl.program_id(0)
+    NB: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    i_h = (pid // NB) % HV
+    i_n = (pid // NB // HV).to(tl.int64)
+    o = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
+    m = o < SIZE
+    o_d = o % D if TRANSPOSED else o // (SIZE // D)
+    if PACKED:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        slot = begin // segment + i_n
+        count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
+    else:
+        count = tl.cdiv(T, segment)
+        slot = i_n * count
+    o_io = (i_n * HV + i_h) * SIZE + o
+    if s_in_ptr is not None:
+        b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
+    else:
+        b_s = tl.zeros((BLOCK,), tl.float32)
+    for i in range(count):
+        at = (slot + (count - 1 - i if REVERSE else i)) * HV + i_h
+        b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
+        tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
+        b_s *= tl.load(total_ptr + at * D + o_d, mask=m, other=0.0)
+        b_s += b_add
+    if s_out_ptr is not None:
+        tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)

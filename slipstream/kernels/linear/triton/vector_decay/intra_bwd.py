@@ -1,0 +1,199 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Decay per channel: the gradients of channel_grads.py in chunks that are not one safe block.
+
+By levels (channel_decay.py), and dg is what every exponent adds to its gates: at a level e_t what
+x_t * dx_t is, at the edges of the chunk q_i * dq_i and k_j * dk_j of the states, and for all gates
+of the chunk z. No sum here is the difference of larger ones.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    after,
+    after_back,
+    all_safe,
+    back_to_gates,
+    decay,
+    dot_with,
+    gate_parts,
+    in_block,
+    in_block_back,
+    is_later,
+    is_safe,
+    safe_base,
+    same_block,
+    siblings,
+    sums,
+    to_seam,
+    to_seam_back,
+    tokens,
+    until,
+    until_back,
+)
+
+
+@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
+def channel_level_grads_kernel(
+    q_ptr,  # [tokens, HK, K]
+    k_ptr,  # [tokens, HK, K]
+    g_ptr,  # [tokens, HV, K]
+    u_ptr,  # [HV, K]
+    p_ptr,  # [chunks, HV, C, C]: P, symmetric; float32 where its rounding would count
+    dqs_ptr,  # [tokens, HV, K]
+    dke_ptr,  # [tokens, HV, K]
+    z_ptr,  # [chunks, HV, K]
+    dq_ptr,  # [tokens, HV, K]
+    dk_ptr,  # [tokens, HV, K]
+    dg_ptr,  # [tokens, HV, K]
+    du_ptr,  # [chunks, HV, K]
+    decay_ptr,  # [chunks, HV, K]
+    cu_ptr,  # [N + 1]
+    scale,
+    total,
+    T,
+    N,
+    HV,
+    HK,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ALL: tl.constexpr,
+    MOST: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUND: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (at least total / MOST,): BK channels of one chunk and value head a turn.
+
+    total: tiles of K times chunks times value heads.
+    """
+    if not GROUPED:
+        HK = HV
+    NK: tl.constexpr = (K + BK - 1) // BK
+    if all_safe(decay_ptr, total, NK, K, ALL, BOUND, MOST):
+        return
+    for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        at = tl.cast(turn // NK, tl.int64)
+        if not is_safe(decay_ptr + at * K, K, ALL, BOUND):
+            _grads(
+                q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
+                dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+                K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _grads(
+    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
+    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BK channels of one chunk and value head."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    HAS_DK: tl.constexpr = dk_ptr is not None
+    ONE: tl.constexpr = 1 if PARTS == 2 else PARTS  # 16 bits
+    TWO: tl.constexpr = 2 if PARTS == 1 else PARTS
+    i_h = (turn // NK) % HV
+    slot = turn // NK // HV
+    at = tl.cast(turn // NK, tl.int64)
+    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_k = (turn % NK) * BK + tl.arange(0, BK)
+    m_c = o_c < length - i_c * C
+    row = begin + i_c * C
+    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    i, j = rows[:, None], o_c[None, :]
+    i_k = (row * HK + i_h // (HV // HK)) * K
+    i_o = (row * HV + i_h) * K
+    b_g = _block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dq = _block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
+    b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
+    b_g, b_parts = gate_parts(b_g, PARTS)
+    b_until = sums(until(rows, BEFORE), b_parts, PARTS, PRECISION)
+    b_dq = b_dq * tl.exp2(b_until)
+    b_dk = tl.zeros((C, BK), tl.float32)
+    b_leave = b_dq
+    if HAS_DK:
+        b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_dk = _block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_dk = b_dk * decay(after(rows, C), b_parts, PARTS, PRECISION)
+        b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
+        b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
+        b_dg = back_to_gates(after_back(rows), b_k * b_dk, b_dg, ONE, PRECISION)
+        b_leave = b_q * b_dq
+    base = safe_base(b_g, LEVELS, BOUND)
+    if base > 0:
+        b_w_sum = b_until
+        if BEFORE or base < LEVELS:
+            b_w_sum = sums(in_block(rows, base, False), b_parts, PARTS, PRECISION)
+        b_r_sum = b_w_sum
+        if BEFORE:
+            b_r_sum = sums(in_block(rows, base, True), b_parts, PARTS, PRECISION)
+        b_w = b_k * tl.exp2(-b_w_sum)  # [C, BK]
+        b_square = tl.where(same_block(rows, base) & (i > j), b_p, 0.0)
+        b_dr = dot_with(b_square, b_w, b_k.dtype, PRECISION)  # [C, BK]
+        b_w = b_w.to(b_k.dtype)
+        b_dq += b_dr * tl.exp2(b_r_sum)
+        if HAS_DK:
+            b_r = (b_q * tl.exp2(b_r_sum)).to(b_k.dtype)  # [C, BK]
+            b_square = tl.where(same_block(rows, base) & (i < j), b_p, 0.0)
+            b_dw = tl.dot(b_square, b_r, input_precision=PRECISION)  # [C, BK]
+            b_dk += b_dw * tl.exp2(-b_w_sum)
+            # the one difference: of the same products, so that they cancel to the last bits
+            b_gain = b_r * b_dr
+            b_enter = b_w * b_dw
+            span = in_block_back(rows, base, False)
+            if BEFORE:
+                before = in_block_back(rows, base, True)
+                b_dg = back_to_gates(before, b_gain, b_dg, TWO, PRECISION)
+                b_dg = back_to_gates(span, -b_enter, b_dg, TWO, PRECISION)
+            else:
+                b_dg = back_to_gates(span, b_gain - b_enter, b_dg, TWO, PRECISION)
+    if HAS_DK:
+        b_dg = back_to_gates(until_back(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
+    for level in range(base, LEVELS):
+        b_e = decay(to_seam(rows, level, BEFORE), b_parts, PARTS, PRECISION)
+        b_row = b_k
+        if HAS_DK:
+            b_row = tl.where(is_later(rows, level), b_q, b_k)
+        b_square = tl.where(siblings(rows, level), b_p, 0.0)
+        b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
+        b_later = is_later(rows, level).to(tl.float32)
+        b_dq += b_dx * b_later
+        if HAS_DK:
+            b_dk += b_dx * (1.0 - b_later)
+            span = to_seam_back(rows, level, BEFORE)
+            b_dg = back_to_gates(span, b_row * b_dx, b_dg, ONE, PRECISION)
+
+    at_o = i_o + o_c[:, None] * (HV * K) + o_k[None, :]
+    m_o = m_c[:, None] & (o_k < K)[None, :]
+    b_write = _own_factor(b_k.to(tl.float32), u_ptr, i_h, o_k, K)
+    if dq_ptr is not None:
+        b_dq = b_dq * scale + b_own[:, None] * b_write
+        tl.store(dq_ptr + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
+    if HAS_DK:
+        b_read = b_q * b_own[:, None]
+        if u_ptr is not None:
+            tl.store(du_ptr + at * K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < K)
+        b_dk = b_dk * scale + _own_factor(b_read, u_ptr, i_h, o_k, K)
+        tl.store(dk_ptr + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
+        tl.store(dg_ptr + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
+
+
+@triton.jit
+def _own_factor(b_x, u_ptr, i_h, o_k, K: tl.constexpr):
+    """b_x u, [C, BK]."""
+    if u_ptr is not None:
+        b_x *= tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+    return b_x

@@ -1,0 +1,275 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Decay per channel: what the walks (channel_walk.py) need of every chunk, all chunks at once.
+
+    qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)    D = exp(gates of the chunk)
+    A[i, j] = q_i . exp(G_i - G_j) k_j for j < i (channel_decay.py)        A[i, i] = q_i . u k_i
+    P[i, j] = P[j, i] = do_i . v_j for j <= i, for the gradients (channel_grads.py)
+
+where u is 1 if there is none; ke may be kept in two parts, the second what the first was rounded
+by, and P in float32. Where a chunk is one safe block, A is a product of two factors; where
+not, it is made by levels in a kernel of its own, whose registers the other then does not need.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
+from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
+from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    after,
+    all_safe,
+    decay,
+    gate_parts,
+    in_block,
+    in_two,
+    is_later,
+    is_safe,
+    safe_base,
+    same_block,
+    siblings,
+    sums,
+    to_seam,
+    tokens,
+    until,
+)
+
+# More than any safe chunk's, in base 2, and little enough for finite factors.
+HIGHEST = tl.constexpr(96.0)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
+def channel_prepare_kernel(
+    q_ptr,  # [tokens, HK, K]; None where qs and A are not wanted
+    k_ptr,  # [tokens, HK, K]
+    g_ptr,  # [tokens, HV, K]
+    u_ptr,  # [HV, K]
+    qs_ptr,  # [tokens, HV, K]
+    ke_ptr,  # [tokens, HV, K]
+    rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
+    a_ptr,  # [chunks, HV, C, C]; of chunks that are not safe left to channel_scores_kernel
+    decay_ptr,  # [chunks, HV, K]
+    v_ptr,  # [tokens, HX, V], for P
+    do_ptr,
+    p_ptr,  # [chunks, HV, C, C]; None where that is not wanted
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    HK,
+    HX,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (HV * chunks,): one chunk and value head a program."""
+    if not GROUPED:
+        HK = HV
+    pid = tl.program_id(0)
+    i_h = pid % HV
+    slot = pid // HV
+    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    m_c = o_c < length - i_c * C
+    row = begin + i_c * C
+    i_k = (row * HK + i_h // (HV // HK)) * K
+    i_g = (row * HV + i_h) * K
+    at = slot.to(tl.int64) * HV + i_h
+    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    b_a = tl.zeros((C, C), tl.float32)
+    b_own = tl.zeros((C,), tl.float32)
+    for tile in range(tl.cdiv(K, BK)):
+        o_k = tile * BK + tl.arange(0, BK)
+        o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
+        m_o = m_c[:, None] & (o_k < K)[None, :]
+        # all loads before the first store, past which none is moved
+        b_g = _block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        if q_ptr is not None:
+            b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_g, b_parts = gate_parts(b_g, PARTS)
+        b_end = b_k * decay(after(rows, C), b_parts, PARTS, PRECISION)
+        b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
+        b_first, b_rest = in_two(b_end, b_k.dtype)
+        tl.store(ke_ptr + o_o, b_first, mask=m_o)
+        if rest_ptr is not None:
+            tl.store(rest_ptr + o_o, b_rest, mask=m_o)
+        tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
+        if q_ptr is not None:
+            if BEFORE:
+                b_own += _own(b_q, b_k, u_ptr, i_h, o_k, K)
+            b_start = b_q * decay(until(rows, BEFORE), b_parts, PARTS, PRECISION)
+            b_start = b_start.to(b_k.dtype)
+            tl.store(qs_ptr + o_o, b_start, mask=m_o)
+            b_back = tl.exp2(tl.minimum(-b_total, HIGHEST))  # [BK]
+            b_w = (b_end * b_back[None, :]).to(b_k.dtype)  # [C, BK]
+            b_a = tl.dot(b_start, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
+    if q_ptr is not None:
+        _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, C, BEFORE)
+    if p_ptr is not None:
+        i_x = (row * HX + i_h // (HV // HX)) * V
+        b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
+        p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]
+        tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["total", "T", "N", "HV", "HK"])
+def channel_scores_kernel(
+    q_ptr,  # [tokens, HK, K]
+    k_ptr,  # [tokens, HK, K]
+    g_ptr,  # [tokens, HV, K]
+    u_ptr,  # [HV, K]
+    decay_ptr,  # [chunks, HV, K]
+    a_ptr,  # [chunks, HV, C, C]
+    cu_ptr,  # [N + 1]
+    total,
+    T,
+    N,
+    HV,
+    HK,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ALL: tl.constexpr,
+    MOST: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUND: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (at least total / MOST,): A of the chunks and heads that are not safe as a whole.
+
+    total: chunks times value heads.
+    """
+    if not GROUPED:
+        HK = HV
+    if all_safe(decay_ptr, total, 1, K, ALL, BOUND, MOST):
+        return
+    for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        if not is_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
+            _scores(
+                q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
+                K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _scores(
+    q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A of one chunk and value head."""
+    i_h = at % HV
+    slot = at // HV
+    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    m_c = o_c < length - i_c * C
+    row = begin + i_c * C
+    i_k = (row * HK + i_h // (HV // HK)) * K
+    i_g = (row * HV + i_h) * K
+    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    b_a = tl.zeros((C, C), tl.float32)
+    b_own = tl.zeros((C,), tl.float32)
+    for tile in range(tl.cdiv(K, BK)):
+        o_k = tile * BK + tl.arange(0, BK)
+        b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_g = _block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_own += _own(b_q, b_k, u_ptr, i_h, o_k, K)
+        b_g, b_parts = gate_parts(b_g, PARTS)
+        base = safe_base(b_g, LEVELS, BOUND)
+        if base > 0:
+            b_sum = sums(in_block(rows, base, False), b_parts, PARTS, PRECISION)
+            b_w = (b_k * tl.exp2(-b_sum)).to(b_k.dtype)  # [C, BK]
+            if BEFORE:
+                b_sum = sums(in_block(rows, base, True), b_parts, PARTS, PRECISION)
+            b_r = (b_q * tl.exp2(b_sum)).to(b_q.dtype)  # [C, BK]
+            b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
+            b_a += tl.where(same_block(rows, base), b_rw, 0.0)
+        for level in range(base, LEVELS):
+            b_e = decay(to_seam(rows, level, BEFORE), b_parts, PARTS, PRECISION)
+            b_x = (tl.where(is_later(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
+            b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
+            b_a += tl.where(siblings(rows, level), b_xx, 0.0)
+    _store_scores(a_ptr + tl.cast(at, tl.int64) * (C * C), b_a, b_own, rows, C, True)
+
+
+@triton.jit
+def _own(b_q, b_k, u_ptr, i_h, o_k, K: tl.constexpr):
+    """q_i . u k_i, [C]."""
+    b_pair = b_q.to(tl.float32) * b_k
+    if u_ptr is not None:
+        b_pair *= tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    return tl.sum(b_pair, 1)
+
+
+@triton.jit
+def _store_scores(p_a, b_a, b_own, rows, C: tl.constexpr, APART: tl.constexpr):
+    """APART: with b_own as the diagonal."""
+    o_c = tl.arange(0, C)
+    i, j = rows[:, None], o_c[None, :]
+    if APART:
+        b_a = tl.where(i == j, b_own[:, None], b_a)
+    b_a = tl.where(i >= j, b_a, 0.0)
+    tl.store(p_a + o_c[:, None] * C + o_c[None, :], b_a.to(p_a.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "HX"])
+def channel_pairs_kernel(
+    v_ptr,  # [tokens, HX, V]
+    do_ptr,  # [tokens, HX, V]
+    p_ptr,  # [chunks, HV, C, C]
+    cu_ptr,  # [N + 1]
+    T,
+    N,
+    HV,
+    HX,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grid (HV * chunks,): one chunk and value head a program."""
+    if not GROUPED:
+        HX = HV
+    pid = tl.program_id(0)
+    i_h = pid % HV
+    slot = pid // HV
+    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    m_c = o_c < length - i_c * C
+    i_x = ((begin + i_c * C) * HX + i_h // (HV // HX)) * V
+    b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
+    p_p = p_ptr + (slot.to(tl.int64) * HV + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _pairs(
+    p_v, p_do, stride, o_c, m_c,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P of a chunk, [C, C]."""
+    b_p = tl.zeros((C, C), tl.float32)
+    b_pt = tl.zeros((C, C), tl.float32)  # [j, i], so that no product is transposed
+    for tile in range(tl.cdiv(V, BV)):
+        o_v = tile * BV + tl.arange(0, BV)
+        b_do = _block(p_do, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_v = _block(p_v, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_p = tl.dot(b_do, tl.trans(b_v), b_p, input_precision=PRECISION)  # [C, C]
+        b_pt = tl.dot(b_v, tl.trans(b_do), b_pt, input_precision=PRECISION)  # [C, C]
+    return tl.where(o_c[:, None] >= o_c[None, :], b_p, b_pt)

@@ -1,0 +1,248 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Decay per channel inside a chunk of C tokens, so that no exponent overflows.
+
+Between a read r_i and a write w_j, j < i, channels decay by exp(G_i - G_j), which as exp(G_i) times
+exp(-G_j) would overflow. Halve the chunk, its halves, and so on: at level l blocks of 2^(l+1)
+tokens have an earlier and a later half of 2^l, and every pair j < i lies, at exactly one level, in
+the two halves of one block: siblings. With the seam between the halves,
+
+    exp(G_i - G_j) = exp(gates after the seam, to i) * exp(gates after j, to the seam)
+
+where both are at most 1. At one level a token is either in a later half, and reads, or in an
+earlier one, and is read: one factor e_t and one row x_t = e_t * (later ? r_t : w_t) serve it, and
+
+    scores     r_i . exp(G_i - G_j) w_j     siblings of X X^T
+    gradients  of r_i and w_j               e_t * (siblings of P) X, P the gradient of scores
+
+The sums of gates in e_t are a product of a matrix of zeros and ones with the gates: nothing
+cancels, and with bfloat16 gates nothing is rounded. Its transpose takes the gradient of the
+exponents, x_t * dx_t, back to the gates.
+
+Where the gates of a block of 2^base tokens add up to no less than -BOUND, whatever the channel,
+exp(G_i) and exp(-G_j) from its start are safe after all: one product takes the place of `base`
+levels. Most chunks of a trained model are one such block.
+
+Where a read sees the state before its own token's decay (BEFORE), its own gate is left out.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
+
+
+@triton.jit
+def _split(b_x, PARTS: tl.constexpr):
+    """What dots with ones take of float32: 1 to 3 bfloat16 that add up, or with 0 itself.
+
+    3 are all of float32, and cheaper than the three products that take it whole.
+    """
+    b_0 = b_x
+    b_1 = b_x
+    b_2 = b_x
+    if PARTS > 0:
+        b_0 = b_x.to(tl.bfloat16)
+        b_rest = b_x - b_0.to(tl.float32)
+        b_1 = b_rest.to(tl.bfloat16)
+        b_2 = (b_rest - b_1.to(tl.float32)).to(tl.bfloat16)
+    return b_0, b_1, b_2
+
+
+@triton.jit
+def in_two(b_x, dtype: tl.constexpr):
+    """float32 as a first part of another dtype and the rest, which is rounded."""
+    b_first = b_x.to(dtype)
+    return b_first, (b_x - b_first.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def dot_with(b_p, b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """P X of x in float32: rounded to dtype, as P is, or, where P is float32 and dtype is not,
+    both in two parts."""
+    if b_p.dtype == dtype:
+        b_y = tl.dot(b_p, b_x.to(dtype), input_precision=PRECISION)
+    else:
+        b_p_first, b_p_rest = in_two(b_p, dtype)
+        b_x_first, b_x_rest = in_two(b_x, dtype)
+        b_y = tl.dot(b_p_rest, b_x_first)
+        b_y = tl.dot(b_p_first, b_x_rest, b_y)
+        b_y = tl.dot(b_p_first, b_x_first, b_y)
+    return b_y
+
+
+@triton.jit
+def _dot_ones(span, b_parts, b_sum, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """b_sum plus, at t, the sum over the span of t, [C, BK]."""
+    b_ones = _ones(span, b_sum.shape[0], b_parts[0].dtype)
+    b_sum = tl.dot(b_ones, b_parts[0], b_sum, input_precision=PRECISION)
+    if PARTS > 1:
+        b_sum = tl.dot(b_ones, b_parts[1], b_sum)
+    if PARTS > 2:
+        b_sum = tl.dot(b_ones, b_parts[2], b_sum)
+    return b_sum
+
+
+@triton.jit
+def gate_parts(b_g, PARTS: tl.constexpr):
+    """Gates in float32, and split."""
+    b_g = b_g.to(tl.float32)
+    b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
+    return b_g, _split(b_g, PARTS)
+
+
+@triton.jit
+def tokens(C: tl.constexpr, dtype: tl.constexpr):
+    """0 .. C - 1 as the rows of a dot's result: masks made of them stay in registers."""
+    b_zero = tl.zeros((C, C), dtype)
+    return tl.arange(0, C) + tl.sum(tl.dot(b_zero, b_zero), 1).to(tl.int32)
+
+
+# Spans of tokens of a chunk, the first and how many: the gates between a token t and an edge, or,
+# the other way round (*_back), all tokens whose span a gate is in.
+
+
+@triton.jit
+def until(t, BEFORE: tl.constexpr):
+    """The gates from a chunk's start to t."""
+    return t * 0, t + (0 if BEFORE else 1)
+
+
+@triton.jit
+def until_back(t, C: tl.constexpr, BEFORE: tl.constexpr):
+    first = t + (1 if BEFORE else 0)
+    return first, C - first
+
+
+@triton.jit
+def after(t, C: tl.constexpr):
+    """The gates after t, to the chunk's end."""
+    return t + 1, C - 1 - t
+
+
+@triton.jit
+def after_back(t):
+    return t * 0, t
+
+
+@triton.jit
+def to_seam(t, level, BEFORE: tl.constexpr):
+    """The gates between t and the seam of its block at a level."""
+    later = ((t >> level) & 1) == 1
+    start = (t >> level) << level
+    first = tl.where(later, start, t + 1)
+    return first, tl.where(later, t + (0 if BEFORE else 1), start + (1 << level)) - first
+
+
+@triton.jit
+def to_seam_back(t, level, BEFORE: tl.constexpr):
+    later = ((t >> level) & 1) == 1
+    start = (t >> level) << level
+    first = tl.where(later, t + (1 if BEFORE else 0), start)
+    return first, tl.where(later, start + (1 << level), t) - first
+
+
+@triton.jit
+def in_block(t, base, BEFORE: tl.constexpr):
+    """The gates from the start of the block of 2^base tokens to t."""
+    start = (t >> base) << base
+    return start, t - start + (0 if BEFORE else 1)
+
+
+@triton.jit
+def in_block_back(t, base, BEFORE: tl.constexpr):
+    first = t + (1 if BEFORE else 0)
+    return first, ((t >> base) << base) + (1 << base) - first
+
+
+@triton.jit
+def _ones(span, C: tl.constexpr, dtype: tl.constexpr):
+    """1 at [t, u] if u is in the span of t, else 0."""
+    first, count = span
+    u = tl.arange(0, C)[None, :]
+    inside = (u - first[:, None]).to(tl.uint32) < count[:, None].to(tl.uint32)
+    return tl.where(inside, tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype))
+
+
+@triton.jit
+def _mild(b_decay, BOUND: tl.constexpr):
+    """1 for a channel's decay that is safe, else 0, also for NaN, which a minimum would drop."""
+    return (b_decay >= tl.exp2(-BOUND * LOG2E)).to(tl.int32)
+
+
+@triton.jit
+def is_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
+    """Whether a chunk is one safe block in all of its channels; ALL: the power of two >= K."""
+    o_k = tl.arange(0, ALL)
+    b_decay = tl.load(p_decay + o_k, mask=o_k < K, other=1.0)
+    return tl.min(_mild(b_decay, BOUND), 0) == 1
+
+
+@triton.jit
+def all_safe(
+    p_decay,
+    total,
+    each,
+    K: tl.constexpr,
+    ALL: tl.constexpr,
+    BOUND: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Whether all chunks of this program are, of [0, total) every num_programs-th, each // `each`.
+
+    One load for up to MOST chunks: a program that only looked at one would cost as much.
+    """
+    at = tl.program_id(0) + tl.arange(0, MOST) * tl.num_programs(0)
+    o_k = tl.arange(0, ALL)
+    m = (at < total)[:, None] & (o_k < K)[None, :]
+    p_decay += (at // each).to(tl.int64)[:, None] * K + o_k[None, :]
+    b_decay = tl.load(p_decay, mask=m, other=1.0)
+    return tl.min(tl.min(_mild(b_decay, BOUND), 1), 0) == 1
+
+
+@triton.jit
+def safe_base(b_g, LEVELS: tl.constexpr, BOUND: tl.constexpr):
+    """The largest blocks that are safe: LEVELS if the chunk is one, else by the lowest gate."""
+    lowest = tl.min(tl.min(b_g, 1), 0)
+    base = 0
+    for level in tl.static_range(1, LEVELS):
+        base += (lowest * (1 << level) >= -BOUND).to(tl.int32)
+    return tl.where(tl.min(tl.sum(b_g, 0), 0) >= -BOUND, LEVELS, base)
+
+
+@triton.jit
+def sums(span, b_parts, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums of the gates of each span, in base 2, [C] -> [C, BK]."""
+    b_zero = tl.zeros(b_parts[0].shape, tl.float32)
+    return _dot_ones(span, b_parts, b_zero, PARTS, PRECISION) * LOG2E
+
+
+@triton.jit
+def decay(span, b_parts, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """exp of the sums of the gates of each span, [C] -> [C, BK]."""
+    return tl.exp2(sums(span, b_parts, PARTS, PRECISION))
+
+
+@triton.jit
+def back_to_gates(span_back, b_de, b_dg, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds to the gates' gradient that of the sums of their spans, b_de [C, BK]."""
+    return _dot_ones(span_back, _split(b_de, PARTS), b_dg, PARTS, PRECISION)
+
+
+@triton.jit
+def is_later(t, level):
+    return (((t >> level) & 1) == 1)[:, None]
+
+
+@triton.jit
+def siblings(rows, level):
+    """Whether two tokens lie in the two halves of one block of a level, [C, C]."""
+    u = tl.arange(0, rows.shape[0])
+    return ((rows >> level)[:, None] ^ (u >> level)[None, :]) == 1
+
+
+@triton.jit
+def same_block(rows, base):
+    """Whether two tokens lie in one block of 2^base tokens, [C, C]."""
+    u = tl.arange(0, rows.shape[0])
+    return ((rows >> base)[:, None] ^ (u >> base)[None, :]) == 0

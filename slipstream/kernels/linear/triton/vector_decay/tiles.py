@@ -1,0 +1,63 @@
+"""Tiles of the kernels with a decay per channel, by architecture and dtype.
+
+C tokens a chunk, in all of them; K is the side that decays. Preparing takes K by BK channels at a
+time, the gradients BK a program, both in `prepare` and `grads`; P takes V by as many as `prepare`.
+The walks' are those of tiles.py but for C.
+"""
+
+from dataclasses import dataclass, replace
+
+from slipstream.kernels.linear.triton.scalar_decay import tiles
+from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS, Tile, power_of_two
+
+
+@dataclass(frozen=True)
+class Part:
+    BK: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class ChannelTile:
+    C: int
+    prepare: Part
+    grads: Part
+
+
+# (family, bytes an element) -> C and the kernels' BK, warps, stages. Chosen by what spills least;
+# with 8 warps and C = 64 both halves of a program would do the same work, since the rows of a
+# product that follows another are not split further.
+TILES = {
+    ("sm_70", 2): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
+    ("sm_80", 2): ChannelTile(64, Part(32, 4, 1), Part(32, 4, 1)),
+    ("sm_80", 4): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
+    ("sm_90", 2): ChannelTile(64, Part(64, 4, 3), Part(64, 4, 1)),
+    ("sm_90", 4): ChannelTile(64, Part(64, 4, 1), Part(64, 4, 1)),
+    ("interpreter", 4): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
+}
+# Rows of these use others': (family, bytes) -> (family, bytes).
+_SAME = {("sm_70", 4): ("sm_70", 2), ("interpreter", 2): ("interpreter", 4)}
+# Walks of (family, bytes, BD) where those of tiles.py do not let two programs fit: scores come on
+# top of their shared memory.
+WALKS = {
+    ("sm_80", 2, 128): Tile(64, 32, 4, 2),
+    ("sm_80", 2, 256): Tile(64, 32, 8, 1),
+    ("sm_90", 2, 128): Tile(64, 64, 4, 2, tma=True),
+}
+
+
+def choose(family: str, K: int, bytes_each: int) -> ChannelTile:
+    """The tile, no wider than K needs."""
+    row = ROWS.get(family, family), bytes_each
+    tile = TILES[_SAME.get(row, row)]
+    most = max(NARROWEST.get(family, 16), power_of_two(K))
+    prepare, grads = (replace(x, BK=min(x.BK, most)) for x in (tile.prepare, tile.grads))
+    return ChannelTile(tile.C, prepare, grads)
+
+
+def choose_walk(family: str, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
+    """The tile and BD for a walk with a state of D x X."""
+    tile, BD = tiles.choose(family, D, X, bytes_each, False)
+    kept = WALKS.get((ROWS.get(family, family), bytes_each, BD), tile)
+    return replace(kept, C=C, BX=min(kept.BX, tile.BX)), BD

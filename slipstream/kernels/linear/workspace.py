@@ -1,0 +1,394 @@
+"""Long calls one slice after the other, so that what kernels leave for each other takes little.
+
+A slice is a few rows of the batch, or a span of the tokens of a single row. From span to span the
+state goes on: forward it is what the next span begins with, backward its gradient is what the span
+before ends with. Backward also needs the states that forward met at the borders: `marks`. What
+takes little memory anyway stays whole.
+
+A span of packed sequences is a packed call itself (triton/borders.py), in which most of the N have
+no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the spans that they
+have tokens in; at a border one sequence crosses, and a mark is its state alone. Chunks begin where
+a span does, so that results are rounded otherwise than those of the sequence alone. Each span has
+room for N chunks more and programs for all N: sequences of few tokens on average are not cut.
+
+Bytes a token and value head, at E bytes an element, W the power of two of K, C tokens a chunk:
+
+    gla, rwkv6          forward 2 W E + C E: q and k with their decays, scores
+    delta, one gate     backward V E + 2 K V E / C: w, S and dS' of chunks; R, C E, is whole.
+                        In one walk as sm90/delta/bwd_schedule.py says, which cuts it
+    kda, dplr           with 1 or 2 for D: forward (2 + D) W E + D C E + 4 V: q, w, b and k, scores
+                        and u; backward 2 D C E + V E + K V E / C: scores, x and S; and the larger
+                        of D W E + 4 V: b and k, u; and of D W E + V E + K V E / C, with y and dS'.
+                        q and w are where their gradients go later. Of few heads forward up to
+                        4 K (K + V) / (8 C) more: two states of segments, of 8 chunks at least
+
+The additive family with no or one gate a token needs next to nothing. A forward pass with a
+transition whose backward pass follows takes no more than inputs, results and gradients and that
+quarter: it is not cut, and only walks in spans.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.sm90.plan import in_one_walk, segments
+
+# Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
+# promised; the rest is for spans that end where a chunk does.
+MOST = 24.0
+# Of backward: states at the borders of spans, and gradients of states.
+BORDERS = 4
+# Bytes that are not worth a slice; and how many there are at most.
+LITTLE, COUNT = 1 << 26, 8
+# Tokens of a span, at least, for each of the packed sequences.
+SPARSE = 256
+# Of grouped heads, which leave so much that they would be cut most: tokens of a span times value
+# heads, at least, of a row and of packed sequences, whose spans take longer to begin. A span costs
+# a tenth of the time then (docs/log.md).
+GROUPED, PACKED = 160_000, 800_000
+# Tokens a chunk, at most, and those of spans long enough to be cut into segments.
+CHUNK, LONG = 64, 1024
+# Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
+BUSY = 128
+# Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192
+# with 32 heads take a tenth longer than two (docs/log.md).
+FEW = 48
+_SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
+
+
+class Slice(NamedTuple):
+    rows: slice
+    tokens: slice
+
+
+WHOLE = Slice(slice(None), slice(None))
+
+
+def spans_of(terms: Terms, impl: str) -> int:
+    """How many spans of tokens a forward pass is cut into whose backward pass follows."""
+    if impl.startswith(("eager", "reference")) or not _with_spans(terms):
+        return 1
+    if impl.startswith("sm90") and goes_back_whole(terms):
+        return 1
+    return _count(terms, True)
+
+
+def goes_back_whole(terms: Terms) -> bool:
+    """Whether sm90/delta/bwd_fused_launch.py takes a call, and cuts it itself."""
+    return segments(terms) > 1 or in_one_walk(terms)
+
+
+def trains_whole(terms: Terms, impl: str) -> bool:
+    """Whether a forward pass is cut where no backward pass follows, and only there."""
+    if impl.startswith(("eager", "reference")) or terms.transition == "none":
+        return False
+    return _room(terms, False) > 0
+
+
+def of_forward(terms: Terms, spans: int = 0) -> list[Slice]:
+    """spans: at least so many, if any are wanted; 0 where no backward pass follows."""
+    if spans == 1 and terms.transition != "none":
+        return [WHOLE]
+    return _cut(terms, spans if spans > 1 else _count(terms, False))
+
+
+def of_backward(terms: Terms, marks: Tensor | None) -> list[Slice]:
+    """marks: of forward, which went in one span more."""
+    if terms.q.shape[0] > 1:
+        return _cut(terms, _count(terms, True))
+    return _cut(terms, 1 if marks is None else marks.shape[0] + 1)
+
+
+def forward(
+    run: Callable[..., Any],
+    terms: Terms,
+    scale: float,
+    slices: Sequence[Slice],
+    dtype: torch.dtype | None = None,
+    spans: int = 0,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+    plain: bool = False,
+) -> tuple[Tensor, ...]:
+    """o, the final state, and the states between `spans` spans, of marks_shape; then what run
+    leaves for backward, slice after slice.
+
+    Args:
+        run: called as run(terms, scale, out=(o, final)), of one slice; it may return a list of what
+            it leaves after o and the final state.
+        dtype: of o; q's if None.
+        spans: 0 or 1 where nobody wants the states.
+        out: memory for o and the final state.
+        plain: run is in plain torch, and so is all else.
+    """
+    o = fitting(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
+    final = fitting(out[1], terms.state_shape, torch.float32, terms.v.device)
+    marks = final.new_empty(marks_shape(terms, spans))
+    state, kept = terms.initial_state, []
+    goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
+    if borders is not None and state is not None:
+        state = final.copy_(state)
+    elif goes_on and state is None:
+        state = final.zero_()
+    for i, (rows, tokens) in enumerate(slices):
+        marked = spans > 1 and i < len(slices) - 1
+        after = marks[i] if marked and borders is None else final[rows]
+        met = None if state is None else state[rows]
+        part = part_of(terms, rows, tokens, met)
+        if borders is not None:
+            part = part._replace(cu_seqlens=borders.local[i])
+        found = run(part, scale, out=(o[rows, tokens], after))
+        kept += found[2] if len(found) > 2 else []
+        if borders is not None and marked:
+            borders.keep(final, marks[i], i + 1)
+        elif goes_on:
+            state = after
+    return o, final, marks, *kept
+
+
+def backward(
+    run: Callable[..., Any],
+    terms: Terms,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    slices: Sequence[Slice],
+    marks: Tensor | None,
+    kept: Sequence[Tensor] = (),
+    plain: bool = False,
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term.
+
+    Args:
+        run: called as run(terms, dout, dfinal, scale, out=grads), of one slice; what it leaves
+            elsewhere is copied to where grads say.
+        marks: of forward, where the slices are spans.
+        kept: what forward left, which run takes of each slice: of tokens, then of chunks; of packed
+            sequences slice after slice.
+        plain: of forward.
+    """
+    named = [(name, getattr(terms, name)) for name in DIFFERENTIABLE]
+    given = {name: x for name, x in named if x is not None}
+    # one number a token is made in float32, and rounded once
+    small = [n for n, x in given.items() if x.dim() == 3 and x.dtype != torch.float32]
+    grads = {
+        name: x.new_empty(x.shape, dtype=torch.float32 if name in small else None)
+        for name, x in given.items()
+    }
+    spans, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
+    state, dstate, begins = terms.initial_state, grads.get("initial_state"), None
+    if spans:
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
+        if dstate is None or dstate.dtype != torch.float32:  # it is rounded once
+            dstate = torch.empty(terms.state_shape, **wide)
+        if borders is not None:
+            begins = None if state is None else state.contiguous()
+            met = torch.empty(terms.state_shape, **wide)
+            state = met.zero_() if begins is None else met.copy_(begins)
+            dfinal = dstate.zero_() if dfinal is None else dstate.copy_(dfinal)
+        elif state is None or dfinal is None:
+            zeros = torch.zeros(terms.state_shape, **wide)
+            state = zeros if state is None else state
+            dfinal = zeros if dfinal is None else dfinal
+    for i, (rows, tokens) in reversed(list(enumerate(slices))):
+        met = None if state is None else state[rows]
+        part = part_of(terms, rows, tokens, met)
+        if borders is not None:
+            assert state is not None and marks is not None
+            borders.meet(state, begins, marks, i)
+            part = part._replace(cu_seqlens=borders.local[i])
+        elif spans and i:
+            assert marks is not None
+            part = part._replace(initial_state=marks[i - 1])
+        here = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
+        if dstate is not None:
+            here["initial_state"] = dstate[rows]
+        do = None if dout is None else dout[rows, tokens]
+        after = None if dfinal is None else dfinal[rows]
+        packed = borders is not None
+        more = {"kept": _kept(kept, slices, i, packed)} if kept and spans else {}
+        placed(run(part, do, after, scale, out=here, **more), here)
+        if spans:
+            dfinal = dstate
+    if dstate is not None and "initial_state" in grads and dstate is not grads["initial_state"]:
+        grads["initial_state"].copy_(dstate)
+    return grads | {name: grads[name].to(given[name].dtype) for name in small}
+
+
+def walked(
+    terms: Terms, o: Tensor, final: Tensor, marks: Tensor | None
+) -> Iterator[tuple[slice, Terms, Tensor, Tensor]]:
+    """The spans of a walk that leaves the states between them: tokens, the terms of each with the
+    state that it meets, where o goes, and where the state goes. One where there are no marks."""
+    if marks is None:
+        yield WHOLE.tokens, terms, o, final
+        return
+    state = final.zero_() if terms.initial_state is None else terms.initial_state
+    cuts = spans(terms.q.shape[1], marks.shape[0] + 1)
+    for i, tokens in enumerate(cuts):
+        after = final if i == len(cuts) - 1 else marks[i]
+        yield tokens, part_of(terms, WHOLE.rows, tokens, state), o[:, tokens], after
+        state = after
+
+
+def marks_shape(terms: Terms, spans: int) -> tuple[int, ...]:
+    """Of the states between spans: of packed sequences one, that which crosses."""
+    N, *state = terms.state_shape
+    return max(spans - 1, 0), N if terms.cu_seqlens is None else 1, *state
+
+
+def chunks_of(tokens: slice, C: int) -> slice:
+    """Of a span of tokens of a single row."""
+    return tokens if tokens.stop is None else slice(tokens.start // C, -(-tokens.stop // C))
+
+
+def placed(grads: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """grads, copied to where `out` says unless they are there."""
+    for name, x in (out or {}).items():
+        if name in grads and grads[name].data_ptr() != x.data_ptr():
+            grads[name] = x.copy_(grads[name])
+    return grads
+
+
+def fitting(
+    given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory for a result: that which is given for it, where it is of its shape and dtype."""
+    if given is not None and given.shape == tuple(shape) and given.dtype == dtype:
+        return given
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def told(run: Callable, terms: Terms, slices: Sequence[Slice], launches: Any) -> Callable:
+    """run, with how many packed sequences have tokens in a span, about, where it takes that."""
+    packed = terms.cu_seqlens is not None and slices[0].tokens.stop is not None
+    if not (packed and getattr(launches, "ACTIVE", False)):
+        return run
+    return partial(run, active=max(1, terms.sequences // len(slices)))
+
+
+def _borders(terms: Terms, slices: Sequence[Slice], plain: bool) -> Any:
+    """Where packed sequences are cut into spans."""
+    if terms.cu_seqlens is None or slices[0].tokens.stop is None:
+        return None
+    if plain:
+        from slipstream.kernels.linear.varlen_slices import borders
+    else:
+        from slipstream.kernels.linear.triton.varlen_slices import borders
+    return borders(terms.cu_seqlens, [x.tokens for x in slices])
+
+
+def _kept(kept: Sequence[Tensor], slices: Sequence[Slice], i: int, packed: bool) -> list[Tensor]:
+    """Of slice i: packed ones have been left one after the other."""
+    if packed:
+        each = len(kept) // len(slices)
+        return list(kept[i * each : (i + 1) * each])
+    tokens, (first, *rest) = slices[i].tokens, kept
+    return [first[:, tokens], *(x[chunks_of(tokens, first.shape[-1])] for x in rest)]
+
+
+def part_of(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> Terms:
+    given = {
+        name: x[rows, tokens]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in _SHARED
+    }
+    return terms._replace(**given, initial_state=state)
+
+
+def _cut(terms: Terms, count: int) -> list[Slice]:
+    B, T = terms.q.shape[:2]
+    if count == 1:
+        return [WHOLE]
+    if B > 1:
+        busy = -(-BUSY // (terms.v.shape[2] * -(-terms.v.shape[3] // 64)))
+        each = max(-(-B // count), busy)
+        return [Slice(slice(b, b + each), WHOLE.tokens) for b in range(0, B, each)]
+    return [Slice(WHOLE.rows, x) for x in spans(T, count)]
+
+
+def spans(T: int, count: int) -> list[slice]:
+    """Of about as many tokens; at most so many."""
+    unit = LONG if count * 16 * LONG <= T else CHUNK
+    each = -(-T // (count * unit)) * unit
+    return [slice(t, t + each) for t in range(0, T, each)]
+
+
+def _with_spans(terms: Terms) -> bool:
+    """Whether backward may be cut into spans: a single row, of what leaves much for each other, and
+    whose walks of a span do not leave a GPU idle."""
+    if terms.transition == "none" or terms.q.shape[0] > 1:
+        return False
+    if terms.cu_seqlens is not None:
+        return True  # _most
+    HV, V = terms.v.shape[2:]
+    return 2 * HV * -(-V // 64) >= BUSY
+
+
+def _most(terms: Terms) -> int:
+    """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
+    T, HV, V = terms.v.shape[1:]
+    N, programs = terms.sequences, HV * -(-V // 64)
+    packed, most = terms.cu_seqlens is not None and N > 0, COUNT
+    if terms.q.shape[2] != HV:
+        most = max(1, min(COUNT, T * HV // (PACKED if packed else GROUPED)))
+    if not packed:
+        return most
+    busy = COUNT if programs >= BUSY else programs * N // FEW
+    return max(1, min(most, busy, T // (SPARSE * N)))
+
+
+def _count(terms: Terms, grads: bool) -> int:
+    B, T, HV, V = terms.v.shape
+    H, K, E = terms.q.shape[2], terms.q.shape[3], terms.q.element_size()
+    packed, each = terms.cu_seqlens is not None, _room(terms, grads)
+    if grads and H != HV and terms.transition != "none":
+        of_keys = (terms.q, terms.k, terms.p, terms.a, terms.b)
+        each += sum(x is not None for x in of_keys) * K * E  # gradients for each value head
+    room = B * T * HV * each
+    if room <= LITTLE:
+        return 1
+    given = sum(x.numel() * x.element_size() for x in terms if x is not None)
+    given += B * T * HV * V * E
+    allowed = given * (2 if grads else 1) * int(10 * MOST) // 1000
+    states = prod(terms.state_shape) * 4
+    if packed:
+        allowed -= terms.sequences * CHUNK * HV * each
+        allowed -= 2 * states + COUNT * HV * K * V * 4 if grads else 0
+    elif grads and B == 1:
+        allowed -= BORDERS * states
+    if grads and terms.transition == "delta" and terms.decay != "channel":
+        allowed -= B * T * HV * CHUNK * E  # R, of all slices
+    return int(min(_most(terms), -(-room // max(allowed, 1))))
+
+
+def _room(terms: Terms, grads: bool) -> int:
+    """Bytes a token and value head."""
+    K, V, E = terms.q.shape[-1], terms.v.shape[-1], terms.q.element_size()
+    W, C = 1 << (K - 1).bit_length(), CHUNK
+    if terms.transition == "none":
+        channels = terms.decay == "channel" or terms.u is not None
+        if terms.gv is not None:
+            channels, W = True, 1 << (V - 1).bit_length()
+        return 2 * W * E + C * E if channels and not grads else 0
+    if terms.transition == "delta" and terms.decay != "channel":
+        return V * E + 2 * K * V * E // C if grads else 0
+    more = 1 if terms.transition == "delta" else 2
+    if not grads:
+        return (2 + more) * W * E + more * C * E + 4 * V + _segments(terms)
+    kept = 2 * more * C * E + V * E + K * V * E // C
+    if terms.cu_seqlens is not None:
+        kept += 2 * W * E  # of more chunks than their gradients have room for
+    return kept + more * W * E + max(4 * V, V * E + K * V * E // C)
+
+
+def _segments(terms: Terms) -> int:
+    B, _, HV, V = terms.v.shape
+    if 2 * B * HV * -(-V // 64) >= BUSY:
+        return 0
+    K = terms.q.shape[-1]
+    return 4 * K * (K + V) // (8 * CHUNK)

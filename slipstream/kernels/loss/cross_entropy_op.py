@@ -1,0 +1,168 @@
+"""The Triton cross entropy as torch.library operators, and its gradient.
+
+slipstream::cross_entropy gives loss and lse of each row, slipstream::cross_entropy_backward the
+gradient of the logits. For one number, where nobody is looking, loss and gradient come from one
+launch in the forward; a compiled graph has both operators instead, which read the logits twice and
+write their gradient once: a gradient made early would be read and written again to be scaled.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.loss import launch
+from slipstream.kernels.loss.reference import Terms
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.custom_op import define, replayed, shortcut
+from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.token_ids import expect_ids, launched
+
+
+def rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+    """logits [N, V], target [N] -> loss [N]."""
+    if needs_autograd(logits):
+        return _Rows.apply(logits, target, terms, impl)
+    return _call(logits, target, *terms, impl)[0]
+
+
+def reduced(logits: Tensor, target: Tensor, terms: Terms, mean: bool, impl: str) -> Tensor:
+    """logits [N, V], target [N] -> loss []."""
+    grads = needs_autograd(logits)
+    args = _rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl
+    loss = _Reduced.apply(*args) if grads else _made(*args)
+    launched()
+    return loss
+
+
+def _rows_adjacent(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+class _Rows(Function):
+    operator = "slipstream::cross_entropy"
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+        loss, lse = _call(logits, target, *terms, impl)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.terms, ctx.impl = terms, impl
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        grad = _call_backward(*saved, dloss, *ctx.terms, ctx.impl)
+        return grad, None, None, None
+
+
+class _Reduced(Function):
+    """The gradient is made in the forward, beside the loss, and scaled in place by what comes in,
+    which is nearly always 1. It is given away then: a second backward makes it from the logits."""
+
+    operator = "slipstream::cross_entropy"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        terms: Terms,
+        mean: bool,
+        grads: bool,
+        impl: str,
+    ) -> Tensor:
+        total, lse, factor, grad = _made(logits, target, terms, mean, grads, impl)
+        ctx.save_for_backward(logits, target, lse, factor if mean else None)
+        ctx.terms, ctx.impl, ctx.made = terms, impl, grad
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        made, ctx.made = ctx.made, None
+        logits, target, lse, factor = saved
+        if factor is not None and (made is None or _late(logits)):
+            dloss = dloss * factor
+        if made is not None:
+            return launch.scale_(ctx.impl, made, dloss), *[None] * 5
+        return _again(logits, target, lse, dloss, ctx.terms, ctx.impl), *[None] * 5
+
+
+def _late(logits: Tensor) -> bool:
+    """A float16 gradient of one row's share of the mean would underflow."""
+    return logits.dtype == torch.float16
+
+
+def _make(logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool, impl: str) -> Any:
+    """The loss; with `grads` also each row's lse, 1 / how many targets count, and the gradient."""
+    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    made: dict[str, Any] = {}
+    if grads:
+        made = {"lse": torch.empty_like(loss), "grad": logits.new_empty(logits.shape)}
+    factor = launch.inverse_count(impl, target, terms.ignore_index, logits.shape[1])
+    weight = factor if mean else None
+    each = None if _late(logits) else weight
+    launch.cross_entropy(impl, logits, target, terms, loss=loss, **made, weight=each)
+    total = launch.total(impl, loss, weight)
+    return (total, made["lse"], factor, made["grad"]) if grads else total
+
+
+# a later call of its kind is played from its record
+_made = replayed(_make)
+
+
+def _again(
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, terms: Terms, impl: str
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    made = {"lse": lse, "grad": grad}
+    launch.cross_entropy(impl, logits, target, terms, **made, weight=dloss, has_lse=True)
+    return grad
+
+
+def _forward(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *options, impl = args
+    terms = Terms(*options)
+    expect_ids("target", target, logits.shape[1], terms.ignore_index)
+    loss, lse = _forward_fake(logits, target)
+    made: dict[str, Any] = {"loss": loss, "lse": lse}
+    launch.cross_entropy(impl, _rows_adjacent(logits), target.contiguous(), terms, **made)
+    return loss, lse
+
+
+def _backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *args: Any) -> Tensor:
+    *options, impl = args
+    given = (_rows_adjacent(logits), target.contiguous(), lse, dloss)
+    return _again(*given, Terms(*options), impl)
+
+
+def _forward_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=wide), logits.new_empty(rows, dtype=wide)
+
+
+def _backward_fake(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_TERMS = (
+    "int ignore_index, float label_smoothing, float softcap, float z_loss, float logit_scale, "
+    "str impl"
+)
+_OP = define(
+    "cross_entropy",
+    f"(Tensor logits, Tensor target, {_TERMS}) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_OP_BACKWARD = define(
+    "cross_entropy_backward",
+    f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {_TERMS}) -> Tensor",
+    _backward,
+    _backward_fake,
+)
+set_gradient(_OP, lambda *args: _Rows.apply(*args[:2], Terms(*args[2:-1]), args[-1]))
+_call = shortcut(_OP)
+_call_backward = shortcut(_OP_BACKWARD)

@@ -1,0 +1,83 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingImports=false
+# pyright: reportArgumentType=false
+"""Launch of the matmul for sm_90: no synchronisation.
+
+Memory beyond the result: a copy of a factor that TMA or wgmma cannot take as it is: one that does
+not begin at 16 bytes, one of 8 bits that is not adjacent along K, and one if neither is of 32.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.matmul.config import TMA_BYTES, MatmulConfig
+from slipstream.kernels.matmul.inputs import Terms, row_by_row, tma_swaps
+from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.backends import on, processors
+from slipstream.runtime.launch_cache import kept
+
+_GLUON = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+# of 12 warps, of which the compiler takes 9; the two warpgroups then take 240, the loads 24
+REGISTERS = 168
+
+
+def matmul(t: Terms, c: MatmulConfig) -> Tensor:
+    """out [M, N]."""
+    (M, K), N = t.a.shape, t.b.shape[1]
+    out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
+    # the left factor [M, K] and the right one's transpose [N, K], or what is their transpose
+    left, right, swapped = t.a, t.b.t(), tma_swaps(t)
+    if swapped:
+        left, right, M, N = right, left, N, M
+    size = left.element_size()
+    left, left_t = _placed(left, size in (2, 4))
+    right, right_t = _placed(right, size == 2)
+    residual, bias = t.residual, t.bias
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    sa, sb = (None if x is None else x.float().contiguous() for x in (t.scale_a, t.scale_b))
+    BN, BK = c.block_n, c.block_k
+    levels = max((BN * out.element_size() // TMA_BYTES).bit_length() - 1, 0)
+    part = (BN >> levels, 64) if swapped else (64, BN >> levels)
+    tiles = -(-M // 128) * -(-N // BN)
+    with on(out.device):
+        kept(matmul_sm90_kernel)[(min(tiles, processors(out.get_device())),)](
+            _descriptor(left, (BK, 64) if left_t else (64, BK)),
+            _descriptor(right, (BK, BN) if right_t else (BN, BK)),
+            _descriptor(out, part),
+            None if bias is None else bias.contiguous(), residual, sa, sb, M, N, K,
+            0 if residual is None else residual.stride(0),
+            0 if sa is None else sa.dim(), 0 if sb is None else sb.dim(),
+            BN, BK, c.group_m, c.num_stages, left_t, not right_t, swapped, t.activation, levels,
+            num_warps=4, maxnreg=REGISTERS,
+        )  # fmt: skip
+    return out
+
+
+def _placed(x: Tensor, turns: bool) -> tuple[Tensor, bool]:
+    """x [rows, K] as its rows, or if it may be as its columns [K, rows]; and which."""
+    turned = turns and not row_by_row(x) and row_by_row(x.t())
+    if turned:
+        x = x.t()
+    if not row_by_row(x) or x.data_ptr() % 16:
+        # not .contiguous(), which leaves alone what is contiguous but badly placed
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x, turned
+
+
+def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(x.dtype, block))
+
+
+@cache
+def _layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])

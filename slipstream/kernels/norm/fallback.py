@@ -1,0 +1,74 @@
+"""What the launches of the norms do, in plain torch: for compilers that fail at them."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.norm import eager
+from slipstream.kernels.norm.inputs import Norm, stats_shape, stores_h
+from slipstream.runtime.guarded_launch import apart
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    n: Norm,
+) -> tuple[Tensor, Tensor | None]:
+    y, h = eager.compose(x, weight, bias, gate, residual, n, eager.rms, eager.layer)
+    return y, h if n.keep_h and h is not x else None
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    n: Norm,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The statistics are left 0: `backward` makes them again."""
+    y, h = eager.compose(x, weight, bias, gate, residual, n, eager.rms, eager.layer)
+    stats = None
+    if (shape := stats_shape(x, n, save)) is not None:
+        stats = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    return y.contiguous(), h if stores_h(x, residual, n, save) else None, stats
+
+
+def backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    stats: Tensor | None,
+    residual_dtype: torch.dtype | None,
+    n: Norm,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Any, ...]:
+    """dx, dresidual, dweight, dbias, dgate."""
+    given = [None if x is None else x.detach() for x in (h, weight, bias, gate)]
+
+    def run() -> list[Tensor | None]:
+        leaves = [None if x is None else x.clone().requires_grad_() for x in given]
+        x, w, b, g = cast(Any, leaves)
+        y, _ = eager.compose(x, w, b, g, None, n, eager.rms, eager.layer)
+        wanted = [x for x in leaves if x is not None]
+        found = iter(torch.autograd.grad(y, wanted, dy.to(y.dtype)))
+        return [None if x is None else next(found) for x in leaves]
+
+    dsum, dweight, dbias, dgate = apart(run, dy.device)
+    assert dsum is not None
+    if dh is not None:
+        dsum = dsum + dh
+    dx = dsum.to(dy.dtype)
+    dresidual = None if residual_dtype is None else dx
+    if residual_dtype not in (None, dx.dtype):
+        dresidual = dsum.to(residual_dtype)
+    return dx, dresidual, dweight if needs_weight else None, dbias if needs_bias else None, dgate

@@ -1,0 +1,1 @@
+"""Device code and constants that several families of kernels share."""

@@ -1,0 +1,29 @@
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportCallIssue=false
+"""Numbers that all threads of a program know, in shared memory: read where they are wanted, they
+take no registers in between, and nothing of what is made of them is made before a loop and kept.
+"""
+
+from slipstream.kernels.primitives.gluon_compat import gl, gluon
+
+
+@gluon.jit
+def notes(COUNT: gl.constexpr):
+    """Shared memory for COUNT numbers."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
+
+
+@gluon.jit
+def note(pad, numbers, FIRST: gl.constexpr, WARPS: gl.constexpr):
+    """Writes them down from place FIRST on; a barrier comes before others read them."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    for i in gl.static_range(len(numbers)):
+        pad.index(FIRST + i).store(gl.full([1], numbers[i], gl.int32, layout))
+
+
+@gluon.jit
+def noted(pad, AT: gl.constexpr, WARPS: gl.constexpr):
+    """The number at a place; WARPS: of those that read it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(pad.index(AT).load(layout), 0)

@@ -1,0 +1,77 @@
+"""What the delta operators may be asked to do to their arguments first: norms, gates, beta."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.ops.norm import l2_norm
+
+
+def maybe_l2_norm(flag: bool, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension of each, if the flag is set."""
+    if not flag:
+        return tuple(tensors.values())
+    for name, x in tensors.items():
+        checks.expect_rank(name, x, 4, "[B, T, H, K]")
+    checks.expect_floating(tensors)
+    return tuple(l2_norm(x) for x in tensors.values())
+
+
+def delta_gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor:
+    """Log decays from what a layer projects.
+
+    -exp(A_log) * softplus(g + dt_bias), or, bounded below, lower_bound * sigmoid(exp(A_log) *
+    (g + dt_bias)), where A_log None stands for 0.
+
+    Args:
+        g: [B, T, HV] or [B, T, HV, K], any float dtype; the result is float32 at least.
+        A_log: [HV]. dt_bias: [HV], or [HV * K] for a gate of every channel.
+        lower_bound: in [-5, 0).
+    """
+    check_lower_bound(lower_bound)
+    given = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
+    checks.expect_floating(given)
+    checks.expect_one_device(given)
+    heads = g.shape[2]
+    x = g if g.dtype == torch.float64 else g.float()
+    if dt_bias is not None:
+        checks.expect_shape("dt_bias", dt_bias.flatten(), (math.prod(x.shape[2:]),))
+        x = x + dt_bias.to(x.dtype).view(x.shape[2:])
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError("A_log: want a tensor [HV] with use_gate_in_kernel, got None")
+        return lower_bound * torch.sigmoid(x)
+    checks.expect_shape("A_log", A_log.flatten(), (heads,))
+    rate = A_log.to(x.dtype).exp().view(heads, *([1] * (x.dim() - 3)))
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * x)
+    return -rate * F.softplus(x)
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    if lower_bound is not None and not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound: want a number in [-5, 0), got {lower_bound}")
+
+
+def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    return v.new_ones(v.shape[:3]) if beta is None else beta
+
+
+def maybe_sigmoid(beta: Tensor, flag: bool, allow_neg_eigval: bool) -> Tensor:
+    """sigmoid(beta), or 2 sigmoid(beta): eigenvalues of the transition down to -1 instead of 0."""
+    if not flag:
+        if allow_neg_eigval:
+            raise ValueError(
+                "allow_neg_eigval: doubles the sigmoid of use_beta_sigmoid_in_kernel=True, "
+                "which is off; pass beta in (0, 2) itself"
+            )
+        return beta
+    checks.expect_floating({"beta": beta})
+    beta = beta.sigmoid() if beta.dtype == torch.float64 else beta.float().sigmoid()
+    return 2 * beta if allow_neg_eigval else beta

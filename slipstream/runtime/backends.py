@@ -1,0 +1,130 @@
+"""What the launches and the plans of all families share."""
+
+import importlib.util
+import os
+import re
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.custom_op import fake
+from slipstream.runtime.device_guard import on as on
+from slipstream.runtime.dispatch import OR_PLAIN, Candidate, choose
+
+
+def _release() -> tuple[int, ...]:
+    """Triton's, as (3, 6), out of its source: importing it takes half a second."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return ()
+    found = re.search(r"__version__ = ['\"](\d+)\.(\d+)", Path(spec.origin).read_text())
+    return () if found is None else tuple(map(int, found.groups()))
+
+
+RELEASE = _release()
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+# Triton's interpreter runs the kernels on a CPU, for tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# The releases under which the kernels in Gluon are used. 3.9 compiles them all, but spills in their
+# loops, up to 648 bytes a thread (docs/facts.md): not before it is measured.
+GLUON = ((3, 6), (3, 8))
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NAMED = (
+    Candidate("triton", "portable Triton kernels, on CUDA", lambda call: _refuses(*call)),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
+)
+
+
+def choose_impl(
+    impl: str | None, x: Tensor, refuses: Callable[..., str | None], *given: Any
+) -> str:
+    """One of triton|eager, triton, eager and reference: as Plan.tries says.
+
+    None is Triton on CUDA where it takes the call, else eager.
+
+    Args:
+        x: decides about device and dtype.
+        refuses: given x and `given`, why the family's Triton kernels can't take the call, or None
+            if they can.
+    """
+    if impl is not None:
+        return choose(_NAMED, (x, refuses, given), impl).tries
+    if not x.is_cuda:
+        return "eager"
+    if _refuses(x, refuses, given) is None:
+        return OR_PLAIN
+    family = refuses.__module__.split(".")[2]
+    return choose(_NAMED, (x, refuses, given), None, family, x).tries
+
+
+def is_triton(impl: str) -> bool:
+    """Of what choose_impl or Plan.tries says."""
+    return impl.startswith("triton")
+
+
+def _refuses(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
+    if fake(x):
+        return "the tensors are fake"
+    return unfit(x, "the input") or refuses(x, *given)
+
+
+def unfit(x: Tensor, name: str) -> str | None:
+    """Why no Triton kernel can take a call on x, or None."""
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if not (x.is_cuda or INTERPRETED):
+        return f"it runs on CUDA devices, and the tensors are on {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"it computes in float32, and {name} is {x.dtype}"
+    return None
+
+
+def sm90_unsupported(x: Tensor) -> str | None:
+    """Why no sm_90 kernel can take a call on x, or None."""
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if INTERPRETED or not x.is_cuda:
+        return f"it runs on sm_90, and the tensors are on {x.device.type}"
+    if torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "it is written for sm_90"
+    if not GLUON[0] <= RELEASE <= GLUON[1]:
+        found, first, last = (".".join(map(str, x)) for x in (RELEASE, *GLUON))
+        reason = f"its language, Gluon, is not that of Triton {found} (it is of {first} to {last})"
+        _warn(f"the kernels for sm_90 are not used, slower portable ones run: {reason}")
+        return reason
+    return None
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once a process."""
+    from slipstream.compiler.compiler_state import Guarded
+
+    warnings.warn(text, Guarded, stacklevel=2)
+
+
+def precision() -> str:
+    """Of float32 products: the fastest that is right to float32 and that the backend has."""
+    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
+
+
+@cache
+def processors(index: int) -> int:
+    """Multiprocessors of a CUDA device; two for -1, the CPU, where the interpreter runs."""
+    return 2 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def shared_memory(index: int) -> int:
+    """Bytes of it that a program may use."""
+    if index < 0:
+        return 1 << 16
+    # AMD's have no more than the rest of them
+    properties = torch.cuda.get_device_properties(index)
+    return getattr(properties, "shared_memory_per_block_optin", 1 << 16)

@@ -1,0 +1,261 @@
+"""What a call does, written down while it is done: runtime/call_replay.py says what for."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided"))
+_THREAD = threading.local()
+# Makes a step's values, given all of them and their addresses.
+Run = Callable[[list, list], None]
+
+
+class Launch(Protocol):
+    """A launch that has been made, with its tensors elsewhere."""
+
+    def __call__(self, pointers: Sequence[int]) -> None: ...
+
+
+# One of launches in a row, each with the places of its pointers among all that are given.
+Together = Callable[[Sequence[tuple[Any, Sequence[int]]]], Launch]
+
+
+def one_by_one(launches: Sequence[tuple[Launch, Sequence[int]]]) -> Launch:
+    def run(pointers: Sequence[int]) -> None:
+        for launch, places in launches:
+            launch([pointers[i] for i in places])
+
+    return run
+
+
+class Recorder(Protocol):
+    def launched(
+        self,
+        tensors: Sequence[Tensor],
+        again: Launch | None,
+        together: Together = one_by_one,
+    ) -> None:
+        """Of a kernel, with these; None if it can't be done again."""
+        ...
+
+
+def recorder() -> Recorder | None:
+    """This thread's, to be told of a launch."""
+    return getattr(_THREAD, "recorder", None)
+
+
+class Place(NamedTuple):
+    """A value of the record, or memory within it."""
+
+    number: int
+    offset: int = 0
+
+
+class Launched(NamedTuple):
+    again: Launch
+    together: Together
+    places: tuple[Place, ...]
+
+
+class Step(NamedTuple):
+    """reads, makes: numbers of values. run(values, addresses): makes them, and says where they are.
+
+    A launch, which reads only addresses, has `launch` instead; fresh: bytes of the memory that is
+    all it makes.
+    """
+
+    reads: tuple[int, ...]
+    makes: tuple[int, ...] = ()
+    run: Run | None = None
+    view: bool = False
+    launch: Launched | None = None
+    fresh: int | None = None
+
+
+class Unrecordable(Exception):
+    pass
+
+
+class Taken(TorchDispatchMode):
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.failed, self.launches, self.operations = False, 0, 0
+        self._numbers: dict[int, tuple[Any, int]] = {}
+        self._views: dict[int, Place] = {}
+        self._fresh: set[int] = set()  # addresses of memory of this call
+        self.constants: dict[int, Tensor] = {}
+        self.count, self.device = 0, inputs[0].device
+        for x in inputs:
+            self._new(x)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with told(None):  # what it launches is part of it
+            out = func(*args, **kwargs)
+        try:
+            self._operation(func, args, kwargs, out)
+        except Unrecordable:
+            self.failed = True
+        return out
+
+    def launched(
+        self,
+        tensors: Sequence[Tensor],
+        again: Launch | None,
+        together: Together = one_by_one,
+    ) -> None:
+        self.launches += 1
+        try:
+            places = tuple(self._place(x) for x in tensors)
+        except Unrecordable:
+            again = None
+        if again is None:
+            self.failed = True
+            return
+        launch = Launched(again, together, places)
+        self.steps.append(Step(tuple(n for n, _ in places), launch=launch))
+
+    def number(self, x: Tensor) -> int:
+        if self._known(x):
+            return self._numbers[id(x)][1]
+        if x.untyped_storage().data_ptr() in self._fresh:
+            raise Unrecordable  # of this call, and nobody saw how it was made
+        number = self._new(x)
+        self.constants[number] = x
+        return number
+
+    def _known(self, x: Tensor) -> bool:
+        known = self._numbers.get(id(x))
+        return known is not None and known[0]() is x
+
+    def _new(self, x: Tensor) -> int:
+        self._numbers[id(x)] = (weakref.ref(x), self.count)
+        self.count += 1
+        return self.count - 1
+
+    def _made(self, x: Tensor) -> int:
+        if self._known(x):  # in place
+            return self._numbers[id(x)][1]
+        self._fresh.add(x.untyped_storage().data_ptr())
+        return self._new(x)
+
+    def _place(self, x: Tensor) -> Place:
+        number = self.number(x)
+        return self._views.get(number, Place(number))
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name
+        if name in EMPTY and not kwargs.get("pin_memory"):
+            made, size = self._made(out), out.untyped_storage().nbytes()
+            like: Any = {"dtype": out.dtype, "device": out.device}
+            run = allocation(made, tuple(out.shape), out.stride(), **like)
+            self.steps.append(Step((), (made,), run, fresh=size))
+            return
+        flat, spec = tree_flatten((args, kwargs))
+        reads = {i: self.number(x) for i, x in enumerate(flat) if isinstance(x, Tensor)}
+        outs, _ = tree_flatten(out)
+        if any(not isinstance(x, Tensor) or x.device != self.device for x in outs):
+            raise Unrecordable
+        view = is_view(func) and not any(map(self._known, outs))
+        makes = tuple(map(self._made, outs))
+        if view:
+            number, offset = self._place(flat[0])
+            begin = flat[0].data_ptr() - offset
+            self._views |= {n: Place(number, x.data_ptr() - begin) for n, x in zip(makes, outs)}
+        else:
+            self.operations += 1
+        plain = sum(isinstance(x, Tensor) for x in args) == len(reads) and isinstance(out, Tensor)
+        flat = [None if isinstance(x, Tensor) else x for x in flat]
+        run = _nested(func, flat, spec, reads, makes)
+        if plain:
+            run = _plain(func, args, kwargs, tuple(reads.values()), makes[0])
+        self.steps.append(Step(tuple(reads.values()), makes, run, view))
+
+
+# Not in the class, where torch would wrap it in what first imports torch._dynamo, for seconds.
+Taken.__torch_dispatch__ = Taken.dispatch
+
+
+def _plain(func: Any, args: Any, kwargs: Any, reads: tuple[int, ...], made: int) -> Run:
+    """func with values for the tensors among args; what it makes is one tensor."""
+    places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+    rest = [None if isinstance(x, Tensor) else x for x in args]
+
+    def run(values: list, addresses: list) -> None:
+        given = rest.copy()
+        for i, n in zip(places, reads):
+            given[i] = values[n]
+        values[made] = x = func(*given, **kwargs)
+        addresses[made] = x.data_ptr()
+
+    return run
+
+
+def _nested(func: Any, flat: list, spec: Any, reads: dict[int, int], makes: tuple) -> Run:
+    """func with values for tensors that are anywhere in its arguments, as flat and spec say."""
+
+    def run(values: list, addresses: list) -> None:
+        given = flat.copy()
+        for i, n in reads.items():
+            given[i] = values[n]
+        again = tree_unflatten(given, spec)
+        results, _ = tree_flatten(func(*again[0], **again[1]))
+        for n, x in zip(makes, results):
+            values[n], addresses[n] = x, x.data_ptr()
+
+    return run
+
+
+def is_view(func: Any) -> bool:
+    """Of its first argument, or several."""
+    made, given = (
+        [x.alias_info for x in y] for y in (func._schema.returns, func._schema.arguments)
+    )
+    return len(made) == 1 and made[0] is not None and not made[0].is_write and given[0] is not None
+
+
+def allocation(made: int, size: tuple[int, ...], stride: tuple[int, ...], **options: Any) -> Run:
+    def run(values: list, addresses: list) -> None:
+        values[made] = x = torch.empty_strided(size, stride, **options)
+        addresses[made] = x.data_ptr()
+
+    return run
+
+
+@contextmanager
+def told(whom: Recorder | None) -> Iterator[None]:
+    """This thread's recorder is another."""
+    kept, _THREAD.recorder = recorder(), whom
+    try:
+        yield
+    finally:
+        _THREAD.recorder = kept
+
+
+class Launches:
+    """Counts what Triton launches from this thread."""
+
+    def __enter__(self) -> "Launches":
+        self.count, self._thread = 0, threading.get_ident()
+        knobs: Any = sys.modules.get("triton.knobs")  # not before Triton 3.4
+        self._hooks = None if knobs is None else knobs.runtime.launch_enter_hook
+        if self._hooks is not None:
+            self._hooks.add(self._launch)
+        return self
+
+    def _launch(self, metadata: Any) -> None:
+        if threading.get_ident() == self._thread and recorder() is not None:
+            self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.remove(self._launch)

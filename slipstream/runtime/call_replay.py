@@ -1,0 +1,242 @@
+"""Calls just like an earlier one, without what Python works out for each of them.
+
+What an operator allocates, computes and launches follows from the shapes, strides, dtypes and
+alignment of its tensors and from its options: Key. The second call of a key is recorded: each
+operation of torch by the values that it reads and makes, each launch of a kernel by the places of
+its tensors (runtime/call_recorder.py). From the third on the record is played: fresh memory, the
+same launches, other addresses, those in a row as one (runtime/launch_replay.py). A temporary tensor
+is let go after its last use, as it was before. Those that only kernels see are places of one
+allocation, where all of them are small.
+
+A call is not recorded where that would not be all of it: a kernel is launched by other means, an
+operation gives a number to the host, or there are more operations of torch than launches pay for.
+
+    SLIPSTREAM_REPLAY   on, or off
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from slipstream.runtime.call_recorder import (
+    Launch,
+    Launched,
+    Launches,
+    Place,
+    Run,
+    Step,
+    Taken,
+    Unrecordable,
+    allocation,
+    told,
+)
+
+Key = tuple
+ON = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
+# Operations of torch in a record besides fresh memory and views, each of which takes as long as a
+# launch: so many, or half as many as there are launches.
+MOST_OPERATIONS = 6
+# Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
+MOST_ROOM = 1 << 23
+_ALIGNED = 512  # as torch's allocator does
+# Keys of an operator: past this it starts anew.
+MOST_KEYS = 1024
+_PLAIN = (Tensor, Parameter)
+# most of what else there is: isinstance takes longer
+_NO_TENSOR = frozenset((type(None), bool, int, float, str))
+
+
+def wanted(x: Tensor) -> bool:
+    """Of a call on x: elsewhere nothing is launched, and what is done may depend on values."""
+    return ON and x.is_cuda
+
+
+def key_of(args: Sequence[Any]) -> Key | None:
+    """None for what can't be a key. All tensors are on the first one's device."""
+    parts: list[Any] = [args[0].get_device()]
+    for x in args:
+        kind = type(x)
+        if kind in _PLAIN:
+            parts += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+        elif kind in _NO_TENSOR or not isinstance(x, Tensor):
+            parts.append(x)
+        else:
+            return None
+    return tuple(parts)
+
+
+def kind_of(args: Sequence[Any]) -> Key:
+    """What calls of different numbers of sequences, tokens and heads have in common."""
+    parts: list[Any] = []
+    for x in args:
+        shaped = isinstance(x, Tensor)
+        parts += (x.dtype, x.dim(), x.shape[3:], x.data_ptr() & 15) if shaped else (x,)
+    return tuple(parts)
+
+
+class Record:
+    """What a call does, to be done again."""
+
+    def __init__(self, taken: Taken, inputs: int, result: Any) -> None:
+        """result: what it returns, values as places: one, or a tuple or a list."""
+        self.operations = taken.operations
+        returned = {x.number for x in ((result,) if type(result) is Place else result)}
+        steps = _needed(taken.steps, returned)
+        self._room, places = _in_one_room(steps, returned)
+        stays = returned
+        if self._room:
+            stays = returned | {taken.count}  # until the end: it is small
+            steps = _within(steps, places, taken.count)
+            shape = ((self._room,), (1,))
+            run = allocation(taken.count, *shape, dtype=torch.uint8, device=taken.device)
+            steps.insert(0, Step((), (taken.count,), run, fresh=self._room))
+        self._runs = _joined(_memory_first(_with_drops(steps, stays, inputs)))
+        # values that are there before the first step, and their addresses
+        self._space = [taken.constants.get(n) for n in range(inputs, taken.count + 1)]
+        self._at = [0 if x is None else x.data_ptr() for x in self._space]
+        self._result = result
+
+    def play(self, args: Sequence[Any]) -> Any:
+        values: list[Any] = [x for x in args if type(x) in _PLAIN]
+        addresses = list(map(Tensor.data_ptr, values))
+        values += self._space
+        addresses += self._at
+        for run, drops in self._runs:
+            run(values, addresses)
+            for n in drops:
+                values[n] = None
+        result: Any = self._result
+        if type(result) is Place:
+            return values[result.number]
+        return type(result)([values[x.number] for x in result])
+
+
+def _needed(steps: Sequence[Step], returned: set[int]) -> list[Step]:
+    """All but the views that only launches read."""
+    needed, kept = set(returned), []
+    for step in reversed(steps):
+        if step.view and not needed.intersection(step.makes):
+            continue
+        needed.update(step.reads)
+        kept.append(step)
+    return kept[::-1]
+
+
+def _in_one_room(steps: Sequence[Step], returned: set[int]) -> tuple[int, dict[int, int]]:
+    """Bytes for all fresh memory that only launches read, and where in it each is.
+
+    The largest come first, each at the lowest place that nobody has while it is in use.
+    """
+    seen = {n for x in steps if x.launch is None for n in x.reads} | returned
+    first = {x.makes[0]: i for i, x in enumerate(steps) if x.fresh is not None}
+    last = {n: i for i, x in enumerate(steps) for n in x.reads}
+    sizes = {n: -(-(steps[i].fresh or 1) // _ALIGNED) * _ALIGNED for n, i in first.items()}
+    places: dict[int, int] = {}
+    for n in sorted(first.keys() - seen, key=lambda n: (-sizes[n], n)):
+        begin, end = first[n], last.get(n, first[n])
+        met = [x for x in places if first[x] <= end and begin <= last.get(x, first[x])]
+        at = 0
+        for start, size in sorted((places[x], sizes[x]) for x in met):
+            if at + sizes[n] <= start:
+                break
+            at = max(at, start + size)
+        places[n] = at
+    room = max((at + sizes[n] for n, at in places.items()), default=0)
+    return (room, places) if room <= MOST_ROOM else (0, {})
+
+
+def _within(steps: Sequence[Step], places: dict[int, int], room: int) -> list[Step]:
+    """The steps, with memory in the value `room` for what has a place in it."""
+
+    def moved(place: Place) -> Place:
+        at = places.get(place.number)
+        return place if at is None else Place(room, at + place.offset)
+
+    found: list[Step] = []
+    for step in steps:
+        if step.launch is not None:
+            launch = step.launch._replace(places=tuple(map(moved, step.launch.places)))
+            step = Step(tuple(n for n, _ in launch.places), launch=launch)
+        if not places.keys() & set(step.makes):
+            found.append(step)
+    return found
+
+
+Dropping = tuple[Step, tuple[int, ...]]
+
+
+def _with_drops(steps: Sequence[Step], stays: set[int], inputs: int) -> list[Dropping]:
+    """Each step, and the values that nothing later reads."""
+    later, found = set(stays), []
+    for step in reversed(steps):
+        last = tuple({n for n in (*step.reads, *step.makes) if n >= inputs and n not in later})
+        later.update(last)
+        found.append((step, last))
+    return found[::-1]
+
+
+def _memory_first(steps: Sequence[Dropping]) -> list[Dropping]:
+    """Fresh memory and views come before launches after which nothing is let go: so more launches
+    are in a row, and no more memory is in use at once."""
+    found: list[Dropping] = []
+    for step, drops in steps:
+        at = len(found)
+        while step.launch is None and (step.view or step.fresh is not None) and at:
+            before, dropped = found[at - 1]
+            if before.launch is None or dropped:
+                break
+            at -= 1
+        found.insert(at, (step, drops))
+    return found
+
+
+def _joined(steps: Sequence[Dropping]) -> list[tuple[Run, tuple[int, ...]]]:
+    """What is run, and the values that are let go after it: launches in a row are one."""
+    found: list[tuple[Run, tuple[int, ...]]] = []
+    for together, group in groupby(steps, lambda x: x[0].launch and x[0].launch.together):
+        row = list(group)
+        if together is None:
+            found += [(step.run, drops) for step, drops in row if step.run is not None]
+        else:
+            run = _in_a_row([step.launch for step, _ in row if step.launch is not None])
+            found.append((run, tuple(n for _, drops in row for n in drops)))
+    return found
+
+
+def _in_a_row(launches: Sequence[Launched]) -> Run:
+    places = list(dict.fromkeys(place for x in launches for place in x.places))
+    known = {place: i for i, place in enumerate(places)}
+    each = [(x.again, [known[place] for place in x.places]) for x in launches]
+    again: Launch = launches[0].together(each)
+    plain = list(map(tuple, places))  # these are taken apart faster
+
+    def run(values: list, addresses: list) -> None:
+        again([addresses[n] + at for n, at in plain])
+
+    return run
+
+
+def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Record | None]:
+    """call(*args), and how to do the same again, if that is possible."""
+    # each a tensor of its own, also where one is given twice
+    mine = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    tensors = [x for x in mine if isinstance(x, Tensor)]
+    taking, seen = Taken(tensors), Launches()
+    with seen, taking, told(taking):
+        result = call(*mine)
+    most = max(MOST_OPERATIONS, taking.launches // 2)
+    if taking.failed or seen.count != taking.launches or taking.operations > most:
+        return result, None
+    try:
+        if isinstance(result, Tensor):
+            places: Any = Place(taking.number(result))
+        else:
+            places = type(result)([Place(taking.number(x)) for x in result])
+    except Unrecordable:
+        return result, None
+    return result, Record(taking, len(tensors), places)

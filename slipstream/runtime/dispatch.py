@@ -1,0 +1,131 @@
+"""The choice of an implementation: one pure function over a list of candidates, each with a reason.
+
+A family lists its candidates in order of preference; a candidate looks at the call and says why it
+can't take it, or None. Nothing is ever replaced silently: an implementation asked for by name is
+used or refused, and a call on a GPU that no kernel takes is reported.
+
+    SLIPSTREAM_FALLBACK   warn (once for each family and reason, where a call on a GPU runs in plain
+                          torch), or error (such a call raises NotImplementedError)
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FALLBACK = "SLIPSTREAM_FALLBACK"
+PLAIN = ("eager", "reference")
+OR_PLAIN = "triton|eager"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """name: what `impl` calls it. refuses: call -> reason, or None if it takes the call.
+
+    by_name_only: never chosen unless asked for.
+    """
+
+    name: str
+    why: str
+    refuses: Callable[[Any], str | None] = lambda call: None
+    by_name_only: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """impl: the one chosen; why; rejected: those preferred to it, each with its reason.
+
+    rest: those after it that take the call, for when the machine's compilers turn out to fail at
+    its kernels (runtime/guarded_launch.py); none if it was asked for by name.
+    """
+
+    impl: str
+    why: str
+    rejected: tuple[tuple[str, str], ...] = ()
+    rest: tuple[str, ...] = ()
+
+    @property
+    def tries(self) -> str:
+        """What an operator is told: "triton|eager" is the first of them that works."""
+        return "|".join((self.impl, *self.rest))
+
+
+class FallbackWarning(RuntimeWarning):
+    """A call on a GPU runs in plain torch, since no kernel takes it."""
+
+
+_reported: set[tuple[str, str]] = set()
+
+
+def fallback_is_error() -> bool:
+    """
+    Raises:
+        ValueError: SLIPSTREAM_FALLBACK is neither warn nor error.
+    """
+    value = os.environ.get(FALLBACK, "warn")
+    if value not in ("warn", "error"):
+        raise ValueError(f"{FALLBACK}: want warn or error, got {value!r}")
+    return value == "error"
+
+
+def report_fallback(plan: Plan, family: str, x: Any) -> None:
+    """Warns, once for each family and reason, if a plan for a call on a GPU is plain torch.
+
+    Not where x is empty, or stands for another tensor, as while a graph is traced.
+
+    Raises:
+        NotImplementedError: it is, and SLIPSTREAM_FALLBACK=error.
+    """
+    if plan.impl not in PLAIN or not plan.rejected:
+        return
+    from slipstream.runtime.custom_op import direct  # which imports this
+
+    if not direct(x) or x.numel() == 0:
+        return
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.rejected)
+    if fallback_is_error():
+        raise NotImplementedError(f"{family}: no kernel takes this call ({reasons})")
+    if (family, reasons) not in _reported:
+        _reported.add((family, reasons))
+        text = f"{family} runs in plain torch on the GPU, which is slow ({reasons})"
+        warnings.warn(f"{text}; {FALLBACK}=error raises instead", FallbackWarning, stacklevel=4)
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    call: Any,
+    impl: str | None,
+    family: str = "",
+    x: Any = None,
+) -> Plan:
+    """Picks the first candidate that takes the call, or the one named.
+
+    Args:
+        family, x: the operators' name and a tensor of the call, for report_fallback.
+
+    Raises:
+        ValueError: no candidate has that name.
+        NotImplementedError: the one named, or every one, refuses the call.
+    """
+    if impl is not None:
+        named = next((c for c in candidates if c.name == impl), None)
+        if named is None:
+            names = ", ".join(repr(c.name) for c in candidates)
+            raise ValueError(f"impl: want None or one of {names}, got {impl!r}")
+        if reason := named.refuses(call):
+            raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
+        return Plan(impl, "asked for by name")
+    rejected = []
+    by_itself = [c for c in candidates if not c.by_name_only]
+    for i, candidate in enumerate(by_itself):
+        reason = candidate.refuses(call)
+        if reason is None:
+            rest = tuple(c.name for c in by_itself[i + 1 :] if c.refuses(call) is None)
+            plan = Plan(candidate.name, candidate.why, tuple(rejected), rest)
+            if x is not None and x.is_cuda:
+                report_fallback(plan, family, x)
+            return plan
+        rejected.append((candidate.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    raise NotImplementedError(f"no implementation takes this call ({reasons})")

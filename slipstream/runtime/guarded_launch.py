@@ -1,0 +1,169 @@
+"""A compiler that nobody has verified for a GPU may kill the process: here it only kills a child.
+
+Every operator runs its kernels through `attempt`. For an (architecture, Triton, ptxas) that is not
+in verified.json, the first compilation of each kernel happens in a child process, which leaves it
+in Triton's cache; and the first use of each kind of kernel compares a small fresh problem with
+plain torch. If the child dies, hangs or refuses, or the results differ, `attempt` takes the other
+implementation, says so once, and remembers it on disk (compiler/compiler_state.py).
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from slipstream.compiler import compiler_state as machines
+from slipstream.compiler.compiler_state import Guarded, Kind, Machine, Unusable, in_words, machine
+from slipstream.compiler.known_bugs import applying
+from slipstream.runtime import dispatch
+from slipstream.runtime.token_ids import WrongId, raise_pending
+
+T = TypeVar("T")
+
+
+def objection(kind_of: Callable[[], Kind], device: torch.device) -> str | None:
+    """Why the kernels of a kind are known not to work on a device: for plans. Cheap."""
+    if torch.compiler.is_compiling():
+        return None  # `attempt` looks when the graph runs
+    here = machine(device)
+    if here is None:
+        return machines.interpreted(kind_of)
+    return None if here.quiet else here.unusable(kind_of())
+
+
+def widens(x: torch.Tensor) -> bool:
+    """Whether products of x's dtype are computed from float32 operands on its device."""
+    here = machine(x.device)
+    return here is not None and x.dtype in here.wide
+
+
+def attempt(
+    kind_of: Callable[[], Kind],
+    device: torch.device,
+    run: Callable[..., T],
+    instead: Callable[..., T] | None,
+    args: tuple,
+    probe: Callable[[], str | None] | None = None,
+) -> T:
+    """run(*args), or instead(*args) where this machine's compilers fail at it.
+
+    First it raises for a wrong token id that an earlier call's kernel has found.
+
+    Args:
+        kind_of: what a verdict holds for, and is remembered by; asked only where one is wanted.
+        instead: None where the user asked for this implementation by name.
+        probe: compares a small fresh problem of the kind with plain torch; says what differs.
+
+    Raises:
+        NotImplementedError: it failed, and there is no `instead` or SLIPSTREAM_FALLBACK=error.
+        ValueError: as core.ids.raise_pending.
+    """
+    raise_pending()
+    here = machine(device)
+    if here is None:
+        return run(*args)
+    kind: Kind = ()
+    lasting = True
+    try:
+        if not here.quiet:
+            kind = kind_of()
+            if kind not in here.admitted and kind not in here.probing:
+                _admit(here, kind, device, probe)
+        return run(*args)
+    except Exception as error:
+        reason = _blame(error)
+        kind = kind or kind_of()
+        if reason is None or kind in here.probing:
+            raise
+        # a folder that cannot be written, or no child to compile in, is nothing of the kernels
+        lasting = getattr(error, "lasting", not isinstance(error, OSError))
+    if here.unusable(kind) is None:
+        here.demote(kind, reason, lasting)
+    if instead is None:
+        raise NotImplementedError(f"{in_words(kind)}: {reason}; impl=None chooses another")
+    if dispatch.fallback_is_error():
+        raise NotImplementedError(f"{in_words(kind)}: {reason}; {dispatch.FALLBACK}=error")
+    here.say(kind, reason)
+    return instead(*args)
+
+
+def _blame(error: Exception) -> str | None:
+    """What a compiler did, None if it was not the compiler."""
+    if isinstance(error, Unusable):
+        return str(error)
+    if isinstance(error, OSError):  # of Triton's files: nothing else here has any
+        return f"{type(error).__name__}: {error}"
+    own = type(error).__module__.partition(".")[0] == "triton"
+    if own or (type(error) is RuntimeError and "PassManager" in str(error)):
+        words = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {words[-1].strip()[:300]}"
+    return None
+
+
+def _admit(
+    here: Machine, kind: Kind, device: torch.device, probe: Callable[[], str | None] | None
+) -> None:
+    """Unusable if something is known against a kind, or found out now; else never looks again."""
+    if reason := here.unusable(kind):
+        raise Unusable(reason)
+    if probe is not None and here.wants_probe(kind):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        here.probing.add(kind)
+        try:
+            found = apart(probe, device)
+        except WrongId:
+            raise  # of an earlier call, found meanwhile
+        except Exception as error:
+            if reason := _blame(error):
+                lasting = getattr(error, "lasting", not isinstance(error, OSError))
+                raise Unusable(reason, lasting) from error
+            found = None  # no memory for it, say: the call itself may still run
+            text = f"{in_words(kind)} could not be probed: {type(error).__name__}: {error}"
+            warnings.warn(text, Guarded, stacklevel=4)
+        else:
+            if found is None:
+                here.probed(kind)
+        finally:
+            here.probing.discard(kind)
+        if found is not None:
+            raise Unusable(f"wrong result: {found}{_suspects(here)}")
+    here.admitted.add(kind)
+
+
+def apart(run: Callable[[], T], device: torch.device) -> T:
+    """run() in a thread of its own, where none of the caller's modes reach: it may be below
+    autograd, in inference mode, under autocast. Random numbers go on as if it had not been."""
+    done: list[Any] = []
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(stream), torch.enable_grad():
+                done.append((run(), None))
+        except Exception as error:
+            done.append((None, error))
+
+    with torch.random.fork_rng([] if stream is None else [device]):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _suspects(here: Machine) -> str:
+    found = applying(here.arch, here.triton, here.ptxas or None)
+    names = [f"{x.name} ({x.way_out})" for x in found if x.effect == "wrong result"]
+    return f"; known of these compilers: {', '.join(names)}" if names else ""
+
+
+def forget() -> None:
+    """Everything learnt on this computer."""
+    machines.verdicts_file().unlink(missing_ok=True)
+    machines.machine.cache_clear()
+    machines._of_arch.cache_clear()

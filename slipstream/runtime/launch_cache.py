@@ -1,0 +1,237 @@
+"""Launches that do not ask Triton again which kernel the arguments want.
+
+Triton takes longer to find a kernel by its two dozen arguments than to launch it. `kept(kernel)` is
+launched like the kernel, and remembers what Triton found by all that it decides by: dtypes, which
+arguments are None, constexprs and options, and of an integer whether it is 1 or a multiple of 16.
+What is rare is left to Triton: tensors that do not begin at a multiple of 16 bytes, integers of
+more than 32 bits, subclasses of tensors, and other types. So is all in the interpreter and on AMD's
+GPUs, where the size of the memory behind a tensor counts too.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import attrgetter, itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.call_recorder import Recorder, recorder
+from slipstream.runtime.launch_replay import Again, Maps, Together, unwrapped
+from slipstream.runtime.parallel_compile import compiling
+
+Pick = Callable[[tuple], tuple]
+# In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
+RUNS = "3.6."
+_DESCRIPTOR = "TensorDescriptor"
+_dtype = attrgetter("dtype")
+# by the identity of kernels, which it keeps alive
+_KEPT: dict[int, Any] = {}
+
+
+def kept(kernel: Any) -> Any:
+    """The kernel, but for the time that a launch takes."""
+    try:
+        return _KEPT[id(kernel)]
+    except KeyError:
+        pass
+    if INTERPRETED or not HAVE_TRITON or torch.version.hip:
+        return kernel
+    from triton import JITFunction
+
+    if not isinstance(kernel, JITFunction):
+        return kernel
+    return _KEPT.setdefault(id(kernel), Kept(kernel))
+
+
+class Places(NamedTuple):
+    """Positional arguments by what counts of them, for given types of all."""
+
+    tensors: Pick
+    numbers: Pick  # integers; narrow: all of them that Triton looks at no further
+    narrow: Pick
+    values: Pick
+    described: Pick
+
+
+class Found:
+    """What Triton compiled for some arguments; `rest` are the last of them, constexprs."""
+
+    def __init__(self, compiled: Any, rest: tuple = ()) -> None:
+        from triton import __version__
+        from triton.runtime import driver
+
+        self._compiled, self.rest, self.run = compiled, rest, None
+        self._driver: Any = driver
+        if not __version__.startswith(RUNS):
+            return
+        from triton import knobs
+
+        self._hooks = knobs.runtime
+        self.run, self._handles = compiled.run, (compiled.function,)
+        if type(self.run).__name__ == "CudaLauncher" and not _scratch(self.run):
+            flags = (self.run.launch_cooperative_grid, self.run.launch_pdl)
+            self.run, self._handles = self.run.launch, (compiled.function, *flags, None, None)
+        self._handles += (compiled.packed_metadata, None, None, None)  # and nobody to tell
+
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """grid: all three of its sizes."""
+        if self.run is None or self.watched():
+            self._compiled[grid](*args, *self.rest)  # with what a profiler wants to know
+            return
+        self.run(*self.head(grid), *args, *self.rest)
+
+    def watched(self) -> bool:
+        hooks = self._hooks
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+    def head(self, grid: tuple[int, ...]) -> tuple:
+        """What `run` wants before the kernel's arguments."""
+        active = self._driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        return (*grid, stream, *self._handles)
+
+    def told(self) -> tuple:
+        """The last three of head, where a profiler wants to know."""
+        hooks = self._hooks
+        metadata = self._compiled.launch_metadata((), 0)
+        return metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
+
+    def stream_of(self) -> Callable[[], int]:
+        """The current stream of the device that is current now."""
+        active = self._driver.active
+        return partial(active.get_current_stream, active.get_current_device())
+
+
+def _scratch(launcher: Any) -> int:
+    """Bytes of memory that the launcher would have to allocate for each program."""
+    return launcher.global_scratch_size + launcher.profile_scratch_size
+
+
+def found(compiled: Any, rest: tuple = ()) -> Found | None:
+    """None where there is nothing to keep: compiler/trace.py or a hook has stopped the launch, or
+    it was not compiled for what its key says (kept)."""
+    if not HAVE_TRITON or INTERPRETED or torch.version.hip:
+        return None
+    from triton.compiler import CompiledKernel
+
+    return Found(compiled, rest) if type(compiled) is CompiledKernel else None
+
+
+class Kept:
+    """A JIT function, and what it was compiled to by key_of the arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.runtime import driver
+
+        self.kernel = kernel
+        self._driver: Any = driver
+        self._places: dict[tuple, Places | None] = {}
+        self._found: dict[tuple, Found] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*args: Any, **named: Any) -> None:
+            key = self.key_of(args, named)
+            kept = None if key is None else self._found.get(key)
+            if compiling():
+                if kept is None:
+                    self.kernel.warmup(*args, grid=grid, **named)
+                return
+            taking = recorder()
+            if taking is not None:
+                self._taken(taking, (*grid, 1, 1)[:3], args, named, kept)
+            if kept is not None:
+                kept.launch((*grid, 1, 1)[:3], args)
+                return
+            compiled = self.kernel[grid](*args, **named)
+            if key is not None:
+                self._keep(key, compiled, len(args), named)
+
+        return run
+
+    def _taken(
+        self, taking: Recorder, grid: tuple, args: tuple, named: dict, kept: Found | None
+    ) -> None:
+        given = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) or _is_descriptor(x)}
+        memory = [x if isinstance(x, Tensor) else x.base for x in given.values()]
+        again = None
+        if kept is not None and kept.run is not None and memory:
+            maps = [x for x in given.values() if not isinstance(x, Tensor)]
+            run, known = unwrapped(kept.run)
+            if len(known) == len(maps) and None not in known:
+                again = Again(kept, run, grid, args, set(given), list(map(Maps, maps, known)))
+        taking.launched(memory, again, Together)
+
+    def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
+        """Of all that decides which kernel it is; None where this does not tell."""
+        types = tuple(map(type, args))
+        try:
+            places = self._places[types]
+        except KeyError:
+            places = self._places[types] = self._places_of(types)
+        if places is None:
+            return None
+        tensors = places.tensors(args)
+        if reduce(or_, map(Tensor.data_ptr, tensors), 0) % 16:
+            return None
+        numbers = places.numbers(args)
+        all_numbers = (*numbers, *places.narrow(args), 0)
+        if max(all_numbers) > 0x7FFFFFFF or min(all_numbers) < -0x80000000:
+            return None
+        return (
+            self._driver.active.get_current_device(),
+            types,
+            *map(_dtype, tensors),
+            *[1 if x == 1 else x % 16 == 0 and 16 for x in numbers],
+            *places.values(args),
+            *map(_described, places.described(args)),
+            *named,
+            *named.values(),
+        )
+
+    def _places_of(self, types: tuple[type, ...]) -> Places | None:
+        places: dict[str, list[int]] = {name: [] for name in Places._fields}
+        for i, (kind, param) in enumerate(zip(types, self.kernel.params)):
+            if param.is_constexpr:
+                places["values"].append(i)
+            elif kind in (Tensor, Parameter):
+                places["tensors"].append(i)
+            elif kind is int:
+                places["narrow" if param.do_not_specialize else "numbers"].append(i)
+            elif kind.__name__ == _DESCRIPTOR:
+                places["described"].append(i)
+            elif kind not in (float, type(None)):
+                return None
+        return Places(**{name: _picking(x) for name, x in places.items()})
+
+    def _keep(self, key: tuple, compiled: Any, given: int, named: dict[str, Any]) -> None:
+        last = self.last(given, named)
+        kept = None if last is None else found(compiled, last)
+        if kept is not None:
+            self._found[key] = kept
+
+    def last(self, given: int, named: dict[str, Any]) -> tuple | None:
+        """A launch takes all arguments in order: those by name as the last of them. They have to be
+        constexprs, which are the same for the same key; else None."""
+        last = self.kernel.params[given:]
+        if not all(p.is_constexpr and p.name in named for p in last):
+            return None
+        return tuple(named[p.name] for p in last)
+
+
+def _is_descriptor(x: Any) -> bool:
+    return type(x).__name__ == _DESCRIPTOR
+
+
+def _picking(places: list[int]) -> Pick:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda args: (args[places[0]],)) if places else (lambda args: ())
+
+
+def _described(x: Any) -> tuple:
+    """What kernels are compiled for of a tensor descriptor, which begins at a multiple of 16."""
+    layout = getattr(x, "layout", None)
+    return (x.base.dtype, *x.block_shape, layout, getattr(x, "padding", None))

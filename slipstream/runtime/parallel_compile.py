@@ -1,0 +1,132 @@
+"""All kernels of a call compiled side by side, before the first of them is launched.
+
+Triton compiles a kernel when it is launched, one after the other; most of that time is spent
+outside of Python's lock. So the first call of its kind runs twice: once in which launches only
+compile, in threads, and operations of torch write to nothing that was there before; then as it is.
+Nothing that a call decides depends on what is in its tensors (they are on a GPU, and nobody waits
+for it), so both times the same kernels are wanted.
+
+What holds Python's lock, making the first form of a kernel out of its source, is done one kernel at
+a time, in the order of the launches: else all of them were late at what needs no lock. The digest
+of Triton (compiler/triton_cache_key.py) is made, if it has to be, while the kernels' modules are
+imported.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slipstream.compiler import triton_cache_key
+
+# Of a call and its gradient, that take long to compile: there are at most about fifteen.
+MOST_THREADS = 16
+_THREAD = threading.local()
+
+
+def compiling() -> bool:
+    """Whether a launch is only to compile its kernel, by its `warmup`, which may begin now."""
+    ready: Future | None = getattr(_THREAD, "ready", None)
+    if ready is None:
+        return False
+    wait([ready])
+    return True
+
+
+def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Of call(*args). What fails here fails again when it is called, and says so then."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:  # another release
+        return
+
+    class Mode(AsyncCompileMode):
+        """before: what the next kernel's first form waits for."""
+
+        before = threading.Event()
+        before.set()
+
+        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+            if key not in self.future_kernels:
+                before, self.before = self.before, threading.Event()
+                compile_fn = partial(_compiled, compile_fn, before, self.before)
+            return super().submit(key, compile_fn, finalize_fn)
+
+    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    nested = getattr(_THREAD, "ready", None) is not None
+    if captures or nested or active_mode.get() is not None:
+        return
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
+        _THREAD.ready = pool.submit(triton_cache_key.recall)
+        try:
+            with contextlib.suppress(Exception), _OwnMemory():
+                call(*args)
+        finally:
+            _THREAD.ready = None
+
+
+def _compiled(compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:
+    """compile_fn(), which waits for `before` where it would hold the lock; then `done`."""
+    with contextlib.suppress(Exception):
+        src = getclosurevars(compile_fn).nonlocals["src"]
+        src.make_ir = partial(_in_turn, src.make_ir, before, done)
+    try:
+        return _with_launcher(compile_fn())
+    finally:
+        done.set()
+
+
+def _in_turn(make_ir: Callable[..., Any], before: Any, done: Any, *args: Any) -> Any:
+    before.wait()
+    try:
+        return make_ir(*args)
+    finally:
+        done.set()
+
+
+def _with_launcher(kernel: Any) -> Any:
+    """What launches it is C, which takes the host's compiler up to a second: left on disk."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    with contextlib.suppress(Exception):
+        active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
+
+
+class _OwnMemory(TorchDispatchMode):
+    """Operations do not write to memory that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: set[int] = set()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x, given in zip(func._schema.arguments, args):
+            writes = x.alias_info is not None and x.alias_info.is_write
+            if writes and isinstance(given, Tensor) and _address(given) not in self._own:
+                return given
+        out = func(*args, **kwargs)
+        before = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        after = {_address(x) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        self._own |= after - before
+        return out
+
+
+# Not in the class, where torch would wrap it in what first imports torch._dynamo, for seconds.
+_OwnMemory.__torch_dispatch__ = _OwnMemory.dispatch
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

@@ -1,0 +1,1 @@
+"""What the commands do: matrix, doctor, precompile, explain. Nothing here runs in a model."""

@@ -1,0 +1,158 @@
+"""What an operator would run on an architecture: its implementations there, and their kernels."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from slipstream.compiler.aot import Job
+from slipstream.compiler.compiler_state import Guarded, elsewhere
+from slipstream.compiler.known_bugs import blocking, version
+from slipstream.compiler.support_matrix import Task
+from slipstream.compiler.trace import PlainTorch, trace
+from slipstream.runtime import backends
+from slipstream.runtime.dispatch import Plan
+from slipstream.tools.catalog import Sample, Shape
+
+# Asked for by name: kernels that are not chosen by themselves are compiled, too.
+IMPLS = ("triton", "sm90")
+
+_FAILED = "not traced:"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """jobs: by implementation, None for the one that is chosen. refused: why the others are not.
+
+    plan: of the choice, where the operator has one to make. besides: others that it makes, such as
+    for its gradients.
+    """
+
+    jobs: dict[str | None, list[Job]]
+    refused: dict[str | None, str]
+    plan: Plan | None
+    besides: tuple[Plan, ...] = ()
+
+    @property
+    def all(self) -> list[Job]:
+        return list({job.key: job for jobs in self.jobs.values() for job in jobs}.values())
+
+
+def traced(
+    sample: Sample,
+    shape: Shape,
+    arch: str,
+    backward: bool = True,
+    remembers: bool = False,
+    compilers: Mapping[str, str] | None = None,
+) -> Traced:
+    """The kernels of one operator for one shape, on an architecture that need not be there.
+
+    Args:
+        remembers: what guarded compilation has learnt here counts.
+        compilers: others than those that are here, as toolchain.versions names them.
+    """
+    jobs: dict[str | None, list[Job]] = {}
+    refused: dict[str | None, str] = {}
+    plans: list[Plan] = []
+    for impl in (None, *IMPLS) if "impl" in sample.takes else (None,):
+        if impl is not None and {x.impl for x in plans} == {impl}:
+            continue  # what was chosen, by its name
+
+        def call(device: torch.device, impl: str | None = impl) -> Any:
+            return sample.call(sample.inputs(shape, device, blank=True), impl)
+
+        try:
+            with (
+                _noting(plans) if impl is None else nullcontext(),
+                _release(compilers),
+                warnings.catch_warnings(),
+            ):
+                # what is not used there is told by what is traced instead
+                warnings.simplefilter("ignore", Guarded)
+                jobs[impl] = trace(call, arch, backward, remembers, compilers)
+        except PlainTorch:
+            jobs[impl] = []
+        except (NotImplementedError, ValueError) as error:
+            refused[impl] = str(error)
+        except Exception as error:  # what cannot be traced must not hide the rest
+            refused[impl] = f"{_FAILED} {type(error).__name__}: {error}"
+    first, *others = dict.fromkeys(plans) or (None,)
+    return Traced(jobs, refused, first, tuple(others))
+
+
+@contextmanager
+def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
+    """What plans take for Triton's release."""
+    if compilers is None:
+        yield
+        return
+    with mock.patch.object(backends, "RELEASE", version(compilers["triton"])[:2]):
+        yield
+
+
+@contextmanager
+def _noting(plans: list[Plan]) -> Iterator[None]:
+    """Every plan that is made is added to `plans`."""
+    make = Plan.__init__
+
+    def noted(plan: Plan, *args: Any, **kwargs: Any) -> None:
+        make(plan, *args, **kwargs)
+        plans.append(plan)
+
+    with mock.patch.object(Plan, "__init__", noted):
+        yield
+
+
+class Found(NamedTuple):
+    """tasks: jobs with the operators that want them, each once. without: why an operator has none.
+
+    failures: calls that raised what no call should, in words.
+    """
+
+    tasks: list[Task]
+    without: dict[str, str]
+    failures: list[str]
+
+
+def find(
+    samples: Iterable[Sample],
+    shapes: Sequence[Shape],
+    arch: str,
+    backward: bool = True,
+    compilers: Mapping[str, str] | None = None,
+) -> Found:
+    """The kernels of these operators for these shapes, under these compilers."""
+    jobs: dict[str, Job] = {}
+    wanted: dict[str, list[str]] = {}
+    found = Found([], {}, [])
+    for sample in samples:
+        reasons: dict[str | None, str] = {}
+        told: set[str] = set()
+        for shape in shapes:
+            got = traced(sample, shape, arch, backward, compilers=compilers)
+            reasons |= got.refused
+            for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - told:
+                told.add(reason)
+                found.failures.append(f"{sample.op} {shape} {arch}: {reason}")
+            for job in got.all:
+                jobs[job.key] = job
+                if sample.op not in wanted.setdefault(job.key, []):
+                    wanted[job.key].append(sample.op)
+        if not any(sample.op in x for x in wanted.values()):
+            reason = reasons.get("triton", "plain torch").removeprefix("impl='triton': ")
+            why = _stopped(arch, compilers) or reason.partition("; impl=None")[0]
+            found.without[sample.op] = why
+    found.tasks.extend((job, tuple(wanted[key])) for key, job in jobs.items())
+    return found
+
+
+def _stopped(arch: str, compilers: Mapping[str, str] | None) -> str:
+    """Why no kernel at all compiles there, if none does."""
+    here = elsewhere(arch, compilers=compilers)
+    fault = blocking(arch, here.triton, here.ptxas or None, ())
+    return f"{fault.pattern}: {fault.name}; {fault.way_out}" if fault else ""

@@ -1,0 +1,122 @@
+"""What precompile does: the calls to prepare for, and Triton's cache filled with their kernels."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from slipstream import __version__
+from slipstream.compiler import compiler_state, support_matrix, toolchain
+from slipstream.runtime.files import write_text
+from slipstream.tools.backend_query import find
+from slipstream.tools.catalog import LONG, Sample, Shape
+
+MANIFEST = "slipstream.json"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _size(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
+
+
+class Flags(NamedTuple):
+    """True: only such calls. None: with and without."""
+
+    packed: bool | None = None
+    state: bool | None = None
+    grouped: bool | None = None
+
+
+def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[Shape]:
+    """Every combination, each for one token, for many, and for a long sequence.
+
+    Raises:
+        ValueError: a dtype or a width that is none.
+    """
+    found = []
+    either = [(False, True) if x is None else (x,) for x in flags]
+    for dtype, width, chosen, T in product(dtypes, widths, product(*either), (1, 100, LONG)):
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+        K, _, V = width.partition("x")
+        if not (_size(K) and _size(V or K)):
+            raise ValueError(f"--head-dim: want K or KxV, as 128 or 128x256, got {width!r}")
+        packed, state, grouped = chosen
+        found.append(
+            Shape(
+                B=1 if T == LONG else 2,
+                T=T,
+                K=int(K),
+                V=int(V or K),
+                dtype=DTYPES[dtype],
+                packed=packed,
+                state=state,
+                grouped=grouped,
+            )
+        )
+    return found
+
+
+def fill(
+    samples: Sequence[Sample],
+    shapes: Sequence[Shape],
+    arch: str,
+    cache: Path | None,
+    jobs: int,
+    backward: bool = True,
+) -> bool:
+    """Compiles into `cache`; whether all of it compiled. Says where it is and who can read it."""
+    console = Console()
+    place = cache or compiler_state.triton_cache()
+    place.mkdir(parents=True, exist_ok=True)
+    selected = toolchain.select_ptxas((arch,))
+    if cache is not None:
+        os.environ["TRITON_CACHE_DIR"] = str(cache)
+    found = find(samples, shapes, arch, backward)
+    with console.status(f"compiling {len(found.tasks)} kernels for {arch}"):
+        rows = support_matrix.run(found.tasks, processes=jobs)
+    failed = [x for x in rows if x.status not in ("ok", "slow")]
+    for row in failed:
+        console.print(f"[red]{row.status}[/] {row.kernel}: {escape(row.reason)}")
+    for failure in found.failures:
+        console.print(f"[red]failed[/] {escape(failure)}")
+    for name, reason in found.without.items():
+        console.print(f"[dim]{name}: nothing to compile ({reason})[/]")
+    made = made_by(arch)
+    write_text(place / MANIFEST, json.dumps(made, indent=1) + "\n")
+    console.print(
+        f"{len(rows) - len(failed)} kernels for {arch} in {place}. Triton finds them under the"
+        f" same wheel only: {', '.join(f'{k} {v}' for k, v in made.items())}"
+        + (f" ({selected})" if selected else "")
+    )
+    return not failed and not found.failures
+
+
+def made_by(arch: str) -> dict[str, str]:
+    """What a cache is made by, and has to be read by."""
+    path = toolchain.ptxas_path(arch)
+    return {
+        "arch": arch,
+        "triton": toolchain.triton_version() or "",
+        "ptxas": (path and toolchain.ptxas_version(path)) or "",
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "slipstream": __version__,
+    }
+
+
+def stale(place: Path, arch: str) -> str | None:
+    """Why Triton would not find here what precompile left in a cache; None if it would."""
+    try:
+        made = json.loads((place / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    here = made_by(arch)
+    differ = [f"{k} {made.get(k)} there, {v} here" for k, v in here.items() if made.get(k) != v]
+    return f"precompiled by others: {'; '.join(differ)}" if differ else None

@@ -1,0 +1,273 @@
+"""Runs of the matrix on the terminal, and docs/SUPPORT.md, which says what they found.
+
+Runs of different releases add up in docs/support.json; SUPPORT.md is written from it.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from slipstream.compiler import compiler_state, support_matrix
+from slipstream.compiler.aot import Job
+from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.compile_worker import Worker
+from slipstream.compiler.known_bugs import applying, version
+from slipstream.compiler.triton_releases import install
+from slipstream.runtime.files import write_text
+from slipstream.tools.backend_query import Found, find
+from slipstream.tools.catalog import REPRESENTATIVE, Sample, Shape
+from slipstream.tools.matrix_cache import Rows
+from slipstream.tools.variant_cover import cover, resolved
+
+ROOT = Path(__file__).parents[2]
+DATA, PAGE = ROOT / "docs/support.json", ROOT / "docs/SUPPORT.md"
+VERIFIED = ROOT / "slipstream/compiler/verified.json"
+# of the table, where nobody looks at it on a terminal
+_WIDTH = 130
+_COLOURS = {"ok": "green", "slow": "yellow", "refused": "blue", "hang": "red", "crash": "red"}
+
+
+class Run:
+    """The kernels of some operators, for some architectures, under one release after another.
+
+    without: of the last one, (release, arch) -> operator -> why it compiles nothing.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        shapes: Sequence[Shape],
+        archs: list[str],
+        backward: bool,
+        variants: str,
+    ) -> None:
+        self.console = Console(stderr=True)
+        self.samples, self.shapes, self.archs = samples, shapes, archs
+        self.backward = backward
+        self.variants = {x: resolved(variants, x) for x in archs}
+        self.without: dict[tuple[str, str], dict[str, str]] = {}
+        self.failures: list[str] = []
+
+    def compile(
+        self, release: str | None, processes: int, timeout: float, anew: bool = False
+    ) -> list[support_matrix.Row]:
+        """Rows under one Triton release, None for the one that is here; prints its table.
+
+        Args:
+            anew: rows of earlier runs count for nothing.
+        """
+        path = (
+            []
+            if release is None
+            else [str(install(release, compiler_state.cache_dir() / "releases"))]
+        )
+        about = compilers(path)
+        kept, failed = Rows(about, anew), []
+        self.without, before = {}, os.times()
+        known: list[support_matrix.Row] = []
+        with self._progress() as progress, TemporaryDirectory() as cache:
+            bar = progress.add_task(f"triton {about['triton']}", total=0)
+
+            def tasks() -> Iterator[support_matrix.Task]:
+                total = 0
+                for arch in self.archs:
+                    found = self._find(arch, about)
+                    same, changed = kept.split(cover(found.tasks, self.variants[arch], kept.known))
+                    known.extend(same)
+                    total += len(changed)
+                    progress.update(bar, total=total)
+                    yield from changed
+
+            def done(job: Job, row: support_matrix.Row) -> None:
+                progress.advance(bar)
+                if row.status in ("crash", "hang"):
+                    failed.append(row)
+                else:
+                    kept.add(job, row)
+
+            rows = support_matrix.run(
+                tasks(),
+                processes=processes,
+                timeout=timeout,
+                path=path,
+                env={"TRITON_CACHE_DIR": cache},
+                done=done,
+            )
+        self.console.print(
+            f"{len(rows)} compiled, {len(known)} kept from earlier runs; {_spent(before)}"
+        )
+        rows = support_matrix.ordered(rows + known)
+        out = Console()
+        out.width = max(out.width, _WIDTH)
+        out.print(self._table(rows), crop=False)
+        for row in failed:
+            self.console.print(
+                f"[red]{row.status}[/] {row.arch} {row.kernel}: {escape(row.reason)}"
+            )
+        return rows
+
+    def _find(self, arch: str, about: Mapping[str, str]) -> Found:
+        found = find(self.samples, self.shapes, arch, self.backward, about)
+        self.without[about["triton"], arch] = found.without
+        for failure in found.failures:
+            self.console.print(f"[red]failed[/] {escape(failure)}")
+        self.failures += found.failures
+        return found
+
+    def _progress(self) -> Progress:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(TextColumn("{task.description}"), *columns, console=self.console)
+
+    def _table(self, rows: Sequence[support_matrix.Row]) -> Table:
+        release = rows[0].triton if rows else "none"
+        table = Table(title=f"Triton {release}: {dict(Counter(x.status for x in rows))}")
+        for name in ("operator", *self.archs):
+            table.add_column(name, no_wrap=True)
+        for operator, cells in support_matrix.by_operator(rows).items():
+            marks = [cells.get(x, ("-", ""))[0] for x in self.archs]
+            coloured = [f"[{_COLOURS.get(x, 'dim')}]{x}[/]" for x in marks]
+            table.add_row(operator, *coloured)
+        return table
+
+
+def _spent(before: os.times_result) -> str:
+    """By the clock, and of processors, ours and the compilers'."""
+    *processors, clock = (now - then for now, then in zip(os.times(), before))
+    return f"{clock / 60:.1f} minutes, {sum(processors) / 60:.1f} of processor time"
+
+
+def compilers(path: Sequence[str]) -> dict[str, str]:
+    """What a child with these folders before its sys.path compiles with."""
+    worker = Worker(path)
+    worker.start()
+    worker.close()
+    return dict(worker.about)
+
+
+def line(row: support_matrix.Row) -> str:
+    """A kernel in one line."""
+    used = {k: v for k, v in (row.instructions or {}).items() if v}
+    constants = " ".join(f"{k}={v}" for k, v in row.constants.items() if v != "False")
+    sizes = f"shared {row.shared} registers {row.registers} stack {row.stack} {used}"
+    about = f"{row.arch} {row.kernel} warps={row.warps} stages={row.stages} {constants}"
+    return f"{row.status:8}{about}: {sizes} {row.seconds:.1f} s {row.reason}"
+
+
+def record(rows: Sequence[support_matrix.Row], run: Run) -> None:
+    """Adds the rows to docs/support.json and writes what is made from it."""
+    data = json.loads(DATA.read_text()) if DATA.exists() else {}
+    for (release, arch), without in run.without.items():
+        found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
+        cells = {k: v[arch] for k, v in support_matrix.by_operator(found).items()}
+        cells |= {k: ("torch", v) for k, v in without.items()}
+        about = {
+            "ptxas": found[0].ptxas if found else "",
+            "variants": run.variants[arch],
+            "shapes": len(run.shapes),
+            "kernels": len(found),
+        }
+        data.setdefault(release, {})[arch] = {**about, "operators": cells}
+    write_text(DATA, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    write_text(PAGE, page(json.loads(DATA.read_text())))
+    _trust(rows)
+
+
+def _trust(rows: Sequence[support_matrix.Row]) -> None:
+    """Writes down the families of kernels that came out sound, with digests of their sources."""
+    trusted = {
+        (x["arch"], x["triton"], x["ptxas"]): x["families"]
+        for x in json.loads(VERIFIED.read_text())
+    }
+    for compiler, families in support_matrix.verified(rows).items():
+        now = compiler_state.families(compiler_state.takes_gluon(*compiler[:2]))
+        trusted[compiler] = {x: now[x] for x in sorted(families)}
+    write_verified(trusted)
+
+
+def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -> None:
+    """Writes compiler/verified.json: (arch, Triton, ptxas) -> family -> digest."""
+    rows = [
+        {**dict(zip(("arch", "triton", "ptxas"), key)), "families": families[key]}
+        for key in sorted(families)
+    ]
+    lines = ",\n".join(json.dumps(x) for x in rows)
+    write_text(VERIFIED, f"[\n{lines}\n]\n")
+    compiler_state.verified.cache_clear()
+
+
+def page(data: dict) -> str:
+    """docs/SUPPORT.md."""
+    notes: list[str] = []
+    lines = [_HEAD]
+    everything = [cells["operators"] for archs in data.values() for cells in archs.values()]
+    names = sorted({name for cells in everything for name in cells})
+    plain = [x for x in names if all(y.get(x, _PLAIN)[0] == "torch" for y in everything)]
+    for release in sorted(data, key=version, reverse=True):
+        archs = [x for x in ARCHS if x in data[release]]
+        lines += [f"\n## Triton {release}\n", f"| operator | {' | '.join(archs)} |"]
+        lines.append("|---" * (len(archs) + 1) + "|")
+        for name in (x for x in names if x not in plain):
+            row = [_cell(data[release][x], x, release, name, notes) for x in archs]
+            lines.append(f"| {name} | {' | '.join(row)} |")
+        known = [(x, data[release][x]) for x in archs]
+        ptxas = ", ".join(f"{x} {y['ptxas']}" for x, y in known if y["ptxas"])
+        counts = ", ".join(f"{x} {y['kernels']} ({_chosen(y)})" for x, y in known)
+        lines.append(f"\nptxas: {ptxas or 'none'}. Kernels compiled: {counts}.")
+    lines.append("\n## Notes\n")
+    lines += [f"{i}. {x}" for i, x in enumerate(notes, 1)]
+    lines.append("\n## In plain torch everywhere\n")
+    lines += [f"- {x}: {next(y[x][1] for y in everything if x in y)}" for x in plain] or ["None."]
+    return "\n".join(lines) + "\n"
+
+
+def _chosen(known: dict) -> str:
+    """Which variants, of how many shapes if not of all that are usual."""
+    shapes = known.get("shapes", len(REPRESENTATIVE))
+    fewer = f", {shapes} shapes" if shapes != len(REPRESENTATIVE) else ""
+    return known["variants"] + fewer
+
+
+def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> str:
+    """One operator's, with the number of its note."""
+    status, reason = known["operators"].get(name, _PLAIN)
+    applies = applying(arch, release, known["ptxas"] or None)
+    avoided = [x.name for x in applies if x.avoided or x.cured_by_float32]
+    if status in ("ok", "slow") and avoided:
+        reason += f"{'; ' if reason else ''}with workarounds for {', '.join(avoided)}"
+    if not reason:
+        return status
+    reason = _general(reason)
+    if reason not in notes:
+        notes.append(reason)
+    return f"{status} [{notes.index(reason) + 1}]"
+
+
+def _general(reason: str) -> str:
+    """A reason without the figures of one kernel, so that notes stay few."""
+    return "; ".join("spills" if x.startswith("spills") else x for x in reason.split("; "))
+
+
+_PLAIN = ("torch", "plain torch")
+_HEAD = """# What runs where
+
+Written by `slipstream matrix --record` (docs/matrix.md): every kernel of every operator, forward
+and backward, for sample shapes, compiled ahead of time without a GPU. An operator has the worst of
+its kernels.
+
+- ok: compiles, fits into shared memory, hardly spills, uses the tensor cores.
+- slow: compiles and fits, and runs slower than it could, for the reason noted.
+- refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
+- crash, hang: the compiler dies or does not finish.
+- torch: no kernel takes it there, plain torch does.
+
+"flags" beside a count: of each kernel's variants some that between them have every value of every
+flag; "pairs": every two values that occur together; "all": every variant of the sample shapes;
+"few": one for every operator and dtype; "2 shapes": of the first two sample shapes alone."""

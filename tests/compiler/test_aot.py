@@ -1,0 +1,76 @@
+"""Compiling for a GPU that is not there makes what the JIT makes there."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+PRODUCT = "tests.support.planted_bugs:product_kernel"
+TENSORS = {f"{x}_ptr": "*bf16" for x in "xyo"}
+
+CONSTANTS = {"N": 64, "PRECISION": "tf32"}
+
+
+class Driver:
+    """What the JIT asks a driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from slipstream.compiler.aot import gpu_target
+
+        return gpu_target("sm_90")
+
+    def get_current_device(self) -> int:
+        return 99  # no real one: the JIT keeps its kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_compile_kernel_makes_what_the_jit_makes(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
+    """The same place in Triton's cache: a first call after it compiles nothing."""
+    from triton.runtime import driver
+
+    from slipstream.compiler.aot import compile_kernel, load
+
+    tensors = TENSORS | ({"bias_ptr": "*fp32"} if bias else {})
+    ours = compile_kernel(PRODUCT, tensors, CONSTANTS)
+    monkeypatch.setattr(driver, "_active", Driver())
+    arguments = [torch.bfloat16] * 3 + [torch.float32 if bias else None]
+    theirs = load(PRODUCT).warmup(
+        *arguments, 1.0, 50, **CONSTANTS, num_warps=4, num_stages=3, grid=(1,)
+    )
+    assert theirs.hash == ours.hash
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [("sm_75", "fma"), ("sm_80", "mma.sync"), ("sm_90", "wgmma"), ("gfx942", "mfma")],
+)
+def test_compile_kernel_says_what_it_takes(target: str, instruction: str) -> None:
+    from slipstream.compiler.aot import compile_kernel
+
+    got = compile_kernel(PRODUCT, TENSORS, {"N": 64, "PRECISION": "ieee"}, target=target)
+    assert got.instructions[instruction] > 0 and got.dots == 1
+    assert got.registers > 16 and got.shared > 0 and got.seconds > 0
+    assert got.stack == 0 or target == "sm_75"
+    others = {"wgmma", "mma.sync", "mfma", "tcgen05"} - {instruction}
+    assert not any(got.instructions[x] for x in others)
+    assert ("wgmma.mma_async" in got.text) == (target == "sm_90")
+
+
+def test_compile_kernel_names_what_it_was_not_given() -> None:
+    from slipstream.compiler.aot import compile_kernel
+
+    with pytest.raises(ValueError, match="product_kernel: constexpr N has neither value"):
+        compile_kernel(PRODUCT, TENSORS, {})
+    with pytest.raises(ValueError, match="product_kernel: has no parameter WIDTH, z_ptr"):
+        compile_kernel(PRODUCT, {"z_ptr": "*bf16"}, {"WIDTH": 1})

@@ -1,0 +1,37 @@
+"""Limits of architectures: every device gets a row, and errors name what would run."""
+
+import pytest
+
+from slipstream.compiler.arch import ARCHS, expect_dot, expect_fits, named, of
+
+
+def test_every_row_is_its_own_device() -> None:
+    for arch in ARCHS.values():
+        assert of(arch.capability, hip=arch.name == "gfx942") is arch
+        assert arch.wgmma == (arch.instruction == "wgmma")
+
+
+def test_of_gives_unlisted_devices_the_limits_of_a_listed_one() -> None:
+    assert of((8, 7)).shared == ARCHS["sm_80"].shared
+    assert of((12, 1)).name == "sm_121"
+    later = of((13, 0))
+    assert (later.name, later.wgmma, later.shared) == ("sm_130", False, ARCHS["sm_86"].shared)
+    assert of((6, 0)).shared == ARCHS["sm_75"].shared
+
+
+def test_errors_name_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"arch: want one of sm_70, .* gfx942, got 'sm_91'"):
+        named("sm_91")
+    with pytest.raises(
+        ValueError,
+        match="walk of 128 x 128: needs 120000 bytes of shared memory, sm_86 has 101376; it runs"
+        " on sm_80, sm_90, sm_100",
+    ):
+        expect_fits("walk of 128 x 128", 120000, ARCHS["sm_86"])
+    with pytest.raises(ValueError, match=r"3 stages: .* 2 stages need 80000"):
+        expect_fits("3 stages", 120000, ARCHS["sm_86"], nearest="2 stages need 80000")
+    with pytest.raises(ValueError, match="no architecture has as much"):
+        expect_fits("walk", 786432, ARCHS["sm_90"])
+    expect_fits("walk", 65536, ARCHS["gfx942"])
+    with pytest.raises(ValueError, match="sm_80 has no fp8e4nv; it runs on sm_89, sm_90"):
+        expect_dot("q", "fp8e4nv", ARCHS["sm_80"])

@@ -1,0 +1,136 @@
+"""Compilations in a child: the parent outlives an abort, a kill and a hang of the compiler."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+
+def test_worker_outlives_its_compiler() -> None:
+    from slipstream.compiler.aot import Job
+    from slipstream.compiler.compile_worker import Worker
+
+    def job(what: str) -> Job:
+        kernel = "tests.support.planted_bugs:planted_kernel"
+        return Job(kernel, {"x_ptr": "*i32"}, {"WHAT": what}, {}, 1, 1, {}, "sm_80")
+
+    worker = Worker()
+    try:
+        assert worker.compile(job("nothing")).status == "ok"
+        first = worker.about
+        assert set(first) == {"triton", "ptxas_sm_90", "ptxas_sm_100"}
+        refused = worker.compile(job("raise"))
+        assert refused.status == "refused" and "Unsupported rounding mode" in refused.reason
+        aborted = worker.compile(job("abort"))
+        assert aborted.status == "crash" and "SIGABRT" in aborted.reason
+        killed = worker.compile(job("kill"))
+        assert killed.status == "crash" and "SIGKILL" in killed.reason
+        worker.start()
+        hung = worker.compile(job("hang"), timeout=1.0)
+        assert hung.status == "hang" and "1 s" in hung.reason
+        assert worker.compile(job("nothing")).status == "ok"
+    finally:
+        worker.close()
+
+
+_HANGS = """
+from slipstream.compiler.aot import Job
+from slipstream.compiler.compile_worker import Worker
+worker = Worker()
+worker.start()
+print(worker._process.pid, flush=True)
+kernel = "tests.support.planted_bugs:planted_kernel"
+worker.compile(Job(kernel, {"x_ptr": "*i32"}, {"WHAT": "hang"}, {}, 1, 1, {}, "sm_80"))
+"""
+
+
+def test_a_hanging_compiler_ends_with_its_parent() -> None:
+    path = os.pathsep.join(sys.path)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _HANGS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    time.sleep(1.0)  # it hangs
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    for _ in range(100):
+        if not _runs(child):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the child outlived its parent by 10 s")
+
+
+def _runs(pid: int) -> bool:
+    """A zombie does not: who should have waited for it is gone."""
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listed.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_threads_get_the_outcome_of_their_own_job() -> None:
+    from slipstream.compiler.aot import Job
+    from slipstream.compiler.compile_worker import Outcome, Worker
+
+    def job(what: str) -> Job:
+        kernel = "tests.support.planted_bugs:planted_kernel"
+        return Job(kernel, {"x_ptr": "*i32"}, {"WHAT": what}, {}, 1, 1, {}, "sm_80")
+
+    worker = Worker()
+    outcomes: dict[int, Outcome] = {}
+
+    def compile(i: int) -> None:
+        outcomes[i] = worker.compile(job("raise" if i % 2 else "nothing"))
+
+    threads = [threading.Thread(target=compile, args=(i,)) for i in range(32)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        worker.close()
+    got = [outcomes[i].status for i in range(32)]
+    assert got == ["ok", "refused"] * 16
+
+
+def test_a_child_that_cannot_start_says_nothing_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slipstream.compiler import compile_worker as module
+    from slipstream.compiler.compile_worker import Worker
+
+    def fails(*args: object, **options: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    job: Any = None
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", fails)
+        assert Worker().compile(job).status == "absent"
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", fails)
+        assert Worker().compile(job).status == "absent"
+    monkeypatch.setattr(module, "_SERVE", "import nothing_of_that_name")
+    worker = Worker()
+    try:
+        outcome = worker.compile(job)
+    finally:
+        worker.close()
+    assert outcome.status == "absent" and "nothing_of_that_name" in outcome.reason

@@ -1,0 +1,224 @@
+"""Each fault of compiler/known_bugs.py where its compilers are: what the plan, the matrix or the
+probe do about it, and that `slipstream explain` says so."""
+
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from slipstream.compiler import compiler_state, support_matrix, toolchain
+from slipstream.compiler.aot import Compiled, Job
+from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.compile_worker import Outcome
+from slipstream.compiler.kernel_key import triggers
+from slipstream.compiler.known_bugs import FAULTS, INTERPRETER, applying, suspected
+from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools import explain_text
+from slipstream.tools.backend_query import Traced, traced
+from slipstream.tools.catalog import Shape, chosen
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+BY_NAME = {x.name: x for x in FAULTS}
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Met(NamedTuple):
+    """Compilers with the fault, a call that meets it, and compilers without."""
+
+    arch: str
+    triton: str
+    ptxas: str
+    op: str
+    dtype: torch.dtype
+    without: tuple[str, str]
+
+
+# what the plan refuses
+REFUSED = {
+    "mixed-encodings": Met("sm_70", "3.3.1", "12.4.127", "chunk_retention", BF16, ("3.4.0", "12")),
+    "wgmma-fp32-shape": Met("sm_90", "3.2.0", "12.4.127", "chunk_gla", FP32, ("3.6.0", "13.1")),
+    "blackwell-dot-3.2": Met("sm_100", "3.2.0", "12.4.127", "attention", BF16, ("3.6.0", "12.9")),
+    "blackwell-dot-3.3": Met("sm_120", "3.3.0", "12.8.61", "attention", BF16, ("3.6.0", "12.9")),
+    "ptxas13-volta": Met("sm_70", "3.6.0", "13.0.88", "rms_norm", FP32, ("3.6.0", "12.8.93")),
+    "no-rocm-linker": Met("gfx942", "3.4.0", "", "rms_norm", FP32, ("3.5.1", "")),
+    "no-host-descriptors": Met("sm_90", "3.3.1", "12.4", "chunk_retention", BF16, ("3.6.0", "13")),
+    "no-dependent-launch": Met("sm_80", "3.3.1", "12.4", "matmul", BF16, ("3.6.0", "12.8.93")),
+    "no-licm-option": Met("sm_80", "3.4.0", "12.8.93", "chunk_gla", BF16, ("3.5.1", "12.8.93")),
+}  # fmt: skip
+# what is computed from float32, or else refused
+WIDENED = {
+    "rounding-mode": ("sm_75", "3.3.1", "12.4.127"),
+    "volta-bf16": ("sm_70", "3.2.0", "12.4.127"),
+}
+# kinds that no sample has: what plans ask, and what launches do
+LAUNCHED = {
+    "fp8-scaled-mm": ("sm_90", "3.8.0", "13.3.33", ("matmul.sm90", torch.float8_e4m3fn, "tf32")),
+    "tf32x3-on-hip": ("gfx942", "3.6.0", "", ("matmul.triton", FP32, "tf32x3")),
+}
+# patterns that no kernel has: test_fault_patterns.py
+AVOIDED = (
+    "narrow-dot",
+    "transposed-dot",
+    "overwritten-tile",
+    "two-axis-sum",
+    "pipelined-store",
+)
+PROBED = ("chained-dots",)
+SLOW = ("fma-dots",)
+INTERPRETED_ONLY = ("interpreter-bf16",)
+
+
+def test_every_fault_is_answered_and_tested() -> None:
+    answered = [*REFUSED, *WIDENED, *LAUNCHED, *AVOIDED, *PROBED, *SLOW, *INTERPRETED_ONLY]
+    assert sorted(answered) == sorted(BY_NAME)
+    for name, x in BY_NAME.items():
+        assert x.avoided == (name in AVOIDED)
+        assert x.probed == (name in PROBED)
+        assert (x.effect == "slow") == (name in SLOW)
+        assert x.cured_by_float32 == (name in WIDENED)
+        assert (INTERPRETER in x.archs) == (name in INTERPRETED_ONLY)
+
+
+def compilers(triton: str, ptxas: str) -> dict[str, str]:
+    return {"triton": triton, "ptxas_sm_90": ptxas, "ptxas_sm_100": ptxas}
+
+
+def plan_of(met: Met, triton: str, ptxas: str) -> Traced:
+    shape = Shape(K=64, V=64, dtype=met.dtype)
+    sample = chosen([met.op])[0]
+    return traced(sample, shape, met.arch, False, compilers=compilers(triton, ptxas))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_plan_refuses_kernels_with_the_fault(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes plain torch; by name it says why; with other compilers it takes the kernels."""
+    met, fault = REFUSED[name], BY_NAME[name]
+    got = plan_of(met, met.triton, met.ptxas)
+    assert not got.jobs[None] and fault.name in got.refused["triton"]
+    assert fault.way_out in got.refused["triton"]
+    assert plan_of(met, *met.without).jobs[None]
+    monkeypatch.setattr(toolchain, "versions", lambda: compilers(met.triton, met.ptxas))
+    monkeypatch.setattr(toolchain, "triton_version", lambda: met.triton)
+    monkeypatch.setattr(toolchain, "ptxas_version", lambda path: met.ptxas)
+    monkeypatch.setattr(toolchain, "select_ptxas", lambda *args: None)
+    shape = Shape(K=64, V=64, dtype=met.dtype)
+    said = list(explain_text.lines(chosen([met.op])[0], shape, met.arch))
+    assert any(name in x and ("rejected" in x or "no, " in x) for x in said)
+    assert any(f"known fault {name} ({fault.effect})" in x for x in said)
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_products_of_16_bits_are_widened_or_refused(name: str) -> None:
+    """Attention multiplies float32 instead; a matmul, which cannot, is refused."""
+    arch, *versions = WIDENED[name]
+    here = compiler_state.Machine(arch, *versions, passive=True, remembers=False)
+    assert BY_NAME[name] in applying(arch, *versions)
+    assert {HALF, BF16} <= here.wide and not here.quiet
+    assert here.unusable(("attention.triton", BF16, 64, 64)) is None
+    assert name in (here.unusable(("attention.latent", BF16, 576, 576)) or "")
+    assert "Triton 3.4 or later" in (here.unusable(("matmul.triton", BF16, "tf32")) or "")
+    met = Met(arch, versions[0], versions[1], "attention", BF16, ("3.6.0", "12.8.93"))
+    jobs = plan_of(met, *versions).jobs[None]
+    assert jobs and all("16" not in x for job in jobs for x in job.tensors.values())
+    assert any(
+        "16" in x for job in plan_of(met, *met.without).jobs[None] for x in job.tensors.values()
+    )
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_kernels_with_the_fault_are_not_launched(name: str) -> None:
+    arch, triton, ptxas, kind = LAUNCHED[name]
+    here = compiler_state.Machine(arch, triton, ptxas, passive=True, remembers=False)
+    with mock.patch.object(guarded_launch, "machine", return_value=here):
+        assert name in (guarded_launch.objection(lambda: kind, torch.device("cuda")) or "")
+        device = torch.device("cpu")
+        with pytest.warns(guarded_launch.Guarded, match=name):
+            out = guarded_launch.attempt(
+                lambda: kind, device, lambda: "kernel", lambda: "torch", ()
+            )
+    assert out == "torch"
+    later = compiler_state.Machine(arch, "3.6.0", ptxas or "", passive=True, remembers=False)
+    other = kind[:-1] if name == "tf32x3-on-hip" else kind
+    assert later.unusable(other) is None
+
+
+def test_no_default_precision_meets_tf32x3_on_hip() -> None:
+    """compiler/arch.py says the same as the fault."""
+    fault = BY_NAME["tf32x3-on-hip"]
+    for arch in ARCHS.values():
+        assert (arch.name in fault.archs) == ("tf32x3" not in arch.precisions)
+        assert arch.precise == ("ieee" if arch.name in fault.archs else "tf32x3")
+
+
+@pytest.mark.parametrize("name", AVOIDED)
+def test_what_is_avoided_refuses_nothing(name: str) -> None:
+    fault = BY_NAME[name]
+    assert not any(fault.trigger in triggers(kind) for kind in KINDS)
+
+
+KINDS: list[tuple[Any, ...]] = [
+    (x, *y, dtype, 64, 64)
+    for x in ("linear.triton", "linear.sm90", "attention.triton", "attention.sm90", "matmul.sm90")
+    for y in (("none", "none"), ("none", "channel"), ("delta", "head"), ("dplr", "channel"))
+    for dtype in (BF16, FP32)
+]
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_what_only_results_show_is_compared_though_verified(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first use of each kind that multiplies; not where the GPU tests have passed."""
+    for variable in ("SLIPSTREAM_PROBE", "SLIPSTREAM_GUARD"):
+        monkeypatch.delenv(variable, raising=False)
+    everything = frozenset(compiler_state.families())
+    found: dict[str, compiler_state.Machine] = {}
+    for ptxas in ("12.8.93", "13.0.88", "13.1.80"):
+        where = {("sm_90", "3.6.0", ptxas): everything}
+        monkeypatch.setattr(compiler_state, "verified", lambda where=where: where)
+        found[ptxas] = compiler_state.Machine("sm_90", "3.6.0", ptxas, remembers=False)
+    faulty, passed, cured = found.values()
+    assert not faulty.guards and faulty.probes and not faulty.quiet
+    assert all(faulty.wants_probe(kind) for kind in KINDS if "matmul" not in kind[0])
+    assert not faulty.wants_probe(("norm.triton", BF16, 64))
+    assert passed.quiet and ("3.6.0", "13.0.88") in BY_NAME[name].sound
+    assert cured.quiet and BY_NAME[name] not in applying("sm_90", "3.6.0", "13.1.80")
+    assert suspected("sm_80", "3.6.0", "12.8.93", {BY_NAME[name].trigger}) is None
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_is_slow_is_marked_by_the_matrix(name: str) -> None:
+    fault = BY_NAME[name]
+    job = Job("module:kernel", {}, {}, {}, 4, 3, {}, fault.archs[0])
+    none = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
+    made = Compiled(0, 0, 0, none, dots=1, seconds=0.0, hash="", asm={})
+    status, why = support_matrix.judge(job, Outcome("ok", compiled=made))
+    assert status == "slow" and "no tensor cores" in why
+    here = compiler_state.Machine(fault.archs[0], "3.6.0", "12.8.93", passive=True, remembers=False)
+    assert fault in applying(here.arch, here.triton, here.ptxas) and here.quiet
+
+
+@pytest.mark.parametrize("name", INTERPRETED_ONLY)
+def test_the_interpreter_gets_no_products_that_it_gets_wrong(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    assert guarded_launch.objection(lambda: KINDS[0], cpu) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert name in (guarded_launch.objection(lambda: ("linear.triton", BF16, 64), cpu) or "")
+    assert guarded_launch.objection(lambda: ("linear.triton", HALF, 64), cpu) is None
+    assert guarded_launch.objection(lambda: ("norm.triton", BF16, 64), cpu) is None
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.10.0")
+    assert guarded_launch.objection(lambda: ("linear.triton", BF16, 64), cpu) is None
+
+
+@pytest.mark.parametrize(("later", "row"), [("sm_121", "sm_120"), ("sm_103", "sm_100")])
+def test_devices_have_the_faults_of_those_that_they_are_like(later: str, row: str) -> None:
+    assert applying(later, "3.2.0") == applying(row, "3.2.0") != ()

@@ -1,0 +1,169 @@
+"""No kernel has a pattern that compiler/known_bugs.py says is avoided, and compiler/kernel_key.py
+knows of each what its Triton IR says. The patterns are found where they are planted."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compiler import kernel_key
+from slipstream.compiler import trace as tracing
+from slipstream.compiler.aot import Job
+from slipstream.compiler.compiler_state import Machine
+from slipstream.compiler.known_bugs import FAULTS
+from slipstream.compiler.trace import PlainTorch, trace
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Sample, Shape, chosen
+from tests.support import planted_bugs
+from tests.support.ir_patterns import kernel_ir, patterns, products
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+slow = pytest.mark.slow
+# those that the IR shows; the others are found by compiling (slipstream matrix)
+SHOWN = ("narrow_dot", "transposed_dot")
+KNOWN = ("dot", "fp8_dot", "fp32_tma_dot", "chained_64_dots", "tf32x3")
+AVOIDED = {x.trigger: x for x in FAULTS if x.avoided}
+
+
+def row_of(op: str) -> int:
+    """An operator's first sample."""
+    return SAMPLES.index(chosen([op])[0])
+
+
+FEW = (Shape(K=128, V=128), Shape(K=64, V=64, dtype=torch.float32, packed=True, state=True))
+
+
+@cache
+def found(arch: str, row: int, shape: Shape, impl: str | None) -> tuple[frozenset[str], set]:
+    """The patterns of an operator's kernels, and the triggers of their kinds."""
+    sample = SAMPLES[row]
+    compilers = {"triton": "3.6.0", "ptxas_sm_90": "13.1.80", "ptxas_sm_100": "13.1.80"}
+    here = _Noting(arch, "3.6.0", "13.1.80", passive=True, remembers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "elsewhere", lambda *args: here)
+        try:
+            jobs = trace(_call(sample, shape, impl), arch, True, compilers=compilers)
+        except PlainTorch:
+            return frozenset(), set()
+    has = frozenset().union(*(_patterns(x) for x in jobs))
+    return has, {y for x in here.admitted for y in kernel_key.triggers(x)}
+
+
+class _Noting(Machine):
+    """Looks at every kind, and lets each pass."""
+
+    def _settle(self) -> None:
+        self.quiet = False
+
+
+def _call(sample: Sample, shape: Shape, impl: str | None) -> Any:
+    return lambda device: sample.call(sample.inputs(shape, device, blank=True), impl)
+
+
+_IR: dict[str, frozenset[str]] = {}
+
+
+def _patterns(job: Job) -> frozenset[str]:
+    if job.key not in _IR:
+        _IR[job.key] = patterns(kernel_ir(job), job.warps)
+    return _IR[job.key]
+
+
+QUICK = {
+    "sm_90": ("chunk_kda", "chunk_simple_gla", "attention"),
+    "sm_100": ("chunk_gla",),
+    "gfx942": ("chunk_delta_rule",),
+}
+CASES = [
+    pytest.param(arch, row, marks=[] if row in map(row_of, names) else [slow], id=f"{arch}-{x.op}")
+    for arch, names in QUICK.items()
+    for row, x in enumerate(SAMPLES)
+]
+
+
+@pytest.mark.parametrize(("arch", "row"), CASES)
+def test_kernels_have_no_pattern_that_is_avoided(arch: str, row: int) -> None:
+    """And of the others only those that their kinds own up to, so that plans know of them."""
+    for shape in FEW:
+        has, said = found(arch, row, shape, None)
+        on = {x.trigger for x in FAULTS if arch in x.archs}
+        assert not has & {*AVOIDED} & on & {*SHOWN}, str(shape)
+        assert (has & {*KNOWN}) - {"tf32x3", *said} == set(), str(shape)
+        assert "tf32x3" not in has or arch != "gfx942"
+
+
+@slow
+@pytest.mark.parametrize("name", ["chunk_rwkv7", "chunk_gla", "chunk_gated_delta_rule"])
+def test_no_shape_of_a_linear_operator_has_a_pattern_that_is_avoided(name: str) -> None:
+    for impl in (None, "triton"):
+        for shape in REPRESENTATIVE:
+            has, _ = found("sm_90", row_of(name), shape, impl)
+            assert not has & {*AVOIDED} & {*SHOWN}, f"{impl} {shape}"
+
+
+def job(name: str, tensors: dict[str, str], constants: dict[str, Any], **rest: Any) -> Job:
+    given = {"scalars": {}, "warps": 4, "stages": 3, "options": {}, "arch": "sm_90", **rest}
+    return Job(f"{planted_bugs.__name__}:{name}", tensors, constants, **given)
+
+
+@pytest.mark.parametrize(
+    ("which", "M", "N", "warps", "has"),
+    [
+        ("turned", 64, 64, 4, {"transposed_dot", "chained_64_dots"}),
+        ("narrow", 64, 32, 4, {"narrow_dot"}),
+        ("narrow", 64, 64, 4, set()),
+        ("narrow", 32, 32, 4, set()),  # too few rows for wgmma
+        ("narrow", 64, 32, 2, set()),
+    ],
+)
+def test_patterns_are_found_where_they_are(
+    which: str, M: int, N: int, warps: int, has: set[str]
+) -> None:
+    tensors = {"x_ptr": "*bf16", "y_ptr": "*bf16", "o_ptr": "*fp32"}
+    made = job(f"{which}_kernel", tensors, {"M": M, "N": N}, warps=warps)
+    text = kernel_ir(made)
+    looked_for = {"narrow_dot", "transposed_dot", "chained_64_dots"}
+    assert patterns(text, warps) & looked_for == has
+    assert {"dot", "dot16"} <= patterns(text, warps)
+    assert all(x.dtype == "bf16" for x in products(text))
+
+
+def test_patterns_tell_precisions_and_descriptors() -> None:
+    wide = {f"{x}_ptr": "*fp32" for x in ("x", "y", "o")}
+    plain = patterns(kernel_ir(job("product_kernel", wide, {"N": 64, "PRECISION": "tf32x3"})), 4)
+    assert plain & {"tf32x3", "dot16", "fp32_tma_dot"} == {"tf32x3"}
+    both = {"x_desc": "tensordesc<fp32[128, 32]>", "y_desc": "tensordesc<fp32[32, 32]>"}
+    made = job("descriptor_product_kernel", both | {"o_ptr": "*fp32"}, {})
+    assert "fp32_tma_dot" in patterns(kernel_ir(made), 4)
+
+
+def test_every_kind_has_a_family_of_kernels() -> None:
+    from slipstream.compiler.compiler_state import families
+
+    for name in {x.name for x in kernel_key.TRAITS}:
+        assert kernel_key.family((name,)) in families()
+    known = {x.trigger for x in FAULTS}
+    assert {y for x in kernel_key.TRAITS for y in x.triggers} <= known
+
+
+@slow
+@pytest.mark.parametrize(
+    ("op", "kernel"), [("chunk_simple_gla", "linear_walk"), ("chunk_delta_rule", "delta_grads")]
+)
+def test_kernels_that_sm_100_once_refused_compile_there(op: str, kernel: str) -> None:
+    """A store by a descriptor in a pipelined loop; a sum by both axes of a product."""
+    jobs = trace(_call(chosen([op])[0], Shape(), None), "sm_100")
+    jobs = [x for x in jobs if x.name.startswith(kernel)]
+    assert jobs and all(x.compile().dots for x in jobs)
+
+
+@slow
+def test_fp32_products_of_few_rows_are_no_wgmma() -> None:
+    """Chunks of 16 in float32: mma.sync, which ptxas 12.8 gets right."""
+    call = _call(chosen(["chunk_kda"])[0], Shape(K=64, V=64, dtype=torch.float32), "triton")
+    for made in trace(call, "sm_90"):
+        if "dplr" in made.name:
+            assert made.compile().instructions["wgmma"] == 0

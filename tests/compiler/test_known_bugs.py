@@ -1,0 +1,53 @@
+"""The table of compiler faults: which apply where, and which stop a kernel."""
+
+import pytest
+
+from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.known_bugs import FAULTS, INTERPRETER, applying, blocking, version
+
+
+def names(*where: str) -> set[str]:
+    return {x.name for x in applying(*where)}
+
+
+def test_every_fault_is_complete() -> None:
+    assert len({x.name for x in FAULTS}) == len(FAULTS)
+    for x in FAULTS:
+        assert x.effect in ("crash", "wrong result", "refusal", "slow")
+        assert set(x.archs) <= {*ARCHS, INTERPRETER}
+        assert x.pattern and x.source and x.way_out
+        for bounds in (x.triton, x.ptxas):
+            assert bounds is None or version(bounds[0]) <= version(bounds[1])
+
+
+def test_version_reads_releases() -> None:
+    assert version("3.6.0") == (3, 6, 0)
+    assert version("3.7.0+gitabc") == (3, 7, 0)
+    assert version("12.8.93") > version("12.8")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "applies"),
+    [
+        (("sm_90", "3.6.0", "12.8.93"), "narrow-dot", True),
+        (("sm_90", "3.6.0", "13.1.80"), "narrow-dot", False),
+        (("sm_80", "3.6.0", "12.8.93"), "narrow-dot", False),
+        (("sm_90", "3.7.0", "12.8.93"), "transposed-dot", True),
+        (("sm_90", "3.7.1", "12.8.93"), "transposed-dot", False),
+        (("sm_70", "3.3.1", "12.8.61"), "rounding-mode", True),
+        (("sm_70", "3.4.0", "12.8.93"), "rounding-mode", False),
+        (("sm_90", "3.8.0", "12.9.86"), "fp8-scaled-mm", True),
+        (("sm_70", "3.6.0", "13.0.88"), "ptxas13-volta", True),
+    ],
+)
+def test_faults_apply_where_they_are(where: tuple, name: str, applies: bool) -> None:
+    assert (name in names(*where)) is applies
+
+
+def test_blocking_stops_only_kernels_with_the_pattern() -> None:
+    """bf16 retention on sm_70 under Triton 3.3: once an LLVM error, now a reason."""
+    found = blocking("sm_70", "3.3.1", "12.8.61", {"dot16"})
+    assert found is not None and found.name == "rounding-mode" and "float32" in found.way_out
+    assert blocking("sm_70", "3.3.1", "12.8.61", {"dot32"}) is None
+    assert blocking("sm_70", "3.6.0", "12.8.93", {"dot16"}) is None
+    assert blocking("sm_90", "3.6.0", "12.8.93", {"narrow_dot"}) is None  # avoided here

@@ -1,0 +1,352 @@
+"""The matrix: a sample of it compiles as it should, and its judgement of what comes back."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from slipstream.compiler import compiler_state, support_matrix
+from slipstream.compiler.aot import Compiled, Job
+from slipstream.compiler.compile_worker import Outcome
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.runtime import backends
+from slipstream.tools.variant_cover import cover, fewest, resolved
+
+compiles = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+NONE = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
+JOB = Job("module:some_kernel", {}, {"C": 64}, {}, 4, 3, {}, "sm_90")
+
+
+def outcome(**of: Any) -> Outcome:
+    instructions = {**NONE, **of.pop("instructions", {})}
+    sound = {"shared": 1000, "registers": 100, "stack": 0, "dots": 1, "seconds": 1.0, "hash": ""}
+    return Outcome("ok", compiled=Compiled(**{**sound, **of}, instructions=instructions, asm={}))
+
+
+@pytest.mark.parametrize(
+    ("arch", "of", "status", "words"),
+    [
+        ("sm_90", {"instructions": {"wgmma": 4}}, "ok", ""),
+        ("sm_90", {"dots": 0}, "ok", ""),
+        ("sm_90", {"instructions": {"mma.sync": 4}}, "slow", "mma.sync instead of wgmma"),
+        ("sm_90", {"instructions": {"wgmma": 4, "mma.sync": 1}}, "slow", "some products"),
+        ("sm_80", {}, "slow", "no tensor cores instead of mma.sync"),
+        ("sm_70", {}, "slow", "no longer"),
+        ("sm_80", {"instructions": {"mma.sync": 1}, "stack": 5000}, "slow", "spills 5000 bytes"),
+        ("sm_86", {"shared": 120000}, "refused", "sm_86 has 101376; it runs on sm_80, sm_90"),
+        ("gfx942", {"instructions": {"mfma": 9}}, "ok", ""),
+    ],
+)
+def test_judge(arch: str, of: dict, status: str, words: str) -> None:
+    got, reason = support_matrix.judge(replace(JOB, arch=arch), outcome(**of))
+    assert got == status and words in reason and bool(words) == bool(reason)
+
+
+def test_a_kernel_in_gluon_chooses_its_instructions() -> None:
+    job = replace(JOB, kernel="slipstream.kernels.linear.sm90.delta.solve_tril:some_kernel")
+    both, none = {"wgmma": 4, "mma.sync": 1}, {"mma.sync": 1}
+    assert support_matrix.judge(job, outcome(instructions=both)) == ("ok", "")
+    assert support_matrix.judge(job, outcome(instructions=none))[0] == "slow"
+
+
+class _Worker:
+    """Answers by stages; `about` as a child's."""
+
+    def __init__(self, answers: dict[int, Outcome]) -> None:
+        self.about = {"triton": "3.3.1", "ptxas_sm_90": "12.4.99", "ptxas_sm_100": "12.8.61"}
+        self.answers = answers
+
+    def compile(self, job: Job, timeout: float) -> Outcome:
+        return self.answers[job.stages]
+
+    def close(self) -> None:
+        pass
+
+
+def test_attempt_names_the_nearest_configuration_that_runs() -> None:
+    answers = {3: outcome(shared=150000), 2: outcome(shared=110000), 1: outcome(shared=70000)}
+    worker: Any = _Worker(answers)
+    row = support_matrix.attempt(worker, (replace(JOB, arch="sm_86"), ("op",)), 1.0)
+    assert row.status == "refused" and row.shared == 150000
+    assert "some_kernel with 3 stages: needs 150000" in row.reason
+    assert "with 1 stages it needs 70000 and runs" in row.reason
+
+
+def test_attempt_names_the_known_fault_behind_a_crash() -> None:
+    """bf16 retention on sm_70 under Triton 3.3: an LLVM error, and the way out."""
+    worker: Any = _Worker({3: Outcome("crash", "the compiler's process died: LLVM ERROR")})
+    row = support_matrix.attempt(worker, (replace(JOB, arch="sm_70"), ("chunk_retention",)), 1.0)
+    assert (row.status, row.ptxas) == ("crash", "12.4.99")
+    assert "rounding-mode: Triton 3.4 or later, or operands in float32" in row.reason
+    table = support_matrix.by_operator([row, replace(row, status="ok", reason="")])
+    assert table["chunk_retention"]["sm_70"][0] == "crash"
+    compilers = ("sm_70", "3.3.1", "12.4.99")
+    sound = replace(row, module="slipstream.kernels.norm.triton.norm", status="slow")
+    assert support_matrix.verified([row, sound]) == {compilers: {"norm"}}
+    assert support_matrix.verified([row, replace(row, status="ok")]) == {compilers: set()}
+
+
+@compiles
+def test_a_sample_of_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command runs it: one operator, forward, on two architectures."""
+    from typer.testing import CliRunner
+
+    from slipstream.cli.commands import app
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    out = tmp_path / "rows.json"
+    run = ["matrix", "chunk_retention", "--arch", "sm_80,sm_90", "--forward", "--shapes", "2"]
+    result = CliRunner().invoke(app, [*run, "--jobs", "1", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "chunk_retention" in result.stdout
+    said = " ".join(result.stderr.split())
+    assert " compiled, 0 kept from earlier runs; " in said and " of processor time" in said
+    rows = json.loads(out.read_text())
+    assert {x["arch"] for x in rows} == {"sm_80", "sm_90"}
+    assert {x["status"] for x in rows} <= {"ok", "slow"}
+    assert all(x["triton"] and x["ptxas"] and x["registers"] for x in rows)
+
+
+@compiles
+def test_a_hang_is_tried_again_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from slipstream.cli.commands import app
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
+    hung = CliRunner().invoke(app, [*run, "--timeout", "0"])
+    assert hung.exit_code == 1 and "hang" in hung.output
+    again = CliRunner().invoke(app, run)
+    assert again.exit_code == 0 and "hang" not in again.output
+
+
+def test_the_page_says_what_runs_where() -> None:
+    from slipstream.tools.support_page import page
+
+    ok, slow, refused = ["ok", ""], ["slow", "spills 4096 bytes a thread"], ["refused", "too wide"]
+    known = {"sm_80": ok, "sm_86": refused, "sm_90": slow}
+    about = {"ptxas": "12.8.93", "variants": "flags", "kernels": 3}
+    data = {
+        "3.6.0": {
+            arch: {**about, "operators": {"chunk_gla": cell, "rotary": ["torch", "too plain"]}}
+            for arch, cell in known.items()
+        }
+    }
+    text = page(data)
+    assert "| operator | sm_80 | sm_86 | sm_90 |" in text
+    assert "| chunk_gla | ok | refused [1] | slow [2] |" in text
+    around = "narrow-dot, transposed-dot, overwritten-tile"
+    assert f"1. too wide\n2. spills; with workarounds for {around}\n" in text
+    assert "- rotary: too plain" in text and "| rotary" not in text
+    assert "sm_86 3 (flags)" in text
+    data["3.6.0"]["sm_86"]["shapes"] = 2
+    assert "sm_86 3 (flags, 2 shapes)" in page(data)
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"), [(["ok", ""], ""), (["slow", "no tensor cores"], "no tensor cores; ")]
+)
+def test_the_page_names_workarounds(cell: list[str], words: str) -> None:
+    """Attention in bf16 on sm_70 under Triton 3.3 computes in float32."""
+    from slipstream.tools.support_page import page
+
+    about = {"ptxas": "12.4.127", "variants": "few", "kernels": 3, "operators": {"attention": cell}}
+    text = page({"3.3.1": {"sm_70": about}})
+    assert f"| attention | {cell[0]} [1] |" in text
+    assert f"1. {words}with workarounds for rounding-mode" in text
+
+
+def test_what_stops_a_run_of_the_matrix_is_raised() -> None:
+    """A full disk, say: else the rows that are missing would not be missed."""
+
+    def full(job: Job, row: support_matrix.Row) -> None:
+        raise OSError("no space left on device")
+
+    tasks: list[support_matrix.Task] = [(replace(JOB, arch="sm_80"), ("op",))] * 3
+    with (
+        mock.patch.object(support_matrix, "Worker", return_value=_Worker({3: outcome()})),
+        pytest.raises(OSError, match="no space left"),
+    ):
+        support_matrix.run(tasks, processes=2, done=full)
+    with pytest.raises(ValueError, match="jobs: want at least 1 process, got 0"):
+        support_matrix.run(tasks, processes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shapes", "0"], "--shapes: want at least 1"),
+        (["--jobs", "0"], "jobs: want at least 1"),
+        (["--json", "/dev/null/rows.json"], "Not a directory"),
+    ],
+)
+@compiles
+def test_options_of_the_matrix_that_cannot_be(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from slipstream.cli.commands import app
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["matrix", "squared_relu", "--arch", "sm_80", *options])
+    assert result.exit_code == 2 and words in result.stderr
+
+
+def test_cover_has_every_value_of_every_flag() -> None:
+    tasks = [
+        (replace(JOB, constants={"C": c, "PACKED": p, "GATE": g}, warps=4 * w), (f"op{c}",))
+        for c, p, g, w in product((16, 32, 64), (False, True), (False, True), (1, 2))
+    ]
+    other = (replace(JOB, kernel="module:other_kernel"), ("op16",))
+    few, pairs = (cover([*tasks, other], x) for x in ("flags", "pairs"))
+    assert len(few) == 4 and 7 <= len(pairs) <= 10 and other in few
+    for name in ("C", "PACKED", "GATE"):
+        values = {x.constants.get(name) for x, _ in tasks}
+        assert {x.constants.get(name) for x, _ in few[:3]} == values
+    assert {op for _, ops in few for op in ops} == {"op16", "op32", "op64"}
+    found = {(x.constants.get("C"), x.constants.get("GATE")) for x, _ in pairs[:-1]}
+    assert len(found) == 6
+    assert cover(tasks, "all") == tasks
+    assert len(cover([*tasks, other], "few")) == 4
+    assert [resolved("auto", x) for x in ("sm_80", "sm_86", "sm_90")] == ["flags", "few", "flags"]
+    with pytest.raises(ValueError, match="--variants: want one of auto"):
+        resolved("some", "sm_80")
+
+
+def test_cover_takes_the_fewest() -> None:
+    """Beginning with the one that has the most takes three."""
+    assert fewest([{1, 2, 3, 4}, {1, 2, 5}, {3, 4, 6}]) == [1, 2]
+    assert fewest([]) == [] and fewest([{1}, {1, 2}]) == [1]
+
+
+def test_cover_counts_a_type_that_is_not_the_first_tensors() -> None:
+    """Three dtypes, a gate of that or float32, and a bias that is there or not: three variants."""
+    tensors = [
+        {"x_ptr": f"*{x}", "g_ptr": f"*{g}", **({"b_ptr": f"*{x}"} if biased else {})}
+        for x, biased in product(("bf16", "fp16", "fp32"), (False, True))
+        for g in sorted({x, "fp32"})
+    ]
+    tasks = [
+        (replace(JOB, tensors=x, constants={} if "b_ptr" in x else {"b_ptr": None}), ("op",))
+        for x in tensors
+    ]
+    found = [x.tensors for x, _ in cover(tasks, "flags")]
+    assert len(found) == 3 and {x["x_ptr"] for x in found} == {"*bf16", "*fp16", "*fp32"}
+    assert {"b_ptr" in x for x in found} == {False, True}
+    assert {x["g_ptr"] == x["x_ptr"] for x in found} == {False, True}
+
+
+@compiles
+def test_rows_hold_until_the_kernel_or_a_compiler_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from slipstream.tools import matrix_cache as rows
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    about = {"triton": "3.6.0", "ptxas_sm_90": "12.8.93", "ptxas_sm_100": "12.9.86"}
+    job = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel")
+    kept = rows.Rows(about)
+    assert kept.split([(job, ("rms_norm",))]) == ([], [(job, ("rms_norm",))])
+    row = support_matrix.attempt(_Worker({3: outcome()}), (job, ("rms_norm",)), 1.0)  # type: ignore
+    kept.add(job, row)
+    again, rest = rows.Rows(about).split([(job, ("layer_norm",))])
+    assert rest == [] and again == [replace(row, operators=("layer_norm",))]
+    for changed in (
+        rows.Rows({**about, "triton": "3.7.1"}),
+        rows.Rows(about, anew=True),
+    ):
+        assert changed.split([(job, ("rms_norm",))])[0] == []
+    assert rows.Rows(about).split([(replace(job, stages=2), ("rms_norm",))])[0] == []
+    other, (file,) = replace(job, stages=2), (tmp_path / "matrix").iterdir()
+    file.write_text(file.read_text() + '{"digest": "half of a l')  # a run that was killed
+    rows.Rows(about).add(other, row)
+    both = rows.Rows(about).split([(job, ("rms_norm",)), (other, ("rms_norm",))])
+    assert len(both[0]) == 2 and both[1] == []
+    kernel = rows.load(job.kernel)
+    monkeypatch.setattr(rows, "load", lambda path: SimpleNamespace(cache_key="other source"))
+    assert kernel.cache_key != "other source"
+    assert rows.Rows(about).split([(job, ("rms_norm",))])[0] == []
+
+
+def test_a_changed_family_is_no_longer_verified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from slipstream.tools import support_page
+
+    monkeypatch.setattr(support_page, "VERIFIED", tmp_path / "verified.json")
+    support_page.VERIFIED.write_text("[]")
+    worker: Any = _Worker({3: outcome()})
+    kernels = ("norm.triton.norm:a", "linear.triton.walk:b")
+    jobs = [replace(JOB, kernel=f"slipstream.kernels.{x}") for x in kernels]
+    found = [support_matrix.attempt(worker, (x, ("op",)), 1.0) for x in jobs]
+    support_page._trust([found[0], replace(found[1], status="hang")])
+    (entry,) = json.loads(support_page.VERIFIED.read_text())
+    assert entry["families"] == {"norm": compiler_state.families(False)["norm"]}  # 3.3.1
+    here = ("sm_90", "3.3.1", "12.4.99")
+    monkeypatch.setattr(compiler_state, "verified", lambda: {here: frozenset({"norm"})})
+    trusted = compiler_state.Machine(*here, remembers=False)
+    assert trusted.guards and not trusted.quiet
+    assert not trusted.wants_probe(("norm.triton",)) and trusted.wants_probe(("linear.step",))
+    assert trusted.trust.startswith("verified by the matrix but for conv")
+    trusted.compiles("slipstream.kernels.norm.triton.norm", "a", {})  # looks at nothing
+    with pytest.raises(KeyError):
+        trusted.compiles("slipstream.kernels.linear.triton.scalar_decay.chunk", "b", {})
+
+
+def test_families_have_digests_of_what_their_kernels_are() -> None:
+    found = compiler_state.families()
+    assert {"linear", "softmax", "norm", "core"} <= set(found) and len(set(found.values())) > 5
+    assert compiler_state.family_of("slipstream.kernels.attention.sm90.forward") == "softmax"
+    # kernels in Gluon change nothing where they are not taken
+    portable = compiler_state.families(False)
+    alike = {name for name, digest in found.items() if portable[name] == digest}
+    assert set(portable) == set(found) and alike == set(found) - {"linear", "softmax", "matmul"}
+    takes = [compiler_state.takes_gluon("sm_90", x) for x in ("3.5.1", "3.6.0", "3.8.0", "3.9.0")]
+    assert takes == [False, True, True, False] and not compiler_state.takes_gluon("sm_100", "3.6.0")
+    assert compiler_state._GLUON == backends.GLUON
+    assert compiler_state.family_of("slipstream.runtime.token_ids_kernel") == "core"
+
+
+@compiles
+def test_every_family_has_kernels_in_the_matrix() -> None:
+    """Else nothing would ever verify it, and everything would be watched."""
+    from slipstream.tools.backend_query import find
+    from slipstream.tools.catalog import REPRESENTATIVE, chosen
+
+    ops = ["retention", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
+    samples = [x for name in [*ops, "short_convolution"] for x in chosen([name])]
+    found = find(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
+    assert not found.failures
+    families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
+    assert families == set(compiler_state.families())
+
+
+@compiles
+def test_every_kernel_is_reached_by_the_matrix() -> None:
+    """One that no sample reaches would be trusted with its family, though nobody compiled it."""
+    import slipstream.kernels
+    from slipstream.tools.backend_query import find
+    from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES
+
+    root = Path(slipstream.kernels.__file__).parent
+    pattern = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
+    written = {x for path in root.rglob("*.py") for x in pattern.findall(path.read_text())}
+    assert len(written) > 60
+    reached: set[str] = set()
+    for arch, shapes in {"sm_90": REPRESENTATIVE, "sm_80": REPRESENTATIVE[:1]}.items():
+        found = find(SAMPLES, shapes, arch)
+        assert not found.failures
+        reached |= {job.name for job, _ in found.tasks}
+    assert written - reached == set()

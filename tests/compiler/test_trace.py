@@ -1,0 +1,120 @@
+"""What a call compiles, found out on a device that is not there, is what the JIT would compile."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import ops
+from slipstream.compiler import aot
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+
+def gated_delta_rule(device: torch.device, T: int = 100, impl: str = "triton") -> Any:
+    q, k, v = (torch.empty(2, T, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    g, beta = (torch.empty(2, T, 4, device=device) for _ in range(2))
+    return ops.chunk_gated_delta_rule(q, k, v, g, beta, impl=impl)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_trace_finds_what_the_jit_would_compile(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Forward and backward; the same source, hence the same place in Triton's cache."""
+    from triton.compiler import ASTSource
+
+    from slipstream.compiler import trace as tracing
+
+    told: dict[str, dict] = {}
+
+    def note(module: str, name: str, compile: dict, arch: str) -> aot.Job:
+        job = aot.job_of(module, name, compile, arch)
+        told.setdefault(job.key, compile)
+        return job
+
+    monkeypatch.setattr(tracing, "job_of", note)
+    jobs = tracing.trace(gated_delta_rule, arch)
+    assert {"delta_walk_kernel", "delta_grads_kernel"} <= {x.name for x in jobs}
+    assert [x.key for x in jobs] == list(told)
+    assert {x.arch for x in jobs} == {arch}
+    for job, compile in zip(jobs, told.values()):
+        fn = aot.load(job.kernel)
+        want = ASTSource(fn, compile["signature"], compile["constants"], compile["configs"][0])
+        assert aot.source_of(job).hash() == want.hash(), job.name
+
+
+def test_trace_leaves_gradients_out_if_told() -> None:
+    from slipstream.compiler.trace import trace
+
+    names = {x.name for x in trace(gated_delta_rule, "sm_90", backward=False)}
+    assert "delta_walk_kernel" in names and "delta_grads_kernel" not in names
+
+
+def test_trace_of_plain_torch_says_so_and_puts_everything_back() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from slipstream.compiler.trace import PlainTorch, trace
+
+    before = torch.cuda.is_available, torch.autograd.Function.apply, dict(vars(FakeTensor))
+    with pytest.raises(PlainTorch):
+        trace(lambda device: gated_delta_rule(device, impl="eager"), "sm_90")
+    with pytest.raises(ValueError, match="arch: want one of"):
+        trace(gated_delta_rule, "sm_1")
+    after = torch.cuda.is_available, torch.autograd.Function.apply, dict(vars(FakeTensor))
+    assert after == before
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    ops.chunk_retention(q, q, q)[0].sum().backward()
+    assert q.grad is not None
+
+
+def test_cached_says_whether_a_first_call_would_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    job = aot.Job(
+        "tests.support.planted_bugs:planted_kernel",
+        {"x_ptr": "*i32"},
+        {"WHAT": "x"},
+        {},
+        1,
+        1,
+        {},
+        "sm_80",
+    )
+    assert not aot.cached(job)
+    job.compile()
+    assert aot.cached(job)
+    assert not aot.cached(replace(job, warps=2))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_call_of_no_sequences_can_be_planned(arch: str) -> None:
+    """Every chunked operator: how many programs there are divides nothing."""
+    from slipstream.compiler.trace import trace
+    from slipstream.tools.catalog import SAMPLES, Sample, Shape
+
+    def call(device: torch.device, sample: Sample) -> Any:
+        return sample.call(sample.inputs(Shape(B=0), device, blank=True))
+
+    chunked = [x for x in SAMPLES if x.op.startswith("chunk_")]
+    assert len(chunked) > 15
+    for sample in chunked:
+        trace(partial(call, sample=sample), arch)
+
+
+@pytest.mark.parametrize("H", [1, 2])
+def test_a_state_is_copied_that_is_not_contiguous(H: int) -> None:
+    from slipstream.compiler.trace import trace
+
+    def call(device: torch.device) -> Any:
+        q, k, v = (torch.empty(1, 64, H, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+        state = [torch.empty(1, n, H, 64, device=device) for n in (64, 1)]
+        kv = state[0].transpose(1, 2)
+        return ops.chunk_linear_attn(q, k, v, initial_state=(kv, state[1]))
+
+    assert trace(call, "sm_90", backward=False)

@@ -1,0 +1,69 @@
+"""Triton's digest of itself is what Triton computes, and is computed again once a file changes."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.compiler import triton_cache_key
+from slipstream.runtime.backends import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
+
+
+@pytest.fixture
+def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A small one, that counts how often its digest is computed."""
+    import triton as real
+    from triton.runtime import cache
+
+    root = tmp_path / "triton"
+    for name in ("__init__.py", "compiler/code.py", "backends/x/driver.py", "_C/libtriton.so"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("1")
+    made = SimpleNamespace(root=root, computed=0)
+
+    def triton_key() -> str:
+        made.computed += 1
+        return f"of {sorted(x.read_text() for x in root.rglob('*') if x.is_file())}"
+
+    def fresh() -> str:
+        """As in a new process."""
+        monkeypatch.setattr(cache, "triton_key", triton_key)
+        triton_cache_key.recall.cache_clear()
+        triton_cache_key.recall()
+        return cache.triton_key()
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(real, "__file__", str(root / "__init__.py"))
+    made.fresh = fresh
+    yield made
+    triton_cache_key.recall.cache_clear()
+
+
+def test_digest_is_remembered(triton: Any) -> None:
+    want, computed = triton.fresh(), triton.computed
+    assert triton.fresh() == want and triton.computed == computed
+
+
+@pytest.mark.parametrize("name", ["compiler/code.py", "backends/x/driver.py", "_C/libtriton.so"])
+def test_digest_follows_the_files(triton: Any, name: str) -> None:
+    path = triton.root / name
+    before, times = triton.fresh(), path.stat()
+    path.write_text("2")  # as large, and made to look as old
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert triton.fresh() != before and "2" in triton.fresh()
+    path.unlink()
+    assert "2" not in triton.fresh()
+
+
+def test_digest_that_cannot_be_read_or_kept_is_computed(triton: Any, tmp_path: Path) -> None:
+    want = triton.fresh()
+    (tmp_path / "cache/triton_digest.json").write_text("{")
+    assert triton.fresh() == want
+    (tmp_path / "cache/triton_digest.json").unlink()
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").write_text("no folder")
+    assert triton.fresh() == want

@@ -1,0 +1,97 @@
+"""Other Triton releases: pip installs one once, here from a folder; the matrix compiles with it."""
+
+import json
+import sys
+from importlib.metadata import distribution, distributions
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from slipstream.compiler.triton_releases import install
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a wheel of a Triton 3.6.99, where pip looks instead of on PyPI."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    about = "triton-3.6.99.dist-info"
+    with ZipFile(folder / "triton-3.6.99-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("triton/__init__.py", "__version__ = '3.6.99'\n")
+        wheel.writestr(f"{about}/METADATA", _metadata("3.6.99"))
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def _metadata(version: str) -> str:
+    return f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n"
+
+
+def test_a_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
+    # Neither imported nor looked for: setuptools would leave distutils alone from then on, and warn
+    # later, when torch's inductor imports it, that distutils was there before.
+    if not any(x.name == "pip" for x in distributions()):
+        pytest.skip("needs pip")
+    root = tmp_path / "releases"
+    folder = install("3.6.99", root)
+    assert folder == root / "triton-3.6.99"
+    assert "3.6.99" in (folder / "triton/__init__.py").read_text()
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    assert install("3.6.99", root) == folder
+    with pytest.raises(ValueError, match=r"triton 3\.6\.98: pip could not install it: .*3\.6\.98"):
+        install("3.6.98", root)
+    assert list(root.iterdir()) == [folder]
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
+def test_the_matrix_compiles_under_another_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a child that finds it before the one that is here: the same code, of another version."""
+    from typer.testing import CliRunner
+
+    from slipstream.cli.commands import app
+
+    here = find_spec("triton")
+    assert here is not None and here.origin is not None
+    folder = tmp_path / "releases/triton-3.6.99"
+    about = folder / "triton-3.6.99.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(_metadata("3.6.99"))
+    backends = distribution("triton").read_text("entry_points.txt")
+    (about / "entry_points.txt").write_text(backends or "")
+    (folder / "triton").symlink_to(Path(here.origin).parent)
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    out = tmp_path / "rows.json"
+    run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
+    result = CliRunner().invoke(app, [*run, "--triton", "3.6.99", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "Triton 3.6.99" in result.stdout
+    rows = json.loads(out.read_text())
+    assert rows and {x["triton"] for x in rows} == {"3.6.99"}
+    assert {x["status"] for x in rows} == {"ok"}
+    assert str(folder) not in sys.path
+    (kept,) = (tmp_path / "matrix").iterdir()
+    assert kept.name.startswith("3.6.99-")
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton")
+def test_what_stops_every_kernel_of_a_release_is_said_of_each_operator() -> None:
+    from slipstream.tools.backend_query import find
+    from slipstream.tools.catalog import REPRESENTATIVE, chosen
+
+    old = {"triton": "3.4.0", "ptxas_sm_90": "12.8.93", "ptxas_sm_100": "12.8.93"}
+    samples = chosen(["embedding", "retention"])
+    found = find(samples, REPRESENTATIVE[:1], "gfx942", compilers=old)
+    assert (found.tasks, found.failures) == ([], [])
+    assert set(found.without) == {x.op for x in samples}
+    reason = "any kernel, where ROCm is not installed: no-rocm-linker; Triton 3.5.1 or later"
+    assert all(x.startswith(reason) for x in found.without.values())
+    assert find(samples, REPRESENTATIVE[:1], "sm_90", compilers=old).without == {}

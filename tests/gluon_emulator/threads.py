@@ -1,0 +1,486 @@
+"""Runs Gluon kernels without a GPU: numpy for tensors, a thread for each partition.
+
+Products are made as late as their waits allow, and TMA copies as early as they are issued, so a
+buffer that is freed too early, a barrier of the wrong phase or a missing wait shows as a wrong
+number, an error or a wait that does not end. What is not ordered is an error however the threads
+ran (tests/gluon_emulator/race_detector.py). Layouts, registers and rounding are not there.
+
+    with emulated():
+        from slipstream.kernels.attention.sm90 import forward
+"""
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import slipstream as slipstream  # before its Triton is replaced
+from tests.gluon_emulator import race_detector
+
+_LOCAL = threading.local()
+_WAIT = 20.0
+_SLOTS = threading.Lock()
+# modules that are imported anew, against the names below
+_ANEW = (
+    "slipstream.kernels.primitives.smem_scalars",
+    "slipstream.kernels.attention.triton.scores",
+    "slipstream.kernels.attention.sm90.",
+)
+
+
+class Tensor(np.ndarray):
+    """As Triton's: integers divide towards zero, and scalars stay tensors."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __array_wrap__(self, x: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(x).view(Tensor)
+
+    def __iadd__(self, other: Any) -> Any:  # values, not places
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        if bitcast:  # all numbers have 64 bits here
+            return (
+                tensor(np.asarray(self, np.float64).view(np.int64))
+                if dtype == "int32"
+                else (tensor(np.asarray(self).view(np.float64)))
+            )
+        return self
+
+    def __floordiv__(self, other: Any) -> Any:
+        return tensor(np.trunc(np.asarray(self) / np.asarray(other)).astype(np.int64))
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return tensor(other) // self
+
+    def __mod__(self, other: Any) -> Any:
+        return self - self // other * other
+
+
+def tensor(x: Any) -> Tensor:
+    return np.asarray(x).view(Tensor)
+
+
+class Pointer:
+    def __init__(self, data: np.ndarray, at: Any = 0) -> None:
+        self.data, self.at = data, at
+        self.dtype = SimpleNamespace(element_ty="16-bit")
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.data, self.at + np.asarray(offset))
+
+
+class Descriptor:
+    def __init__(self, data: np.ndarray, block: tuple[int, ...]) -> None:
+        self.data, self.dtype, self.layout = data, "16-bit", None
+        self.block_type = SimpleNamespace(nbytes=int(np.prod(block)), shape=block)
+        self.block = block
+
+    def part(self, at: list) -> np.ndarray:
+        """What of a block lies within the tensor, which it may follow or precede as a whole."""
+        begin = [int(x) for x in at]
+        assert len(begin) == len(self.block)
+        if min(begin) < 0:
+            assert any(x + n <= 0 for x, n in zip(begin, self.block))
+            return self.data[:0, : self.block[-1]]
+        return self.data[tuple(slice(x, x + n) for x, n in zip(begin, self.block))]
+
+
+class Buffer:
+    """Shared memory; poisoned until it is written."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.shape, self.dtype = data, data.shape, "16-bit"
+
+    def index(self, i: Any) -> Any:
+        return self.data[int(i), 0] if self.data.dtype == object else Buffer(self.data[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> "Buffer":
+        return Buffer(self.data.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
+        part = slice(start, start + length)
+        return Buffer(self.data[part] if dim == 0 else self.data[:, part])
+
+    def load(self, layout: Any) -> Tensor:
+        _LOCAL.part.loads(self.data)
+        return tensor(self.data.copy())
+
+    def store(self, values: Any) -> None:
+        assert self.shape == values.shape
+        _LOCAL.part.stores(self.data)
+        self.data[...] = values
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.arrived = self.phase = self.missing = 0
+        self.ended, self.order = False, race_detector.Bar()
+
+    def begin(self, count: int) -> None:
+        self.count = count
+
+    def end(self) -> None:
+        assert not self.arrived and not self.missing, "a barrier is invalidated too early"
+        self.ended = True
+
+    def arrive(self, arrivals: int = 1, missing: int = 0) -> None:
+        with self.changed:
+            assert not self.ended, "a barrier is used that was invalidated"
+            if arrivals:
+                _LOCAL.part.arrives(self.order)
+            self.arrived += arrivals
+            self.missing += missing
+            assert self.arrived <= self.count and self.missing >= 0
+            if self.arrived == self.count and not self.missing:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.order.ends_phase()
+                self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.changed:
+            assert not self.ended, "a barrier is used that was invalidated"
+            for _ in range(int(_WAIT / 0.2)):
+                if self.changed.wait_for(lambda: self.phase & 1 != int(parity), 0.2):
+                    _LOCAL.part.met(self.order)
+                    return
+                if _LOCAL.errors:  # of another partition
+                    break
+            raise TimeoutError("a barrier waits for ever")
+
+
+class Product:
+    """Under way: its operands in shared memory are read when it is waited for."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, a: Any, b: Buffer, acc: Any) -> None:
+        self.a, self.b, self.acc, self.done = a, b, acc, None
+        part = _LOCAL.part
+        part.begins(part.products, *(x.data for x in (a, b) if isinstance(x, Buffer)))
+        _LOCAL.queue.append(self)
+
+    def finish(self) -> None:
+        a = self.a.data if isinstance(self.a, Buffer) else self.a
+        acc = self.acc.done if isinstance(self.acc, Product) else self.acc
+        self.done = tensor(np.asarray(a) @ self.b.data + np.asarray(acc))
+
+
+def _mma(a: Any, b: Buffer, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    return Product(a, b, acc if use_acc else acc * 0.0)
+
+
+def _mma_wait(left: int, deps: tuple) -> Any:
+    while len(_LOCAL.queue) > left:
+        _LOCAL.queue.pop(0).finish()
+    _LOCAL.part.waits(_LOCAL.part.products, left)
+    found = tuple(x.done if isinstance(x, Product) else x for x in deps)
+    assert all(x is not None for x in found), "a product is used before it is waited for"
+    return found[0] if len(found) == 1 else found
+
+
+def _mma_now(a: Any, b: Any, acc: Any) -> Tensor:
+    return tensor(np.asarray(a) @ np.asarray(b) + np.asarray(acc))
+
+
+def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> None:
+    assert buffer.shape == desc.block
+    _LOCAL.part.copies_in(barrier.order, buffer.data)
+    buffer.data[...] = 0.0
+    part = desc.part(at)
+    buffer.data[tuple(slice(0, n) for n in part.shape)] = part
+    barrier.arrive(0, -desc.block_type.nbytes)
+
+
+def later(finish: Callable[[], None], buffer: Buffer) -> None:
+    """A store under way: it reads its buffer when it is waited for."""
+    _LOCAL.part.begins(_LOCAL.part.copies, buffer.data)
+    _LOCAL.stores.append(finish)
+
+
+def _copy_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
+    def finish() -> None:
+        desc.part(at)[...] = buffer.data
+
+    later(finish, buffer)
+
+
+def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
+    def finish() -> None:
+        part = desc.part(at)
+        assert not np.isnan(part).any()
+        part += buffer.data
+
+    later(finish, buffer)
+
+
+def _store_wait(left: int = 0) -> None:
+    while len(_LOCAL.stores) > left:
+        _LOCAL.stores.pop(0)()
+    _LOCAL.part.waits(_LOCAL.part.copies, left)
+
+
+def _fence() -> None:
+    _LOCAL.part.fences()
+
+
+def _turn_done(p: Pointer, value: Any) -> None:
+    _store_wait()
+    _store(p, value)
+
+
+def _turn_of(p: Pointer) -> Any:
+    time.sleep(1e-4)
+    if _LOCAL.errors:
+        raise TimeoutError("a turn does not come")
+    return tensor(p.data[p.at])
+
+
+def _take_slot(p: Pointer, first: Any, count: Any) -> Any:
+    end = time.monotonic() + _WAIT
+    while time.monotonic() < end:
+        with _SLOTS:
+            order = [(int(first) + i) % int(count) for i in range(int(count))]
+            free = [i for i in order if p.data[int(p.at) + i] == 0]
+            if free:
+                p.data[int(p.at) + free[0]] = 1
+                return tensor(free[0])
+        time.sleep(1e-3)
+    raise AssertionError("waits for a slot for ever")
+
+
+def _leave_slot(p: Pointer) -> None:
+    assert p.data[int(p.at)] == 1
+    p.data[int(p.at)] = 0
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
+    if dtype == "int64":
+        made = np.empty(shape, dtype=object)
+        made[...] = [[Barrier() for _ in range(shape[1])] for _ in range(shape[0])]
+        return Buffer(made)
+    return Buffer(np.full(shape, -1) if dtype == "int32" else np.full(shape, np.nan))
+
+
+def _load(p: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Tensor:
+    at, mask = np.broadcast_arrays(p.at, mask)
+    assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
+    found = np.where(mask, p.data[np.where(mask, at, 0)], other)
+    return tensor(found.astype(p.data.dtype))
+
+
+def _store(p: Pointer, values: Any, mask: Any = True) -> None:
+    at, values, mask = np.broadcast_arrays(p.at, values, mask)
+    assert not mask.any() or (at[mask].min() >= 0 and at[mask].max() < p.data.size)
+    p.data[at[mask]] = values[mask]
+
+
+def _atomic_add(p: Pointer, value: Any, sem: str = "acq_rel") -> Tensor:
+    before = tensor(p.data[int(p.at)].copy())
+    p.data[int(p.at)] += value
+    return before
+
+
+def _specialize(parts: list, warps: list, registers: list) -> None:
+    errors: list[BaseException] = []
+    where, whole = _LOCAL.program, _LOCAL.part
+    orders = [whole.child(f"{fn.__name__} {n}") for n, (fn, _) in enumerate(parts)]
+
+    def run(order: race_detector.Part, fn: Any, args: tuple) -> None:
+        _LOCAL.program, _LOCAL.queue, _LOCAL.stores, _LOCAL.errors = where, [], [], errors
+        _LOCAL.part = order
+        try:
+            with np.errstate(all="ignore"):
+                fn(*args)
+                assert not _LOCAL.stores, "a part ends before its stores have read"
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [
+        threading.Thread(target=run, args=(order, *part), daemon=True)
+        for order, part in zip(orders, parts, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if isinstance(e, race_detector.Race)), errors[0])
+    for order in orders:
+        whole.joins(order)
+
+
+def _jit(fn: Any = None, **options: Any) -> Any:
+    return fn if fn is not None else lambda fn: fn
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
+    """1 / x, the program's number, else by what there is of operands: 2^x, a product, the first
+    where the others ascend, and the first where the next is of so many from another on."""
+    if "%ctaid" in asm:
+        return tensor(_LOCAL.program[0])
+    if asm.startswith("rcp"):
+        return tensor(1.0 / x[0])
+    if len(x) == 3:
+        return tensor(np.where(x[1] < x[2], x[0], -np.inf))
+    if len(x) == 4:
+        x[1:] = [np.asarray(i) for i in x[1:]]
+        return tensor(np.where(np.mod(x[1] - x[2], 2**32) < np.mod(x[3], 2**32), x[0], -np.inf))
+    return tensor(x[0] * x[1] if len(x) == 2 else np.exp2(x[0]))
+
+
+def _language() -> SimpleNamespace:
+    return SimpleNamespace(
+        constexpr=lambda x: x,
+        constexpr_function=_jit,
+        int32="int32", int64="int64", float32="float32",
+        program_id=lambda axis: tensor(_LOCAL.program[0]),
+        num_programs=lambda axis: tensor(_LOCAL.program[1]),
+        arange=lambda a, b, layout=None: tensor(np.arange(a, b)),
+        full=lambda shape, x, dtype, layout=None: tensor(np.full(shape, x)),
+        zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape)),
+        where=lambda c, x, y: tensor(np.where(c, x, y)),
+        minimum=lambda x, y: tensor(np.minimum(x, y)),
+        maximum=lambda x, y: tensor(np.maximum(x, y)),
+        max=lambda x, axis: tensor(np.max(x, axis)),
+        sum=lambda x, axis: tensor(np.sum(x, axis)),
+        exp2=lambda x: tensor(np.exp2(x)),
+        log2=lambda x: tensor(np.log2(x)),
+        abs=lambda x: tensor(np.abs(x)),
+        cdiv=lambda x, y: tensor(np.asarray(x) + y - 1) // y,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        load=_load, store=_store, atomic_add=_atomic_add, static_range=range,
+        allocate_shared_memory=_allocate, warp_specialize=_specialize,
+        NVMMADistributedLayout=_nothing, DotOperandLayout=_nothing, SliceLayout=_nothing,
+        BlockedLayout=_nothing, SwizzledSharedLayout=_nothing,
+        inline_asm_elementwise=_asm,
+        thread_barrier=_nothing,
+        broadcast=lambda x, y: tuple(map(tensor, np.broadcast_arrays(x, y))),
+        reshape=lambda x, shape: tensor(np.reshape(x, shape)),
+        permute=lambda x, order: tensor(np.transpose(x, order)),
+        split=lambda x: (x[..., 0], x[..., 1]),
+        join=lambda x, y: tensor(np.stack((x, y), -1)),
+        NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        nvidia=SimpleNamespace(hopper=SimpleNamespace(mma_v2=_mma_now)),
+        expand_dims=lambda x, axis: tensor(np.expand_dims(x, axis)),
+    )  # fmt: skip
+
+
+def _mbarrier() -> SimpleNamespace:
+    def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        for _ in range(count if pred else 0):
+            barrier.arrive()
+
+    return SimpleNamespace(
+        MBarrierLayout=_nothing,
+        init=lambda barrier, count: barrier.begin(count),
+        expect=lambda barrier, size: barrier.arrive(1, size),
+        arrive=arrive,
+        wait=lambda barrier, parity: barrier.wait(parity),
+        invalidate=lambda barrier: barrier.end(),
+    )
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Within, kernels are imported as functions for `launch`."""
+    gl = _language()
+    names = {
+        "gl": gl,
+        "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
+        "mbarrier": _mbarrier(),
+        "copy_in": _copy_in,
+        "copy_out": _copy_out,
+        "store_wait": _store_wait,
+        "fence_async_shared": _fence,
+        "LARGER_VIEWS": True,
+        "threads_together": _nothing,
+        "uniform": lambda n: n,
+        "warpgroup_mma": _mma,
+        "warpgroup_mma_wait": _mma_wait,
+    }
+    triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
+    turns = ModuleType("turns")
+    vars(turns).update(
+        reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_turn_done, landed=_store_wait,
+        settled=_nothing, take_slot=_take_slot, leave_slot=_leave_slot,
+    )  # fmt: skip
+    vars(language).update(vars(gl))
+    vars(triton).update(jit=_jit, language=language)
+    vars(gluon).update(names)
+    fake = {
+        "triton": triton,
+        "triton.language": language,
+        "slipstream.kernels.primitives.gluon_compat": gluon,
+    }
+    fake["slipstream.kernels.primitives.semaphore"] = turns
+    kept = dict(sys.modules)
+    try:
+        for name in [n for n in sys.modules if n.startswith(_ANEW)]:
+            del sys.modules[name]
+        sys.modules.update(fake)
+        yield
+    finally:
+        for name in [n for n in sys.modules if n not in kept]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def kernel(path: str) -> Any:
+    """The kernel at "module:name"."""
+    with emulated():
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def launch(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
+    """Programs one after another; integers become tensors."""
+    for i in range(programs):
+        _run(i, programs, kernel, args, constants)
+
+
+def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -> None:
+    """Programs that wait for one another."""
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            _run(i, programs, kernel, args, constants)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * _WAIT)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "programs wait for ever"
+
+
+def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
+    _LOCAL.program, _LOCAL.stores = (i, programs), []
+    _LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
+    with np.errstate(all="ignore"):  # as of parts
+        kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
+    assert not _LOCAL.stores, "a program ends before its stores have read"

@@ -1,0 +1,214 @@
+"""The delta rule's walks in Gluon on sm_90: the oracle's numbers, twice the same bits.
+
+bench/delta_hopper.py --check has more cases, each in a child that may hang or die.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90 import plan
+from tests.gpu.sm90_runs import (
+    LENGTHS,
+    MARKS,
+    SCALE,
+    expect,
+    gradients_of_results,
+    offsets,
+    reference,
+    run,
+)
+
+pytestmark = MARKS
+
+SIZES = {  # B, T, H, HV, K, V, lengths of packed sequences
+    "whole": (1, 128, 1, 2, 128, 128, None),
+    "odd": (2, 70, 1, 3, 128, 64, None),
+    "packed": (1, 270, 2, 4, 64, 128, LENGTHS),
+}
+LIMIT = 0.006
+
+
+def inputs(size: tuple, gated: bool) -> Terms:
+    B, T, H, HV, K, V, lengths = size
+    N = B if lengths is None else len(lengths)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.rand(B, T, HV, device="cuda")
+    return Terms(
+        torch.randn(B, T, H, K, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
+        g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
+        beta=2 * torch.rand(B, T, HV, device="cuda"),
+        initial_state=torch.randn(N, HV, K, V, device="cuda"),
+        cu_seqlens=offsets(lengths),
+    )
+
+
+def walks(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
+    from slipstream.kernels.linear.triton.delta import backend as portable
+
+    solved = portable._solve(terms)
+    o, dv = torch.empty_like(do), torch.empty_like(do)
+    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    (HV, V), K = do.shape[2:], terms.q.shape[-1]
+    dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
+    sm90_delta_launch.walk(terms, *solved[:2], SCALE, o, s_in=terms.initial_state, s_out=final)
+    sm90_delta_launch.walk_back(
+        terms, do, *solved[:2], SCALE, dv, dstates, s_in=dfinal, s_out=dinitial
+    )
+    made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
+    if V % (2 * plan.TILE_V) == 0:
+        made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
+        ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
+        sm90_delta_launch.walk_wide(terms, *solved[:2], SCALE, made["wide o"], **ends)
+    return made
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
+    torch.manual_seed(0)
+    terms = inputs(size, gated)
+    assert plan.refuses(terms) is None
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    want |= {"dv": want["v"], "dinitial": want["initial_state"]}
+    want |= {"wide o": want["o"], "wide final": want["final"]}
+    expect(lambda: walks(terms, do, dfinal), want, {}, LIMIT)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
+    """The walk of two tiles of V a program: every head as it is alone, the same bits twice."""
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    torch.manual_seed(0)
+    terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
+    assert backend._takes_two(terms)
+    do, dfinal = gradients_of_results(terms)
+
+    def both(given: Terms, heads: slice) -> dict[str, Tensor]:
+        o, final, solved = backend.forward_kept(given, SCALE)
+        dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
+        return {
+            "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, kept=solved)
+        }  # fmt: skip
+
+    got, again = both(terms, slice(None)), both(terms, slice(None))
+    few = slice(7, 9)
+    alone = terms._replace(
+        initial_state=terms.initial_state[:, few].contiguous(),
+        **{
+            name: x[:, :, few].contiguous()
+            for name in ("q", "k", "v", "g", "beta")
+            if (x := getattr(terms, name)) is not None
+        },
+    )
+    assert not backend._takes_two(alone)
+    for name, want in both(alone, few).items():
+        assert torch.equal(got[name], again[name]), name
+        heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
+        error = (heads.double() - want.double()).norm() / want.double().norm()
+        assert error <= 2 * LIMIT, (name, error)
+
+
+SPLITS = {  # how strong gates are, and what cuts T
+    "faint": (0.001, None),
+    "weak": (0.1, None),
+    "strong": (2.0, None),
+    "packed": (0.05, (5, 475)),
+    "a slot more than segments": (0.05, (100, 0, 380)),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_delta_segments_match_reference(
+    split: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    monkeypatch.setattr(backend, "LEAST", 1)
+    monkeypatch.setattr(backend, "WORTH", 1)
+    torch.manual_seed(0)
+    strength, lengths = split
+    terms = inputs((1, 480, 1, 2, 128, 128, lengths), False)
+    g = -strength * torch.rand(1, 480, 2, device="cuda")
+    terms = terms._replace(g=g)
+    assert backend._split(terms) is not None
+    do, dfinal = gradients_of_results(terms)
+
+    def both() -> dict[str, Tensor]:
+        o, final, solved = backend.forward_kept(terms, SCALE)
+        given = solved if kept else ()
+        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, kept=given)}
+
+    expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
+
+
+@pytest.mark.parametrize(("heads", "together"), [(3, 3), (4, 4), (6, 3)])
+def test_gradients_of_shared_heads_match_reference(heads: int, together: int) -> None:
+    """Three and four add theirs up by TMA; of six so do three and three, and a kernel the rest."""
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    torch.manual_seed(0)
+    terms = inputs((1, 270, 2, 2 * heads, 128, 128, LENGTHS), False)
+    terms = terms._replace(g=-0.3 * torch.rand(1, 270, 2 * heads, device="cuda"))
+    assert backend._together(terms) == together
+    do, dfinal = gradients_of_results(terms)
+    expect(lambda: run(backend, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
+
+
+BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
+
+
+def channels(
+    kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None, size: tuple = (2, 150, 2, 2)
+) -> Terms:
+    """A gate a channel, and free a and b for dplr; strong gates are in chunks of their own ways."""
+    B, T, H, HV, K = (1, 270, 1, 2, 128) if lengths else (*size, 128)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    k, a = (F.normalize(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
+    g = -0.3 * torch.rand(B, T, HV, K, device="cuda")
+    if gates == "strong":
+        g = torch.where(torch.rand_like(g) < 0.1, 100 * g, g)
+        g[:, 70] = -torch.inf
+    cu = offsets(lengths)
+    b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).bfloat16()
+    return Terms(
+        torch.randn(B, T, H, K, **make),
+        k,
+        torch.randn(B, T, HV, 128, **make),
+        g=g.to(dtype),
+        beta=2 * torch.rand(B, T, HV, device="cuda") if kind == "kda" else None,
+        a=None if kind == "kda" else a,
+        b=None if kind == "kda" else b,
+        initial_state=torch.randn(B if cu is None else len(cu) - 1, HV, K, 128, device="cuda"),
+        cu_seqlens=cu,
+    )
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gates", ["weak", "strong"])
+@pytest.mark.parametrize("kind", ["kda", "dplr"])
+def test_gates_a_channel_match_reference(
+    kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None
+) -> None:
+    from slipstream.kernels.linear.sm90.delta import backend
+    from slipstream.kernels.linear.sm90.dplr import backend as dplr_backend
+
+    torch.manual_seed(0)
+    terms = channels(kind, gates, dtype, lengths)
+    do, dfinal = gradients_of_results(terms)
+    assert plan.refuses(terms) is None
+    assert dplr_backend.takes_grads(terms, do)
+    want = reference(terms, do, dfinal)
+    got = expect(lambda: run(backend, terms, do, dfinal), want, BARS, 8e-3)
+    assert got["g"].dtype == dtype

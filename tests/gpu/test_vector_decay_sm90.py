@@ -1,0 +1,65 @@
+"""The walks with a decay per channel in Gluon on sm_90: the oracle's numbers, twice the same bits.
+
+bench/channel_hopper.py --check has more cases.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.vector_decay import schedule
+from tests.gpu.sm90_runs import (
+    LENGTHS,
+    MARKS,
+    expect,
+    gradients_of_results,
+    offsets,
+    reference,
+    run,
+)
+
+pytestmark = MARKS
+
+SIZES = {  # B, T, H, HV, lengths of packed sequences, u; K and V are 128
+    "odd": (2, 230, 1, 2, None, False),
+    "packed": (1, 270, 2, 4, LENGTHS, False),
+    "before": (1, 150, 1, 2, None, True),
+    "packed before": (1, 270, 2, 4, LENGTHS, True),
+}
+LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
+
+
+def inputs(size: tuple, kind: str) -> Terms:
+    """Of strong gates some chunks need levels."""
+    B, T, H, HV, lengths, before = size
+    N = B if lengths is None else len(lengths)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.rand(B, T, HV, 128, device="cuda")
+    g = -0.1 * x
+    if kind == "strong":
+        g = torch.where(x < 0.01, -torch.inf, torch.where(x < 0.2, -50 * x, g))
+    return Terms(
+        torch.randn(B, T, H, 128, **make),
+        F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
+        torch.randn(B, T, HV, 128, **make),
+        g=g.bfloat16(),
+        u=torch.randn(HV, 128, device="cuda") if before else None,
+        initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
+        cu_seqlens=offsets(lengths),
+    )
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_channel_walks_match_reference(size: tuple, kind: str) -> None:
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+
+    torch.manual_seed(0)
+    terms = inputs(size, kind)
+    assert schedule.refuses(terms) is None
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)

@@ -1,0 +1,127 @@
+"""The plain torch path, its two ways through lengths, its gradients, the registered operators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from slipstream.kernels.attention import eager, op
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE, Terms
+from slipstream.ops.attention import attention
+from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
+
+every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+@every_call
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on a device"])
+def test_eager_matches_reference(call: Call, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "ROWS", 32)
+    if not known:
+        monkeypatch.setattr(eager, "by_sequence", lambda terms: False)
+    # sums of gates reach 1e5, of which float64 keeps 1e-11
+    exact = 1e-13 if "g" not in call.has else 1e-11
+    for dtype, limit in ((torch.float64, exact), (torch.float32, 5e-6)):
+        terms = call.terms(dtype)
+        do, dlse = incoming(terms)
+        right = want(terms, call.options, do, dlse)
+        check(got(eager, terms, call.options, do, dlse), right, limit, call.name)
+
+
+@every_call
+def test_softmax_gradcheck(call: Call) -> None:
+    terms = call.terms(torch.float64)
+    names = [n for n in DIFFERENTIABLE if getattr(terms, n) is not None]
+    if terms.g is not None:  # a step off a reset is none
+        terms = terms._replace(g=terms.g.clamp(min=-3.0))
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = op.softmax(terms._replace(**dict(zip(names, tensors))), call.options, "eager")
+        return o, torch.where(lse.isfinite(), lse, 0.0)
+
+    inputs = [getattr(terms, n).detach().clone().requires_grad_() for n in names]
+    torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("call", CALLS[10:16], ids=lambda call: call.name)
+def test_softmax_ops_pass_opcheck(call: Call) -> None:
+    terms = call.terms()
+    torch.library.opcheck(op._forward_op, (*terms, *call.options, "eager"))
+    do, dlse = incoming(terms)
+    o, lse = op.softmax(terms, call.options, "eager")
+    torch.library.opcheck(op._backward_op, (*terms, o, lse, do, dlse, *call.options, "eager"))
+
+
+def test_softmax_ops_return_contiguous_gradients_of_any_strides() -> None:
+    call = CALLS[1]
+    terms = call.terms()
+    spread = terms._replace(k=terms.k.transpose(1, 2).contiguous().transpose(1, 2))
+    do, dlse = incoming(terms)
+    o, lse = op.softmax(spread, call.options, "eager")
+    torch.library.opcheck(op._backward_op, (*spread, o, lse, do, dlse, *call.options, "eager"))
+    right = want(terms, call.options, do, dlse)
+    check(got(eager, spread, call.options, do, dlse), right, 5e-6, "strides")
+
+
+def test_padding_may_be_nan() -> None:
+    call = next(x for x in CALLS if x.name == "used")
+    terms = call.terms()
+    do, dlse = incoming(terms)
+    right = want(terms, call.options, do, dlse)
+
+    def spoiled(x: Tensor) -> Tensor:
+        x = x.clone()
+        for n, length in enumerate(call.used or ()):
+            x[n, length:] = torch.nan
+        return x
+
+    k, v = spoiled(terms.k), spoiled(terms.v)
+    terms = Terms(terms.q, k, v, g=terms.g, lengths=terms.lengths)
+    check(got(eager, terms, call.options, do, dlse), right, 5e-6, "nan")
+
+
+def most_bytes(run: Callable[[], Any]) -> int:
+    """What is allocated at a time, at most, beyond what there was."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    profiler: Any = found.profiler
+    events = [x for x in profiler.kineto_results.events() if x.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda x: x.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal, by torch": {},
+    "lse": {"return_lse": True},
+    "window": {"window_size": 300},
+    "softcap, full": {"softcap": 3.0, "causal": False},
+    "gate": {"g": True},
+    "packed": {"cu_seqlens": True, "sinks": torch.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_memory_is_linear_in_length(name: str) -> None:
+    def peak(T: int) -> int:
+        options = dict(FEATURES[name])
+        if "g" in options:
+            options["g"] = -torch.rand(1, T, 2)
+        if "cu_seqlens" in options:
+            options["cu_seqlens"] = torch.tensor([0, T // 4, T])
+        q, k, v = (torch.randn(1, T, 2, 16).requires_grad_() for _ in range(3))
+
+        def both() -> None:
+            found = attention(q, k, v, **options)
+            o = found if isinstance(found, Tensor) else found[0]
+            torch.autograd.grad(o.sum(), (q, k, v))
+
+        return most_bytes(both)
+
+    short, long = peak(1024), peak(2048)
+    assert short > 0 and long < 2.2 * short, f"{short} bytes, then {long}"

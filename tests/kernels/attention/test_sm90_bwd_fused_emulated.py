@@ -1,0 +1,75 @@
+"""The fused backward's sums, masks, rings and turns, held against the oracle by numpy."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels.attention.inputs import Options, Terms
+from tests.gluon_emulator.threads import Descriptor, launch_together
+from tests.kernels.attention.test_sm90_emulated import (
+    CALLS,
+    at,
+    desc,
+    factors,
+    flags,
+    found,
+    offsets,
+    ptr,
+    sizes,
+)
+from tests.support.attention_calls import Call, check, incoming, want
+
+_LN2 = 0.6931471805599453
+TAKEN = [
+    *CALLS,
+    Call("keys of nobody", T=70, S=700, q_lengths=(0, 70), k_lengths=(300, 400), right=0),
+    Call("behind the window", T=100, S=700, left=30, right=10),
+    Call("ahead", T=200, S=300, H=2, HKV=1, right=70),
+    Call("capped", T=260, S=260, right=0, softcap=4.0),
+]
+
+
+@pytest.mark.parametrize("D", [16, 64])
+@pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.name)
+def test_fused_backward_matches_reference(call: Call, D: int) -> None:
+    call = Call(**{**vars(call), "D": D, "DV": D})
+    terms, options = call.terms(torch.float64), call.options
+    do, dlse = incoming(terms)
+    right = want(terms, options, do, dlse)
+    grads = fused(terms, options, right, do, dlse)
+    check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
+
+
+def fused(terms: Terms, options: Options, right: dict, do: Any, dlse: Any) -> dict[str, Any]:
+    q, k, v = terms[:3]
+    B, T, H, D = q.shape
+    o, lse = right["o"], right["lse"]
+    dk, dv = (torch.full_like(x, torch.nan) for x in (k, v))
+    N, cu = terms.sequences, terms.cu_q
+    tiles = -(-T // 64) if cu is None else T // 64 + N
+    sums = torch.full((B * H * tiles, 64, D), torch.nan).double()
+    turns = torch.zeros(B * H * tiles, dtype=torch.int32)
+    # each sequence in tiles of its own
+    begins = [0] if cu is None else cu.tolist()
+    lengths = [T] if cu is None else cu.diff().tolist()
+    places = [begin // 64 * 64 + 64 * n for n, begin in enumerate(begins)]
+    base = torch.full((B, H, tiles * 64), torch.inf).double()
+    delta = torch.zeros_like(base)
+    of_rows = torch.where(lse == -torch.inf, torch.inf, lse / _LN2)
+    for begin, length, to in zip(begins, lengths, places):
+        base[..., to : to + length] = of_rows[..., begin : begin + length]
+        part = ((o * do).sum(-1).transpose(1, 2) - dlse)[..., begin : begin + length]
+        delta[..., to : to + length] = part
+    rows = [Descriptor(x.numpy().reshape(-1), (64,)) for x in (base, delta)]
+    dq = Descriptor(sums.numpy().reshape(-1, D), (64, D // 2))
+    launch_together(
+        found("backward_fused:softmax_bwd_sm90_kernel"), sizes(terms, options, True)[8],
+        (desc(q, 64), desc(k, 128), desc(v, 128), desc(do, 64), *rows, dq, ptr(turns), ptr(dk),
+         ptr(dv), *offsets(terms), *factors(options), options.scale, *sizes(terms, options, True),
+         *at(q), *at(k), *at(v), *at(do)),
+        BM=64, D=D, ST=2, **flags(terms, options),
+    )  # fmt: skip
+    sums = torch.where(turns[:, None, None] > 0, sums * options.scale, 0.0).view(B, H, -1, D)
+    parts = [sums[:, :, to : to + length] for length, to in zip(lengths, places)]
+    return {"q": torch.cat(parts, 2).transpose(1, 2), "k": dk, "v": dv}

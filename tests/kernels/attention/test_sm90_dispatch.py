@@ -1,0 +1,143 @@
+"""Which calls the sm_90 attention kernels take, and what they say of those that they refuse."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compiler import compiler_state
+from slipstream.kernels.attention import dispatch as call
+from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.sm90 import plan
+from slipstream.kernels.attention.triton.plan import kind
+from slipstream.runtime import backends, guarded_launch
+
+PLAIN = Options(0.1)
+WIDTHS = "one width of 64, 128, 256, 192 and 128"
+
+
+def terms(D: int = 128, DV: int = 0, dtype: torch.dtype = torch.bfloat16, **rest: Any) -> Terms:
+    made = (torch.zeros(1, 4, 2, x, dtype=dtype) for x in (D, D, DV or D))
+    return Terms(*made)._replace(**rest)
+
+
+@pytest.fixture
+def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+
+
+@pytest.mark.usefixtures("on_sm_90")
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (terms(64), PLAIN),
+        (terms(dtype=torch.float16), PLAIN),
+        (terms(256), Options(0.1, left=7, right=0, softcap=5.0)),
+        (terms(192, 128), PLAIN),
+        (terms(sinks=torch.zeros(2), lengths=torch.tensor([3])), PLAIN),
+    ],
+    ids=["64", "fp16", "windows and a cap", "latent", "sinks and lengths"],
+)
+def test_hopper_takes(call: Terms, options: Options) -> None:
+    assert plan.refuses(call, options) is None
+
+
+@pytest.mark.usefixtures("on_sm_90")
+@pytest.mark.parametrize(
+    ("call", "options", "words"),
+    [
+        (terms(dtype=torch.float32), PLAIN, "and q is torch.float32"),
+        (terms(k=torch.zeros(1, 4, 2, 128)), PLAIN, "q, k and v differ in dtype"),
+        (terms(v=torch.zeros(1, 4, 2, 128).half()), PLAIN, "q, k and v differ in dtype"),
+        (terms(72), PLAIN, WIDTHS),
+        (terms(192), PLAIN, WIDTHS),
+        (terms(128, 64), PLAIN, WIDTHS),
+        (terms(128, 192), PLAIN, WIDTHS),
+        (terms(g=torch.zeros(1, 4, 2)), Options(0.1, right=0), "it takes no g"),
+        (terms(slopes=torch.zeros(2)), PLAIN, "it takes no slopes"),
+        (terms(), Options(0.0), "the scale is to be positive"),
+        (terms(), Options(-0.1), "the scale is to be positive"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_hopper_says_why_it_refuses(call: Terms, options: Options, words: str) -> None:
+    assert words in (plan.refuses(call, options) or "")
+
+
+@pytest.mark.usefixtures("on_sm_90")
+def test_gradients_of_two_widths_are_planned_for_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways: list[tuple[Any, ...]] = []
+
+    def noted(terms: Terms, options: Options, *impls: Any) -> tuple[Any, Any]:
+        ways.append(impls)
+        return terms.v, terms.v
+
+    monkeypatch.setattr(call, "refuses", lambda qkv: None)
+    monkeypatch.setattr(call.guard, "objection", lambda kind, device: None)
+    monkeypatch.setattr(call.op, "softmax", noted)
+    for given in (terms(192, 128), terms(128)):
+        call.run(given, PLAIN, True, None)
+        given.q.requires_grad_()
+        call.run(given, PLAIN, True, None)
+    every = "sm90|triton|eager"
+    assert ways == [(every, None), (every, "triton|eager"), (every, None), (every, None)]
+    reason = "its gradients want heads of q and v of one width"
+    found = call.choose(call.OF_GRADIENTS, (terms(192, 128), PLAIN), None)
+    assert found.impl == "triton" and found.rejected == (("sm90", reason),)
+    wanted = terms(192, 128)
+    wanted.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=reason):
+        call.run(wanted, PLAIN, True, "sm90")
+
+
+@pytest.mark.usefixtures("on_sm_90")
+def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same kind alone: another width, or the portable kernels, may do."""
+    here = compiler_state.Machine("sm_90", "3.6.0", "1.2.3", passive=True, remembers=False)
+    here._reasons[kind(terms(), PLAIN, "sm90")] = "killed by SIGABRT"
+    here.quiet = False
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
+    assert plan.refuses(terms(), PLAIN) == "killed by SIGABRT"
+    assert plan.refuses(terms(64), PLAIN) is None
+    assert here.unusable(kind(terms(), PLAIN)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind_of_device", "capability", "release", "words"),
+    [
+        ("cpu", (9, 0), (3, 6), "the tensors are on cpu"),
+        ("cuda", (8, 0), (3, 6), "written for sm_90"),
+        ("cuda", (10, 0), (3, 6), "written for sm_90"),
+        ("cuda", (9, 0), (3, 5), "not that of Triton 3.5"),
+        ("cuda", (9, 0), (3, 9), "not that of Triton 3.9"),
+        ("cuda", (9, 0), (3, 7), "and q is torch.float64"),
+        ("cuda", (9, 0), (3, 8), "and q is torch.float64"),
+    ],
+)
+def test_hopper_says_what_it_wants_of_the_machine(
+    kind_of_device: str,
+    capability: tuple[int, int],
+    release: tuple[int, int],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends, "HAVE_TRITON", True)
+    monkeypatch.setattr(backends, "INTERPRETED", False)
+    monkeypatch.setattr(backends, "RELEASE", release)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = SimpleNamespace(type=kind_of_device)
+    q: Any = SimpleNamespace(
+        is_cuda=kind_of_device == "cuda", device=device, dtype=torch.float64, shape=(1, 4, 2, 128)
+    )
+    backends._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert words in (plan.refuses(Terms(q, q, q), PLAIN) or "")
+    # of a release without them, once: the GPU could run these kernels
+    assert [words in str(x.message) for x in said] == [True] * ("of Triton" in words)

@@ -1,0 +1,92 @@
+"""Householder steps on sm_90, without a GPU: memory of their spans, and that these are replayed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.compiler.trace import trace
+from slipstream.kernels.linear import gated_delta_product, workspace
+from slipstream.runtime import call_recorder, call_replay
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.kernels.linear.test_peak_memory import PROMISED, Allocated
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+WIDTH = 128
+OPTIONS = (0.1, 64, "sm90")
+# heads of keys and of values, tokens, steps a token; percent beyond arguments, results, gradients
+CASES = [
+    ((32, 32, 8192, 2), 30.5),  # no more spans than leave two segments of each worth it
+    ((32, 32, 32768, 2), PROMISED),
+    ((96, 96, 8192, 2), PROMISED),
+    ((96, 96, 4096, 3), PROMISED),
+]
+
+
+class Counted(Allocated):
+    """Also operations that a record counts: neither fresh memory nor views."""
+
+    operations = 0
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().dispatch(func, types, args, kwargs)
+        if func.namespace == "aten":  # the others are of fake tensors
+            assert isinstance(out, Tensor), f"{func} cannot be recorded"
+            fresh = func._schema.name in call_recorder.EMPTY
+            self.operations += not fresh and not call_recorder.is_view(func)
+        return out
+
+
+Counted.__torch_dispatch__ = Counted.dispatch  # pyright: ignore
+
+
+def steps(case: tuple[int, ...], device: torch.device) -> gated_delta_product.Steps:
+    H, HV, T, n = case
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    return gated_delta_product.Steps(
+        torch.empty(1, T, H, WIDTH, **like),
+        torch.empty(1, T * n, H, WIDTH, **like),
+        torch.empty(1, T * n, HV, WIDTH, **like),
+        torch.empty(1, T * n, HV, **like),
+        torch.empty(1, T, HV, device=device),
+    )
+
+
+def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
+    """Percent of memory beyond, and operations of the last pass."""
+    results: list[tuple[float, int]] = []
+
+    def call(device: torch.device) -> None:
+        given = steps(case, device)
+        tensors = [x for x in given if x is not None]
+        with Counted(tensors) as seen:
+            o, final, marks = gated_delta_product._forward(
+                *given, *OPTIONS, gated_delta_product.spans_of(given, OPTIONS[-1])
+            )
+            outs, before = [o, final], 0
+            if trained:
+                outs, before = [o, torch.empty_like(o)], seen.operations
+                outs += gated_delta_product._backward(*given, marks, outs[1], None, *OPTIONS)
+        made = sum(x.nbytes for x in outs)
+        whole = made + sum(x.nbytes for x in tensors)
+        results.append((100 * (seen.peak - made) / whole, seen.operations - before))
+
+    trace(call, "sm_90", backward=False)
+    return results[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("trained", [False, True])
+def test_spans_take_little_and_are_replayed(
+    case: tuple[tuple[int, ...], float], trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def placed(grads: dict[str, Tensor], out: Any) -> dict[str, Tensor]:
+        for name, x in (out or {}).items():
+            there = x.untyped_storage()._cdata
+            assert grads[name].untyped_storage()._cdata == there, f"{name} is copied"
+        return grads
+
+    monkeypatch.setattr(workspace, "placed", placed)
+    percent, operations = found(case[0], trained)
+    assert percent <= case[1] and operations <= call_replay.MOST_OPERATIONS

@@ -1,0 +1,108 @@
+"""What the delta rule backward on sm_90 goes through at a time (sm90/delta/bwd_schedule.py)."""
+
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+C, K = 64, 128
+# B, T, H, HV, and how many packed sequences
+SHAPES = [
+    (1, 8192, 16, 64, 0),
+    (1, 32768, 2, 8, 0),
+    (3, 4097, 4, 20, 0),
+    (1, 3001, 64, 64, 0),
+    (2, 5000, 16, 96, 0),
+    (1, 9000, 2, 32, 3),
+    (1, 20001, 8, 8, 5),
+    (1, 8192, 8, 24, 8),
+    (1, 30000, 16, 64, 7),
+]
+
+
+def terms(shape: tuple[int, int, int, int, int], V: int = 128) -> Terms:
+    B, T, H, HV, N = shape
+    make = {"dtype": torch.bfloat16, "device": "meta"}
+    q, v = torch.empty(B, T, H, K, **make), torch.empty(B, T, HV, V, **make)
+    beta = torch.empty(B, T, HV, device="meta")
+    cu = torch.empty(N + 1, dtype=torch.int32, device="meta") if N else None
+    return Terms(q, q, v, g=beta, beta=beta, cu_seqlens=cu)
+
+
+def packings(T: int, N: int) -> list[list[int]]:
+    """Offsets: even ones, all in one sequence, and at random."""
+    drawn = torch.randint(T + 1, (20, N - 1)).sort().values.tolist()
+    even = [n * T // N for n in range(N + 1)]
+    return [even, [0] * N + [T], [0] + [T] * N, *([0, *x, T] for x in drawn)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_there_is_room_for_all_parts_and_segments(shape: tuple[int, int, int, int, int]) -> None:
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_of
+
+    B, T, _, HV, N = shape
+    given = terms(shape)
+    cut = cut_of(given)
+    assert cut is not None
+    part, segment = cut.every * C, cut.tokens or T
+    assert cut.slots == 0 or segment % part == 0
+    assert cut.programs(given) == HV * (cut.slots or given.sequences)
+    if not N:
+        assert cut.marks == B * -(-T // part)
+        assert cut.slots in (0, B * -(-T // segment))
+    for offsets in packings(T, N) if N else []:
+        for tokens, room in ((part, cut.marks), (segment, cut.slots))[: 1 + bool(cut.slots)]:
+            taken = [
+                a // tokens + n + i
+                for n, (a, b) in enumerate(pairwise(offsets))
+                for i in range(-(-(b - a) // tokens))
+            ]
+            assert len(set(taken)) == len(taken)
+            assert max(taken) < room
+
+
+def test_segments_are_as_many_as_there_are_multiprocessors_for() -> None:
+    """And no longer than that for the sake of parts."""
+    from slipstream.kernels.linear.sm90 import plan
+    from slipstream.kernels.linear.sm90.delta import bwd_schedule
+
+    for T in range(9000, 40000, 1111):
+        for HV in (8, 24, 32, 40, 64):
+            given = terms((1, T, 8, HV, 0))
+            cut = bwd_schedule.cut_of(given)
+            assert cut is not None
+            assert cut.programs(given) <= plan.PROGRAMS
+            wanted = -(-T // C) / plan.segments(given)
+            assert cut.tokens // C <= (1 + bwd_schedule.LONGER) * -(-wanted // 1)
+
+
+def test_parts_are_short_where_memory_is_wanted() -> None:
+    from slipstream.kernels.linear.sm90.delta import bwd_schedule
+
+    given = terms((1, 30000, 16, 64, 4))
+    lengths = []
+    for most in (10.0, 24.0, 40.0, 90.0):
+        with mock.patch.object(bwd_schedule, "MOST", most):
+            cut = bwd_schedule.cut_of(given)
+        assert cut is not None
+        lengths.append(cut.every)
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "V"),
+    [((1, 4096, 2, 8, 0), 128), ((1, 100, 1, 2, 0), 128), ((1, 32768, 2, 8, 0), 64)],
+    ids=str,
+)
+def test_few_heads_of_little_go_back_in_two_kernels(
+    shape: tuple[int, int, int, int, int], V: int
+) -> None:
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_of
+
+    assert cut_of(terms(shape, V)) is None

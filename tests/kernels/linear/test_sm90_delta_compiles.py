@@ -1,0 +1,201 @@
+"""The linear family's Gluon kernels compiled for sm_90, which need not be there.
+
+The launches say which kernels a call takes (compiler/trace.py). Gluon can't be interpreted, so what
+they compute is checked on a GPU alone (tests/gpu/test_delta_sm90.py).
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.compiler.aot import Compiled, Job
+from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90 import plan
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.sass import arrives_early, disassemble, most_spilled
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+# 16-bit dtype, K, V, gate, initial state, packed
+CASES = {
+    "plain": (torch.bfloat16, 128, 128, False, False, False),
+    "gated": (torch.bfloat16, 128, 128, True, True, True),
+    "narrow": (torch.float16, 64, 64, True, False, False),
+}
+SPLIT = CASES["gated"]
+# mma.sync of a warp in inverse.py: nine products of blocks, each 8 columns at a time, and three
+# times for the halves of its operands.
+INVERSE = 9 * 2 * 3
+
+
+MAKES = [
+    "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
+    "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
+    "ends_alone", "meet_back_alone", "one_walk", "shared_walk", "split_walk",
+]  # fmt: skip
+
+
+FURTHER = (
+    "shared",
+    "span",
+    "wide_span",
+    "back_span",
+    "shared_walk",
+    "split_walk",
+    "parts_split",
+    "meet_back_alone",
+)  # flags of others: one case is the sample
+
+
+def terms(case: tuple, device: torch.device | str) -> Terms:
+    dtype, K, V, gate, state, packed = case
+    B, T, H, HV = 1 if packed else 2, 192, 1, 2
+    make = {"device": device, "dtype": dtype}
+    N = 2 if packed else B
+    return Terms(
+        torch.ones(B, T, H, K, **make),
+        torch.ones(B, T, H, K, **make),
+        torch.ones(B, T, HV, V, **make),
+        g=torch.zeros(B, T, HV, device=device) if gate else None,
+        beta=torch.ones(B, T, HV, device=device),
+        initial_state=torch.ones(N, HV, K, V, device=device) if state else None,
+        cu_seqlens=torch.ones(N + 1, dtype=torch.int32, device=device) if packed else None,
+    )
+
+
+def jobs(case: tuple, make: str) -> list[Job]:
+    from slipstream.compiler.trace import trace
+    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, launch
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_into
+
+    def call(device: torch.device) -> None:
+        given = terms(case, device)
+        assert plan.refuses(given) is None
+        like = given.v
+        (B, T, HV, V), K = like.shape, given.q.shape[-1]
+        gates, chunks = 1 + (given.g is not None), 8
+        r = like.new_empty(B, T, HV, plan.CHUNK)
+        rows = r.new_empty(chunks, HV, gates, plan.CHUNK, dtype=torch.float32)
+        out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
+        end = rows.new_empty(given.state_shape)
+        ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
+        cut = cut_into(given, 2, 1 if make == "split_walk" else 0)
+        marks = like.new_empty(cut.marks, HV, V, K)
+        if make == "solve":
+            launch.solve(given, r, rows)
+        elif make == "span":
+            launch.walk(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+        elif make == "wide_span":
+            launch.walk_wide(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+        elif make == "back_span":
+            both = {"s_in": end, "s_out": end, "skip": True}
+            launch.walk_back(given, out, r, rows, 0.1, out, states, **both)
+        elif make == "o":
+            launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
+        elif make in ("parts", "parts_split"):
+            ends["segment"] = (64, 8) if make == "parts_split" else None
+            launch.walk(given, r, rows, 0.1, out, s_out=end, **ends, parts=(2, marks))
+        elif make == "states":
+            launch.walk(given, r, rows, 0.1, out, states=states, **ends)
+        elif make.startswith("wide"):
+            kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
+            kept["parts"] = (2, marks) if make == "wide_parts" else None
+            launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
+        elif make in ("grads", "shared"):
+            wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
+            each = rows.new_empty(B, T, HV)
+            made = {"q": wide, "k": wide, "beta": each, "g": each}
+            launch.grads(given, out, rows, out, out, states, states, 0.1, made)
+        elif make.endswith("_walk"):
+            wide = like.new_empty(B, T, given.q.shape[2] if "shared" in make else HV, K)
+            each, solved = rows.new_empty(B, T, HV), launch.Solved(r, rows)
+            made = {"q": wide, "k": wide, "v": out, "beta": each, "g": each}
+            both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
+            if make == "split_walk":
+                both["s_in"] = rows.new_empty(cut.slots, HV, K, V)
+            bwd_fused_launch.launch_back(given, out, solved, 0.1, marks, made, cut, **both)
+        elif "ends" in make or "meet" in make:
+            at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
+            solved = launch.Solved(r, rows, growth)
+            start = given.initial_state
+            made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
+            m = made[..., V:].contiguous() if "alone" in make else made
+            if make == "ends":
+                launch.ends(given, solved, start, at)
+            elif make == "ends_alone":
+                launch.ends(given, solved, None, at, alone=True)
+            elif make == "ends_back":
+                launch.ends_back(given, out, solved, 0.1, start, at)
+            else:
+                launch.meet(given, made, m, far, start, at, back="back" in make)
+        else:
+            launch.walk_back(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
+
+    # but for what sets counts to zero
+    return [x for x in trace(call, "sm_90", backward=False) if x.name != "zeros_kernel"]
+
+
+def check(job: Job) -> Compiled:
+    got = job.compile()
+    assert got.shared <= ARCHS["sm_90"].shared
+    one_walk = "delta_back" in job.name  # whose gradients take more than their part of registers
+    assert got.stack <= 24 * one_walk, f"{job.name}: {got.stack} bytes spilled"
+    words = most_spilled(disassemble(got.asm["cubin"]))
+    assert words <= 8 * one_walk, f"{job.name}: {words} words of the stack in a loop over chunks"
+    assert got.instructions["wgmma"] > 0
+    assert got.instructions["mma.sync"] == ("solve" in job.name) * INVERSE
+    assert not arrives_early(got.ptx)
+    assert got.instructions["atomic"] == one_walk  # a program takes a slot, and leaves it
+    assert ("st.release.gpu" in got.ptx) >= one_walk
+    return got
+
+
+@pytest.mark.parametrize(
+    ("make", "case"),
+    [
+        pytest.param(make, case, id=f"{make}-{name}", marks=marks)
+        for make in MAKES
+        for name, case in CASES.items()
+        for marks in [pytest.mark.slow if make in FURTHER and name != "gated" else ()]
+    ],
+)
+def test_delta_kernel_compiles(make: str, case: tuple) -> None:
+    if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
+        pytest.skip("V is one tile")
+    (job,) = jobs(case, make)
+    got = check(job)
+    assert "meet" in make or got.instructions["tma"] >= (2 if make == "solve" else 3)
+    if make in ("solve", "grads", "shared") or "meet" in make:
+        return
+    # no part of a program waits at the barrier of all of them while it works
+    partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)
+    walk = {"256"} if make.endswith("_walk") and case[2] == 128 else set()
+    assert {threads for _, threads in partitions} == {"128"} | walk
+    if make.endswith("_walk"):  # products are not waited for one by one
+        text = disassemble(got.asm["cubin"])
+        assert text.count("WARPGROUP.ARRIVE") < text.count("HGMMA") // 3
+
+
+def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = terms(CASES["gated"], "cpu")
+    assert "sm_90" in str(plan.refuses(given))
+    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+    assert plan.refuses(given) is None
+    wide = F.pad(given.q, (0, 8))
+    assert "one of (64, 128)" in str(plan.refuses(given._replace(q=wide, k=wide)))
+    for width in (96, 192, 320):
+        v = torch.zeros(*given.v.shape[:3], width, dtype=given.v.dtype)
+        assert "V of (64, 128, 256)" in str(plan.refuses(given._replace(v=v)))
+    assert "float16" in str(plan.refuses(given._replace(q=given.q.float())))
+    assert "one beta" in str(plan.refuses(given._replace(p=given.k)))
+    assert "one gate" in str(plan.refuses(given._replace(gv=torch.zeros(*given.v.shape))))
+    channel = given._replace(g=torch.zeros(*given.v.shape))
+    assert plan.refuses(channel) is None
+    wide = F.pad(given.v, (0, 64))
+    assert "K and V have to be" in str(plan.refuses(channel._replace(v=wide)))

@@ -1,0 +1,225 @@
+"""The delta rule's launches on sm_90 from forward to gradients, with kernels as numpy.
+
+As test_hopper_by_threads.py has the kernels; what Triton compiles is written out: delta_meet.py.
+Fresh memory is NaN, and float64 where it would be float32.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.sm90 import plan
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.gluon_emulator import threads
+from tests.kernels.linear.test_sm90_delta_bwd_emulated import wanted
+from tests.kernels.linear.test_sm90_delta_emulated import Descriptor, Pointer, inputs, kernels
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
+)
+SCALE = 0.3
+COMPILERS = ("num_warps", "maxnreg", "num_stages")  # arguments that no kernel has
+NAMES = {
+    "solve": "solve", "walk": "walk", "walk_wide": "wide", "walk_back": "back", "grads": "grads",
+    "back": "fused", "ends": "ends", "ends_back": "ends_back",
+}  # fmt: skip
+
+
+def sequences(terms: Terms) -> list[tuple[int, int]]:
+    """First token, of all rows one after the other, and tokens of each."""
+    B, T = terms.v.shape[:2]
+    if terms.cu_seqlens is None:
+        return [(n * T, T) for n in range(B)]
+    return [(a, b - a) for a, b in pairwise(terms.cu_seqlens.tolist())]
+
+
+def meet(
+    terms: Terms,
+    made: Tensor,
+    m: Tensor,
+    far: Tensor,
+    s_in: Tensor | None,
+    segment: tuple[int, int],
+    back: bool = False,
+) -> Tensor:
+    """As delta_launch.meet; what no segment has is NaN."""
+    (HV, V), K, tokens = terms.v.shape[2:], terms.q.shape[-1], segment[0]
+    met = made.new_empty(segment[1], HV, K, V)
+    for n, (begin, length) in enumerate(sequences(terms)):
+        first = n * -(-length // tokens)
+        if terms.cu_seqlens is not None:
+            first = begin // tokens + n
+        slots = range(first, first + max(1, -(-length // tokens)))
+        order = list(reversed(slots)) if back else list(slots)
+        met[order[0]] = 0.0 if s_in is None else s_in[n]
+        for before, slot in pairwise(order):
+            M, E, cut = m[before, ..., -K:], made[before, ..., :V], far[before] > 0
+            led = (M.mT if back else M) @ met[before] + E
+            met[slot] = torch.where(cut[:, None, None], E, led)
+    return met
+
+
+def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has launches run the kernels as numpy; names of those that ran, by and by."""
+    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
+    from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
+    from slipstream.kernels.linear.triton.delta import backend as portable
+    from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
+
+    ran: list[str] = []
+
+    def kept(kernel: Any) -> Any:
+        name = kernel.__name__.removeprefix("delta_").removesuffix("_sm90_kernel")
+
+        def on(grid: tuple[int, ...], *args: Any, **flags: Any) -> None:
+            ran.append(name)
+            given = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in args)
+            flags = {n: x for n, x in flags.items() if n not in COMPILERS}
+            threads._LOCAL.queue, threads._LOCAL.errors = [], []
+            threads.launch(getattr(kernels(), NAMES[name]), grid[0], given, **flags)
+
+        class Launch:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *args, **flags: on(grid, *args, **flags)
+
+        return Launch()
+
+    def empty(x: Tensor, *shape: Any, **options: Any) -> Tensor:
+        made = new_empty(x, *shape, **options)
+        return made.double().fill_(torch.nan) if made.is_floating_point() else made
+
+    def zeros(count: int, like: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=plan.CHUNK), None)
+    monkeypatch.setattr(Tensor, "new_empty", empty)
+    monkeypatch.setattr(sm90_delta_launch, "meet", meet)
+    for module in (sm90_delta_launch, bwd_fused_launch):
+        monkeypatch.setattr(module, "kept", kept)
+        monkeypatch.setattr(module, "tiles_of", Descriptor)
+        monkeypatch.setattr(module, "counts_at_zero", zeros)
+    for module in (portable, triton_delta_plan):
+        monkeypatch.setattr(module, "tile_of", lambda terms: tile)
+    return ran
+
+
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    return {"solve", "walk", "walk_back", "grads"}
+
+
+def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    monkeypatch.setattr(backend, "PROGRAMS", 1)
+    return {"solve", "walk_wide", "walk_back", "grads"}
+
+
+def segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    monkeypatch.setattr(backend, "LEAST", 1)
+    monkeypatch.setattr(backend, "WORTH", 1)
+    return {"solve", "walk", "ends", "ends_back", "walk_back", "grads"}
+
+
+def one_walk(every: int, parts: int = 0, forward: str = "walk") -> Callable[..., set[str]]:
+    """In parts of `every` chunks; parts: of a segment, where there are any."""
+
+    def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+        from slipstream.kernels.linear.sm90.delta import backend, bwd_fused_launch
+        from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_into
+
+        monkeypatch.setattr(backend, "cut_of", lambda terms: cut_into(terms, every, parts))
+        monkeypatch.setattr(bwd_fused_launch, "RUNNING", 3)
+        ends = {"ends", "ends_back"} if parts else set()
+        return {"solve", forward, "back"} | ends
+
+    return chosen
+
+
+def one_wide_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    many_programs(monkeypatch)
+    return one_walk(2, forward="walk_wide")(monkeypatch)
+
+
+def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    segments(monkeypatch)
+    return one_walk(1, 2)(monkeypatch)
+
+
+PACKED = (5, 0, 200, 1)
+WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, initial state
+    "two kernels": (two_kernels, (150, 1, 2, 64, 128, 2, True, True)),
+    "two kernels, packed": (two_kernels, (220, 1, 1, 64, 64, PACKED, True, False)),
+    "many programs": (many_programs, (220, 1, 2, 64, 128, PACKED, True, True)),
+    "segments": (segments, (320, 1, 2, 64, 64, 1, False, True)),
+    "packed segments": (segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
+    "one walk": (one_walk(3), (130, 1, 2, 64, 128, 1, False, True)),
+    "parts": (one_walk(1), (130, 1, 2, 64, 64, 2, True, True)),
+    "packed parts": (one_walk(2), (220, 1, 2, 64, 128, PACKED, True, True)),
+    "wide walk, packed parts": (one_wide_walk, (220, 1, 2, 64, 128, PACKED, True, False)),
+    "segments in parts": (one_walk(1, 2), (290, 1, 2, 64, 128, 1, True, True)),
+    "segments of a batch": (one_walk(2, 1), (150, 2, 2, 64, 128, 2, False, True)),
+    "packed segments in parts": (
+        one_walk(1, 2),
+        (330, 1, 2, 64, 128, (5, 0, 200, 65), True, True),
+    ),
+    "packed segments of a part": (one_walk(1, 1), (220, 1, 1, 64, 128, PACKED, True, False)),
+    "segments, forward and back": (both_in_segments, (320, 1, 2, 64, 128, 1, True, True)),
+}
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_launches_lead_from_inputs_to_gradients(
+    way: tuple, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    chosen, size = way
+    terms = inputs(size)
+    T, lengths = size[0], size[5]
+    end = sum(lengths) if isinstance(lengths, tuple) else T
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    do[:, end:] = torch.nan
+    want = wanted(terms, do, dfinal, end)
+    cut = {
+        n: x[:, :end] for n in ("q", "k", "v", "g", "beta") if (x := getattr(terms, n)) is not None
+    }
+    want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
+    named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
+    o, final, kept = backend.forward_kept(terms, SCALE)
+    left = {"kept": kept} if keeps else {}
+    found = backend.backward(terms, do, dfinal, SCALE, **left)
+    assert set(ran) == named
+    assert ran.count("solve") == 2 - keeps
+    if terms.initial_state is None:
+        del want["initial_state"]
+    found = {name: found[name] for name in want} | {"o": o, "final": final}
+    for name, x in (want | {"o": want_o, "final": want_final}).items():
+        got = found[name] if x.shape == found[name].shape else found[name][:, :end]
+        bar = 1e-6 if name in ("beta", "g") else 1e-8  # those are in float32
+        torch.testing.assert_close(got.double(), x.detach(), rtol=bar, atol=bar)
+    assert o[:, end:].isnan().all() and found["v"][:, end:].isnan().all()
+
+
+def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In segments, of which those before the first sequence's beginning are nobody's."""
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    terms = inputs((320, 1, 1, 64, 64, (0, 250), True, True))
+    segments(monkeypatch)
+    as_numpy(monkeypatch)
+    want = backend.forward_kept(terms, SCALE)[:2]
+    cu = torch.tensor([70, 70, 320], dtype=torch.int32)
+    moved = {n: getattr(terms, n).nan_to_num().roll(70, 1) for n in ("q", "k", "v", "g", "beta")}
+    o, final, _ = backend.forward_kept(terms._replace(**moved, cu_seqlens=cu), SCALE)
+    torch.testing.assert_close(final, want[1], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)

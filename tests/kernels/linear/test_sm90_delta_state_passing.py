@@ -1,0 +1,92 @@
+"""The state that each segment meets (sm90/delta/state_passing.py), as its docstring says.
+
+As test_triton_interpreted.py: the kernel runs in a process of its own, this file as a script.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.support.interpreted import run
+
+K, V, HV, SEGMENT = 16, 32, 2, 64
+# offsets of packed sequences, or rows of a batch and their tokens
+CASES = [(0, 5, 5, 330, 394), (70, 70, 320), (0, 64, 128), ("batch", 2, 200)]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_segments_meet_what_those_before_them_leave_when_interpreted() -> None:
+    run(script="tests.kernels.linear.test_sm90_delta_state_passing")
+
+
+def sequences(case: tuple) -> list[tuple[int, int]]:
+    """The first slot and the segments of each."""
+    if case[0] == "batch":
+        each = -(-case[2] // SEGMENT)
+        return [(n * each, each) for n in range(case[1])]
+    return [(a // SEGMENT + n, -(-(b - a) // SEGMENT)) for n, (a, b) in enumerate(pairwise(case))]
+
+
+def wanted(
+    case: tuple, made: Tensor, m: Tensor, far: Tensor, s_in: Tensor, back: bool
+) -> dict[int, Tensor]:
+    """By slots that have a segment."""
+    met: dict[int, Tensor] = {}
+    for n, (first, count) in enumerate(sequences(case)):
+        order = list(range(first, first + count))[:: -1 if back else 1]
+        state = s_in[n]
+        for slot in order:
+            met[slot] = state
+            M = m[slot, ..., V:].mT if back else m[slot, ..., V:]
+            led = M @ state + made[slot, ..., :V]
+            state = torch.where(far[slot, :, None, None] > 0, made[slot, ..., :V], led)
+    return met
+
+
+def behind(x: Tensor, before: float) -> Tensor:
+    """x, with two rows of that before it in memory."""
+    return torch.cat([torch.full_like(x[:2], before), x])[2:]
+
+
+def check(case: tuple, back: bool, decays: bool) -> None:
+    from slipstream.kernels.linear.sm90.delta import state_passing
+
+    launch: Any = state_passing.delta_meet_kernel
+    packed, N = case[0] != "batch", len(sequences(case))
+    T = case[-1]
+    slots = T // SEGMENT + N if packed else N * -(-T // SEGMENT)
+    # what is before the first slot is NaN, and a state far enough is there to end at
+    m = behind(torch.randn(slots, HV, K, V + K) / 4, torch.nan)
+    made = behind(torch.randn(slots, HV, K, V), torch.nan) if back else m
+    alone = back and not decays  # M with nothing beside it
+    beside = behind(m[..., V:].contiguous(), torch.nan) if alone else m
+    far = behind((torch.rand(slots, HV) < 0.3 * decays).int(), 1)
+    for first, count in sequences(case):
+        if count:
+            far[[first, first + count - 1]] = 1
+    s_in, met = torch.randn(N, HV, K, V), torch.full((slots, HV, K, V), torch.nan)
+    cu = torch.tensor(case, dtype=torch.int32) if packed else None
+    launch[(V // 16 * HV * slots,)](
+        made, beside, far, s_in, met, cu, T, N, HV, SEGMENT,
+        K=K, V=V, BV=16, BESIDE=0 if alone else V, BACK=back, HAS_S_IN=True, PACKED=packed,
+    )  # fmt: skip
+    for slot, state in wanted(case, made, m, far, s_in, back).items():
+        torch.testing.assert_close(met[slot], state, rtol=1e-4, atol=1e-4)
+    assert not met[: sequences(case)[0][0]].isnan().any()  # nobody's, before the first sequence
+
+
+if __name__ == "__main__":
+    from slipstream.kernels.linear.sm90.delta import state_passing
+
+    product: Any = state_passing._product
+    # pairs of bf16 are not what the interpreter multiplies
+    state_passing._product = lambda a, b, inner: product(a, b, "ieee")
+    torch.manual_seed(0)
+    for case in CASES:
+        for back in (False, True):
+            for decays in (False, True):
+                check(case, back, decays)

@@ -1,0 +1,104 @@
+"""The Gluon kernels of per-channel decay, and of free a and b, compiled for sm_90."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from slipstream.compiler.aot import Job
+from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.kernels.linear.test_sm90_delta_compiles import INVERSE
+from tests.support.sass import arrives_early, disassemble, overwritten
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+# delta, gated, 16-bit dtype, K, V, packed
+CASES = {
+    "kda": (True, True, torch.bfloat16, 128, 128, False),
+    "kda_narrow": (True, True, torch.float16, 64, 64, True),
+    "dplr": (False, True, torch.bfloat16, 128, 128, True),
+    "iplr": (False, False, torch.bfloat16, 64, 128, False),
+    "rwkv7": (False, True, torch.bfloat16, 64, 64, False),
+}
+# bytes of stack a thread of dplr_strong, of 64 channels: what ptxas makes before the loop over
+# chunks and reads once a chunk
+STACK = {"rwkv7": 72}
+
+
+def terms(case: tuple, device: torch.device) -> Terms:
+    delta, gated, dtype, K, V, packed = case
+    B, T, H, HV = 1, 192, 1, 2
+
+    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(*shape, device=device, dtype=dtype)
+
+    q, k, a, b = (ones(B, T, H, K, dtype=dtype) for _ in range(4))
+    return Terms(
+        q,
+        k,
+        ones(B, T, HV, V, dtype=dtype),
+        g=ones(B, T, HV, K) if gated else None,
+        beta=ones(B, T, HV) if delta else None,
+        a=None if delta else a,
+        b=None if delta else b,
+        cu_seqlens=torch.ones(3, dtype=torch.int32, device=device) if packed else None,
+    )
+
+
+def jobs(case: tuple, split: bool) -> dict[str, Job]:
+    """By name, forward and back."""
+    from slipstream.compiler.trace import trace
+    from slipstream.kernels.linear.sm90.delta import backend as delta_backend
+    from slipstream.kernels.linear.sm90.dplr import backend
+    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into
+
+    def call(device: torch.device) -> None:
+        given = terms(case, device)
+        with mock.patch.object(backend, "split_of", lambda x: split_into(x, 64 if split else None)):
+            delta_backend.forward(given, 0.1)
+            delta_backend.backward(given, given.v, None, 0.1)
+
+    own = ("prepare", "strong", "walk", "walk_back")
+    names = {f"dplr_{name}_sm90_kernel" for name in own}
+    found = [job for job in trace(call, "sm_90", backward=False) if job.name in names]
+    return {f"{job.name} {n}": job for n, job in enumerate(found)}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        pytest.param(name, split, id=f"{kind}-{name}", marks=marks)
+        for kind, split in (("whole", False), ("segments", True))
+        for name in CASES
+        # segments of others than these: widths of walks that are compiled whole
+        for marks in [pytest.mark.slow if split and name not in ("kda", "dplr") else ()]
+    ],
+)
+def test_dplr_kernels_compile(name: str, split: bool) -> None:
+    case = CASES[name]
+    found = jobs(case, split)
+    if split:  # the others are the same
+        found = {name: job for name, job in found.items() if "walk" in name}
+        assert len(found) == 5
+        check(found)
+        return
+    wanted = {"prepare", "walk", "walk_back"} | ({"strong"} if case[1] else set())
+    assert {name.split("_sm90")[0] for name in found} == {f"dplr_{name}" for name in wanted}
+    check(found, STACK.get(name, 0))
+
+
+def check(found: dict[str, Job], stack: int = 0) -> None:
+    for job in found.values():
+        got = job.compile()
+        assert got.shared <= ARCHS["sm_90"].shared
+        assert got.stack <= stack * ("strong" in job.name), f"{job.name}: {got.stack} bytes spilled"
+        assert got.instructions["wgmma"] > 0
+        inverts = job.name.startswith(("dplr_prepare", "dplr_strong"))
+        assert got.instructions["mma.sync"] == inverts * INVERSE
+        assert got.instructions["atomic"] == 0
+        assert not arrives_early(got.ptx)
+        assert not overwritten(disassemble(got.asm["cubin"]))

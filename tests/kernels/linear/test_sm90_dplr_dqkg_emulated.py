@@ -1,0 +1,298 @@
+"""The gradients' Gluon kernel of per-channel decay as numpy, a thread for each part.
+
+What the walks leave is computed here, in float64, and the gradients have to be those of the oracle.
+As test_hopper_by_threads.py: layouts, rounding, and what shares a buffer are not there.
+"""
+
+import functools
+import importlib
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import threads
+from tests.kernels.linear import test_sm90_delta_emulated as delta
+
+C, SCALE = 64, 0.3
+PACKAGE = "slipstream.kernels.linear.sm90"
+CASES = {  # kind, T, H, HV, K, V, batch or lengths of packed sequences
+    "kda": ("kda", 150, 1, 2, 16, 32, 2),
+    "dplr": ("dplr", 150, 1, 2, 16, 32, 2),
+    "kda packed": ("kda", 290, 2, 4, 32, 16, (5, 0, 200, 1, 64)),
+    "dplr packed": ("dplr", 290, 1, 1, 32, 16, (5, 0, 200, 1, 64)),
+    "dplr at 128": ("dplr", 80, 1, 1, 128, 16, 1),
+}
+
+
+class Buffer(delta.Buffer):
+    layout = None
+
+    def index(self, i: Any) -> Any:
+        found = super().index(i)
+        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
+
+    def permute(self, order: tuple[int, ...]) -> "Buffer":
+        return Buffer(self.data.transpose(order))
+
+    def slice(self, start: int, length: int) -> "Buffer":
+        return Buffer(self.data[start : start + length])
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
+        """Memory of its own, if it has another shape."""
+        if tuple(shape) == self.shape:
+            return self
+        return Buffer(threads._allocate(dtype, shape, layout).data)
+
+
+def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
+    return 1 / given[0] if text.startswith("rcp") else threads.tensor(2.0 ** given[0])
+
+
+@functools.cache
+def kernels() -> SimpleNamespace:
+    with delta.emulated():
+        parts = ("grads_parts", "levels", "grads", "level_grads", "scores")
+        for name in (f"dplr_{part}" for part in parts):
+            sys.modules.pop(f"{PACKAGE}.{name}", None)
+        gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
+        gluon.gl.inline_asm_elementwise = assembly
+        gluon.gl.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
+        whole: Any = importlib.import_module(f"{PACKAGE}.dplr_grads")
+        levels: Any = importlib.import_module(f"{PACKAGE}.dplr_level_grads")
+        parts: Any = importlib.import_module(f"{PACKAGE}.dplr_grads_parts")
+        sums: Any = importlib.import_module(f"{PACKAGE}.dplr_scores")
+        for module in (whole, levels, parts):
+            module.halves = lambda b: (b, 0.0 * b)
+            module.range = lambda *ends: map(threads.tensor, range(*map(int, ends)))
+        return SimpleNamespace(
+            whole=whole.dplr_grads_sm90_kernel,
+            levels=levels.dplr_level_grads_sm90_kernel,
+            scores=sums.dplr_scores_sm90_kernel,
+        )
+
+
+def inputs(case: tuple) -> Terms:
+    """Past the last sequence of packed ones is NaN."""
+    kind, T, H, HV, K, V, batch = case
+    packed, free = isinstance(batch, tuple), kind == "dplr"
+    B: Any = 1 if packed else batch
+    torch.manual_seed(0)
+    make: dict[str, Any] = {"dtype": torch.float64}
+    a, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1) for _ in "ak")
+    terms = Terms(
+        torch.randn(B, T, H, K, **make),
+        k,
+        torch.randn(B, T, HV, V, **make),
+        g=-0.5 * torch.rand(B, T, HV, K, **make),
+        beta=None if free else 2 * torch.rand(B, T, HV, **make),
+        a=a if free else None,
+        b=-a * torch.rand(B, T, H, 1, **make) if free else None,
+        cu_seqlens=torch.tensor([0, *batch]).cumsum(0).int() if packed else None,
+    )
+    for x in terms if packed else ():
+        if x is not None and x.is_floating_point():
+            x[:, sum(batch) :] = torch.nan
+    return terms
+
+
+def sequences(terms: Terms) -> list[tuple[int, int, int]]:
+    """Batch row, first token and tokens of each."""
+    B, T = terms.q.shape[:2]
+    if terms.cu_seqlens is None:
+        return [(n, 0, T) for n in range(B)]
+    return [(0, start, end - start) for start, end in pairwise(terms.cu_seqlens.tolist())]
+
+
+class Walked:
+    """What the walks and the scores' kernel leave, chunk by chunk."""
+
+    def __init__(self, terms: Terms, do: Tensor) -> None:
+        B, T, HV, V = terms.v.shape
+        K = terms.q.shape[-1]
+        self.terms, self.do = terms, do
+        self.packed = terms.cu_seqlens is not None
+        chunks = T // C + terms.sequences if self.packed else B * -(-T // C)
+        make = functools.partial(torch.full, fill_value=torch.nan, dtype=torch.float64)
+        self.x, self.y = (make((chunks, HV, V, C)) for _ in range(2))
+        self.states, self.dstates = (make((chunks, HV, V, K)) for _ in range(2))
+        self.scores = [make((chunks, HV, C, C)) for _ in range(4)]
+        self.own = make((chunks, HV, 2, C))
+        # of dplr, for the gradient of v
+        self.k = make((chunks, HV, C, K))
+        self.qk, self.ak = (make((chunks, HV, C, C)) for _ in range(2))
+        slot = 0
+        for n, (b, start, length) in enumerate(sequences(terms)):
+            first = start // C + n if self.packed else slot
+            slot += -(-length // C)
+            for h in range(HV):
+                self.walk(b, start, length, h, first)
+
+    def chunk(self, b: int, start: int, left: int, h: int) -> SimpleNamespace:
+        """Of its tokens, with zeros where there are none, what needs no state."""
+        t: Any = self.terms
+        head = h // (t.v.shape[2] // t.q.shape[2])
+
+        def rows(x: Tensor, head: int) -> Tensor:
+            got = x.new_zeros(C, *x.shape[3:])
+            got[: min(left, C)] = x[b, start : start + min(left, C), head]
+            return got
+
+        q, k, v, g, do = (
+            *(rows(x, head) for x in (t.q, t.k)),
+            *(rows(x, h) for x in (t.v, t.g, self.do)),
+        )
+        a, w = (k, k) if t.a is None else (rows(t.a, head), rows(t.b, head))
+        G = g.cumsum(0)
+        q = SCALE * q * G.exp()
+        a = a * (G if t.a is None else G - g).exp()
+        write, end = (-G).exp(), (G[-1] - G).exp()
+        ab, ak = ((a @ (x * write).T).tril(-1) for x in (w, k))
+        eye = torch.eye(C, dtype=v.dtype)
+        if t.a is None:
+            beta = rows(t.beta, h)[:, None]
+            r = (eye + beta * ab).inverse()
+            u, from_state = r @ (beta * v), -r @ (beta * a)
+        else:
+            r = (eye - ab).inverse()
+            u, from_state = r @ ak @ v, r @ a
+        return SimpleNamespace(
+            v=v, do=do, q=q, b=w * end, k=k * end, total=G[-1].exp()[:, None], r=r, u=u,
+            w=from_state, qb=(q @ (w * write).T).tril(), qk=(q @ (k * write).T).tril(), ak=ak,
+        )  # fmt: skip
+
+    def walk(self, b: int, start: int, length: int, h: int, first: int) -> None:
+        free = self.terms.a is not None
+        count = -(-length // C)
+        made = [self.chunk(b, start + i * C, length - i * C, h) for i in range(count)]
+        state = torch.zeros_like(self.states[0, 0]).T
+        for i, c in enumerate(made):
+            self.states[first + i, h] = state.T
+            c.x = c.u + c.w @ state
+            state = c.total * state + c.b.T @ c.x + (c.k.T @ c.v if free else 0.0)
+        grad = torch.zeros_like(state)
+        for i, c in reversed(list(enumerate(made))):
+            slot = first + i
+            self.dstates[slot, h] = grad.T
+            dx = c.qb.T @ c.do + c.b @ grad
+            y = c.r.T @ dx
+            grad = c.total * grad + c.q.T @ c.do + c.w.T @ dx
+            self.x[slot, h], self.y[slot, h] = c.x.T, y.T
+            self.k[slot, h], self.qk[slot, h], self.ak[slot, h] = c.k, c.qk, c.ak
+            pairs = [(SCALE * c.do, c.x), (y, c.x), (SCALE * c.do, c.v), (y, c.v)]
+            for out, (m, n) in zip(self.scores, pairs, strict=True):
+                out[slot, h] = (m @ n.T).tril(-1)
+            for n, (m, x) in enumerate((pairs[0], pairs[2])):
+                self.own[slot, h, n] = (m * x).sum(1)
+
+
+def tiles(x: Tensor | None, width: int, *block: int) -> Any:
+    return x if x is None else delta.Descriptor(x.contiguous(), width, *block)
+
+
+def pointers(*given: Tensor | None) -> list[Any]:
+    return [None if x is None else delta.Pointer(x) for x in given]
+
+
+def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
+    """By a kernel: of q, k, a, b and g for each value head, and of beta what it knows of it."""
+    terms, do = walked.terms, walked.do
+    B, T, HV, V = terms.v.shape
+    H, K = terms.q.shape[2:]
+    free, chunks = terms.a is not None, walked.x.shape[0]
+
+    made = {n: torch.full((B, T, HV, K), torch.nan, dtype=do.dtype) for n in "qkabg"}
+    made["beta"] = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
+    scores = walked.scores if free else [*walked.scores[:2], None, None]
+    given = (terms.q, terms.k, terms.a, terms.b)
+    BK = K // 2
+    read = [
+        *(tiles(x, HV * V, C, V) for x in (terms.v if free else None, do)),
+        *(tiles(x, C, V, C) for x in (walked.x, walked.y)),
+        *(tiles(x, K, V, BK) for x in (walked.states, walked.dstates)),
+        *(tiles(x, C, C, C) for x in scores),
+    ]
+    rest = pointers(
+        terms.beta, walked.own, *(made[n] for n in ("q", "k", "a", "b", "g", "beta")),
+        terms.cu_seqlens,
+    )  # fmt: skip
+    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
+    sizes = (T, terms.sequences, HV, H, B * T)
+    if levels:
+        strong = torch.ones(chunks, HV, dtype=torch.int32)
+        args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE, *sizes)
+        threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
+        threads.launch(kernels().levels, 2 * chunks * HV, args, BK=BK, **flags)
+    else:
+        heads = [*(tiles(x, H * K, C, BK) for x in given), tiles(terms.g, HV * K, C, BK)]
+        args = (*heads, *read, *rest, SCALE, chunks * HV, *sizes)
+        threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, **flags)
+    return made
+
+
+@pytest.mark.parametrize("levels", [False, True], ids=["whole", "levels"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_match_reference(case: tuple, levels: bool) -> None:
+    terms = inputs(case)
+    _, T, H, HV, K, *_ = case
+    B = terms.q.shape[0]
+    end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
+    do = torch.randn_like(terms.v)
+    got = gradients(Walked(terms, do), levels)
+    names = [n for n in ("q", "k", "a", "b", "g", "beta") if getattr(terms, n) is not None]
+    live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
+    for n in (*names, "v"):
+        live[n] = live[n][:, :end].clone().requires_grad_()
+    o, _ = linear_reference(Terms(**live), SCALE)
+    want = torch.autograd.grad((o * do[:, :end]).sum(), [live[n] for n in names])
+    for n, x in zip(names, want, strict=True):
+        if n == "beta":
+            assert not got[n][1, :, :end].isnan().any()
+            continue  # the first share is the scores' kernel's
+        found = got[n][:, :end]
+        found = found if n == "g" else found.view(B, end, H, HV // H, K).sum(3)
+        torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
+        assert got[n][:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_of_scores_are_those_of_the_walks(case: tuple) -> None:
+    terms = inputs(case)
+    B, T, HV, V = terms.v.shape
+    K, free = terms.q.shape[-1], terms.a is not None
+    end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
+    walked = Walked(terms, do := torch.randn_like(terms.v))
+    made = [torch.full_like(x, torch.nan) for x in (*walked.scores, walked.own)]
+    dv = torch.full_like(do, torch.nan)
+    dbeta = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
+    walks = (walked.k, walked.qk, walked.ak, walked.dstates)
+    shapes = ((K, C, K), (C, C, C), (C, C, C), (K, V, K))
+    read = [
+        *(tiles(x, HV * V, C, V) for x in (terms.v, do)),
+        *(tiles(x, C, V, C) for x in (walked.x, walked.y)),
+        *(tiles(x if free else None, *shape) for x, shape in zip(walks, shapes, strict=True)),
+        tiles(dv, HV * V, C, V),
+    ]
+    out = [x if free or n not in (2, 3) else None for n, x in enumerate(made)]
+    rest = pointers(dv, terms.beta, None if free else dbeta, *out, terms.cu_seqlens)
+    threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
+    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
+    args = (*read, *rest, SCALE, T, terms.sequences, HV)
+    threads.launch(kernels().scores, walked.x.shape[0] * HV, args, **flags)
+    for got, want in zip(made, (*walked.scores, walked.own), strict=True):
+        used = ~want.isnan() & (free | ~got.isnan())
+        torch.testing.assert_close(got[used], want[used])
+    live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
+    live |= {n: live[n][:, :end].clone() for n in live if n != "cu_seqlens"}
+    live["v"].requires_grad_()
+    o, _ = linear_reference(Terms(**live), SCALE)
+    (want,) = torch.autograd.grad((o * do[:, :end]).sum(), [live["v"]])
+    torch.testing.assert_close(dv[:, :end], want, rtol=1e-8, atol=1e-8)
+    assert dv[:, end:].isnan().all()
+    assert free or not dbeta[0, :, :end].isnan().any()

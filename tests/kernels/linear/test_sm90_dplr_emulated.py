@@ -1,0 +1,327 @@
+"""The Gluon kernels of per-channel decay, and of free a and b, as numpy against the oracle.
+
+Sums, masks, indices and barriers are those of the kernels; layouts and rounding are not there
+(test_hopper_by_threads.py).
+"""
+
+import functools
+import importlib
+import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.triton.scalar_decay.launch import split_into
+from tests.gluon_emulator import threads
+from tests.kernels.linear import test_sm90_delta_emulated as delta
+
+C = 64
+PARTS = "slipstream.kernels.linear.sm90."
+# T, H, HV, K, V, batch or lengths of packed sequences, delta, gated
+CASES: dict[str, Any] = {
+    "kda": (150, 1, 2, 128, 64, 2, True, True),
+    "kda_packed": (290, 1, 1, 64, 128, (5, 0, 200, 1, 64), True, True),
+    "dplr": (150, 1, 2, 64, 64, 1, False, True),
+    "dplr_packed": (140, 1, 1, 128, 64, (5, 0, 70, 1), False, True),
+    "iplr": (70, 1, 1, 64, 64, 1, False, False),
+}
+
+
+@functools.cache
+def kernels() -> SimpleNamespace:
+    """weak, of chunks that are not strong, strong, walk and back."""
+    language = threads._language()
+    vars(language).update(
+        max=lambda x, axis=None: threads.tensor(np.max(x, axis)),
+        cast=lambda x, dtype: threads.tensor(x),
+        associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
+    )
+    with mock.patch.object(threads, "_language", return_value=language), delta.emulated():
+        for name in [x for x in sys.modules if x.startswith(PARTS)]:
+            del sys.modules[name]
+        own = ("prepare", "solve", "strong", "walk", "walk_back")
+        names = ["inverse", *(f"dplr_{name}" for name in own)]
+        made = {name: importlib.import_module(PARTS + name) for name in names}
+        for name in ("inverse", "dplr_strong"):
+            vars(made[name])["halves"] = lambda b: (b, 0.0 * b)
+        return SimpleNamespace(
+            weak=made["dplr_prepare"].dplr_prepare_sm90_kernel,
+            strong=made["dplr_strong"].dplr_strong_sm90_kernel,
+            walk=made["dplr_walk"].dplr_walk_sm90_kernel,
+            back=made["dplr_walk_back"].dplr_walk_back_sm90_kernel,
+        )
+
+
+def inputs(case: tuple, gates: Any = None) -> Terms:
+    """Past the last sequence of packed ones is NaN."""
+    T, H, HV, K, V, batch, of_delta, gated = case
+    lengths: Any = batch if isinstance(batch, tuple) else None
+    B: Any = 1 if lengths else batch
+    torch.manual_seed(0)
+    make: dict[str, Any] = {"dtype": torch.float64}
+    unit = torch.nn.functional.normalize
+    k, a = (unit(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
+    terms = Terms(
+        torch.randn(B, T, H, K, **make),
+        k,
+        torch.randn(B, T, HV, V, **make),
+        g=(gates or torch.neg)(torch.rand(B, T, HV, K, **make)) if gated else None,
+        beta=2 * torch.rand(B, T, HV, **make) if of_delta else None,
+        a=None if of_delta else a,
+        b=None if of_delta else -a * torch.rand(B, T, H, 1, **make),
+        initial_state=torch.randn(len(lengths), HV, K, V, **make) if lengths else None,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
+    )
+    for x in terms._replace(initial_state=None) if lengths else ():
+        if x is not None and x.is_floating_point():
+            x[:, sum(lengths) :] = torch.nan
+    return terms
+
+
+def prepared(terms: Terms, keep: bool) -> dict[str, Tensor | None]:
+    B, T, HV, V = terms.v.shape
+    H, K = terms.q.shape[2:]
+    N = terms.sequences
+    of_delta, gated = terms.beta is not None, terms.g is not None
+    slots = B * -(-T // C) if terms.cu_seqlens is None else T // C + N
+    empty = functools.partial(torch.full, fill_value=torch.nan, dtype=torch.float64)
+    shapes: dict[str, Any] = dict.fromkeys("qwbk", (C, K))
+    shapes |= {"u": (V, C), "total": (K,), "qb": (C, C), "qk": (C, C)}
+    shapes |= {"ak": (C, C), "r": (C, C), "strong": ()}
+    absent = {"k", "qk", "ak"} if of_delta else set()
+    absent |= set() if gated else {"total", "strong"}
+    made = {n: None if n in absent else empty((slots, HV, *s)) for n, s in shapes.items()}
+    given = (terms.q, terms.k, terms.a, terms.b, terms.v, terms.g, terms.beta)
+    tiles = [None if x is None else delta.Descriptor(x, H * K, C, 64) for x in given[:4]]
+    rest = (*given[4:], *made.values())
+    tensors = [*tiles, *(None if x is None else delta.Pointer(x) for x in rest)]
+    cu = None if terms.cu_seqlens is None else delta.Pointer(terms.cu_seqlens)
+    threads._LOCAL.queue, threads._LOCAL.errors = [], []
+    of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
+    of_all["PACKED"] = cu is not None
+    args = (*tensors, cu, 0.3, int(keep), T, N, HV, H)
+    with np.errstate(all="ignore"):  # of strong chunks
+        threads.launch(kernels().weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated, LIMIT=80.0)
+    if gated:
+        tensors[:4] = [None if x is None else delta.Pointer(x) for x in given[:4]]
+        args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
+        threads.launch(kernels().strong, 2, args, **of_all)
+    return made
+
+
+class Walk:
+    """The kernels on what is prepared. segment: tokens of one."""
+
+    def __init__(self, terms: Terms, made: dict[str, Any], segment: int | None = None) -> None:
+        self.terms, self.made = terms, made
+        T, self.HV, V = terms.v.shape[1:]
+        self.K, self.N = terms.q.shape[-1], terms.sequences
+        split = split_into(terms, segment)
+        self.slots = self.N if split is None else split.slots
+        self.columns, self.delta = (self.HV * V, 64), terms.beta is not None
+        self.states = (made["q"].shape[0], self.HV, V)
+        self.sizes = (T, self.N, self.HV, segment or T)
+        self.ends = (self.slots, self.HV, self.K, V)
+        self.flags = {"K": self.K, "V": V, "C": C, "ST": 2, "SPLIT": segment is not None}
+        self.flags |= {"HAS_GATE": terms.g is not None, "PACKED": terms.cu_seqlens is not None}
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=torch.float64)
+
+    def prepared(self, *names: str) -> list[Any]:
+        widths = {"qb": C, "qk": C, "r": C}
+        widths = {name: (self.made[name], *2 * [widths.get(name, self.K)]) for name in names}
+        return [None if x[0] is None else x for x in widths.values()]
+
+    def launch(self, kernel: Any, tiles: list, pointers: tuple, many: int = 1, **flags: Any):
+        descriptors = [x and delta.Descriptor(x[0], x[1], C, x[2]) for x in tiles]
+        pointers = (*pointers, self.terms.cu_seqlens)
+        given = [None if x is None else delta.Pointer(x) for x in pointers]
+        args = (*descriptors, *given, *self.sizes)
+        threads._LOCAL.queue, threads._LOCAL.errors = [], []
+        threads.launch(kernel, many * self.HV * self.slots, args, **self.flags, **flags)
+
+    def forward(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, final = self.empty(*self.terms.v.shape), self.empty(*self.ends)
+        v = None if self.delta else (self.terms.v, *self.columns)
+        tiles = self.prepared("q", "w", "b", "k", "qb", "qk")
+        self._forward([*tiles, v, (o, *self.columns), None, None], "o", o, start, final)
+        return o, final
+
+    def keep(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, states = self.empty(*self.states, C), self.empty(*self.states, self.K)
+        v = None if self.delta else (self.terms.v, *self.columns)
+        tiles = [None, *self.prepared("w", "b", "k"), None, None, v, None, (x, C, C)]
+        self._forward([*tiles, (states, self.K, self.K)], "states", None, start, None)
+        return x, states
+
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """E and M."""
+        E, M = self.empty(*self.ends), self.empty(*self.ends[:3], self.K)
+        v = None if self.delta else (self.terms.v, *self.columns)
+        tiles = [None, *self.prepared("w", "b", "k"), None, None, v, None, None, None]
+        self._forward(tiles, "ends", None, None, E, M)
+        return E, M
+
+    def _forward(
+        self,
+        tiles: list,
+        make: str,
+        o: Tensor | None,
+        start: Tensor | None,
+        final: Tensor | None,
+        m: Tensor | None = None,
+    ) -> None:
+        pointers = (o, self.made["u"], self.made["total"], start, final, m)
+        flags = {"DELTA": self.delta, "MAKE": make}
+        flags |= {"HAS_S_IN": start is not None, "HAS_S_OUT": final is not None}
+        many = 1 if m is None else 1 + -(-self.K // self.ends[3])
+        self.launch(kernels().walk, tiles, pointers, many, **flags)
+
+    def back(self, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, states = self.empty(*self.states, C), self.empty(*self.states, self.K)
+        dstart = self.empty(*self.ends)
+        tiles = [(do, *self.columns), *self.prepared("q", "w", "b", "qb", "r"), (y, C, C)]
+        tiles.append((states, self.K, self.K))
+        pointers = (self.made["total"], dfinal, dstart)
+        self.launch(kernels().back, tiles, pointers, HAS_S_IN=True, HAS_S_OUT=True, ENDS=False)
+        return y, states, dstart
+
+    def segments_back(self, do: Tensor) -> Tensor:
+        """dE"""
+        dE = self.empty(*self.ends)
+        tiles = [(do, *self.columns), *self.prepared("q", "w", "b", "qb"), None, None, None]
+        pointers = (self.made["total"], None, dE)
+        self.launch(kernels().back, tiles, pointers, HAS_S_IN=False, HAS_S_OUT=True, ENDS=True)
+        return dE
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
+
+
+def places_of(terms: Terms) -> list[tuple[int, int, int]]:
+    """Of sequences: first token, last one's next, first chunk."""
+    T, ends = terms.q.shape[1], terms.cu_seqlens
+    if ends is None:
+        return [(n * T, (n + 1) * T, n * -(-T // C)) for n in range(terms.q.shape[0])]
+    return [(x, y, x // C + n) for n, (x, y) in enumerate(itertools.pairwise(ends.tolist()))]
+
+
+def check(terms: Terms) -> dict[str, Any]:
+    made = prepared(terms, keep=True)
+    walk = Walk(terms, made)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*walk.ends, dtype=torch.float64)
+    made |= {"do": do, "dfinal": dfinal}
+    made["o"], made["final"] = walk.forward(terms.initial_state)
+    made["x"], made["states"] = walk.keep(terms.initial_state)
+    made["y"], made["dstates"], made["dstart"] = walk.back(do, dfinal)
+    for n, place in enumerate(places_of(terms)):
+        if place[0] < place[1]:
+            check_sequence(terms, made, n, *place)
+    return made
+
+
+def check_sequence(terms: Terms, made: dict[str, Any], n: int, begin: int, end: int, first: int):
+    one = {
+        name: x.flatten(0, 1)[None, begin:end]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in ("cu_seqlens", "initial_state")
+    }
+    starts = terms.initial_state
+    start = torch.zeros_like(made["dfinal"][:1]) if starts is None else starts[n : n + 1].clone()
+    start.requires_grad_()
+    o, final = linear_reference(Terms(**one, initial_state=start), 0.3)
+    near(made["o"].flatten(0, 1)[begin:end], o[0])
+    near(made["final"][n], final[0])
+    loss = (o[0] * made["do"].flatten(0, 1)[begin:end]).sum() + (final * made["dfinal"][n]).sum()
+    (dstart,) = torch.autograd.grad(loss, start)
+    near(made["dstart"][n], dstart[0])
+    near(made["states"][first], start[0].mT)
+    last = first + (end - begin - 1) // C
+    got = made["states"][last].mT
+    got = got * made["total"][last][..., None] if terms.g is not None else got
+    got = got + made["b"][last].mT @ made["x"][last].mT
+    if terms.beta is None:
+        v = terms.v.flatten(0, 1)[begin + (last - first) * C : end].transpose(0, 1)
+        got = got + made["k"][last][:, : v.shape[1]].mT @ v
+    near(got, final[0])
+    assert not made["y"][first : last + 1].isnan().any()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prepared_chunks_walk_to_reference(case: tuple) -> None:
+    check(inputs(case))
+
+
+@pytest.mark.parametrize("case", ["kda", "dplr_packed"])
+def test_strong_chunks_walk_to_reference(case: str) -> None:
+    for gates in (
+        lambda x: -50 * x,
+        lambda x: torch.where(x < 0.05, -torch.inf, -x),
+        lambda x: torch.where(x < 0.3, 0.0, -9 * x),
+    ):
+        made = check(inputs(CASES[case], gates))
+        assert made["strong"].nan_to_num().max() == 1
+
+
+def all_kinds(x: Tensor) -> Tensor:
+    """Gates of 0, weak and strong ones, and -inf."""
+    x = torch.where(x < 0.8, -x, -50 * x)
+    return torch.where(x < -49, -torch.inf, torch.where(x > -0.2, 0.0, x))
+
+
+@pytest.mark.parametrize("case", ["kda_packed", "dplr", "iplr", "kda gates", "dplr_packed gates"])
+def test_segments_lead_from_state_to_state(case: str) -> None:
+    """E and M from the state before a chunk to the next, and the walks from these to the same."""
+    name, *gates = case.split()
+    terms = inputs(CASES[name], all_kinds if gates else None)
+    made = check(terms)
+    walk = Walk(terms, made, segment=C)
+    E, M = walk.segments()
+    dE = walk.segments_back(made["do"])
+    # a segment is a chunk here, and so are their numbers
+    states, dstates = (made[name].nan_to_num().mT.contiguous() for name in ("states", "dstates"))
+    for n, (begin, end, first) in enumerate(places_of(terms)):
+        last = first + -(-(end - begin) // C) - 1
+        for at in range(first, last + 1):
+            after = made["final"][n] if at == last else states[at + 1]
+            near(M[at] @ states[at] + E[at], after)
+            before = made["dstart"][n] if at == first else dstates[at - 1]
+            near(M[at].mT @ dstates[at] + dE[at], before)
+    check_from(walk, made, states, dstates)
+
+
+def check_from(walk: Walk, made: dict[str, Any], states: Tensor, dstates: Tensor) -> None:
+    """Segments walked from these states, and back from these gradients, make what was made."""
+    for got, name in ((walk.forward(states)[0], "o"), (walk.keep(states)[0], "x")):
+        torch.testing.assert_close(got, made[name], equal_nan=True)
+    torch.testing.assert_close(walk.back(made["do"], dstates)[0], made["y"], equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ["kda", "dplr", "iplr"])
+def test_rows_of_uneven_segments_equal_whole(case: str) -> None:
+    """Two rows, each in a segment of two chunks and one of a few tokens."""
+    _, *heads, _, of_delta, gated = CASES[case]
+    terms = inputs((150, *heads, 2, of_delta, gated))
+    made = check(terms)
+    walk = Walk(terms, made, segment=2 * C)
+    (E, M), dE = walk.segments(), walk.segments_back(made["do"])
+    states, dstates = torch.empty_like(E), torch.empty_like(E)
+    for n in range(2):
+        state, dstate = torch.zeros_like(E[0]), made["dfinal"][n]
+        for at in (2 * n, 2 * n + 1):
+            states[at], state = state, M[at] @ state + E[at]
+        for at in (2 * n + 1, 2 * n):
+            dstates[at], dstate = dstate, M[at].mT @ dstate + dE[at]
+        near(state, made["final"][n])
+        near(dstate, made["dstart"][n])
+    check_from(walk, made, states, dstates)

@@ -1,0 +1,129 @@
+"""That every wait and fence of the delta rule's walks is wanted: without any one of them what the
+parts of a program do is not ordered, and that is found (tests/gluon_emulator/race_detector.py).
+
+As they are they have to be ordered wherever a test runs kernels by threads.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.gluon_emulator import threads
+from tests.kernels.linear.test_sm90_delta_bwd_emulated import fused
+from tests.kernels.linear.test_sm90_delta_emulated import C, Run, emulated, inputs, kernels
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
+)
+ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
+PACKAGE = "slipstream.kernels.linear.sm90."
+
+
+def walks(run: Run, name: str) -> None:
+    end = torch.empty(*run.terms.state_shape, dtype=torch.float64)
+    start = run.terms.initial_state
+    for keep, every in ((False, 0), (False, 2), (True, 0)):
+        run.walk(start, None if keep else end, keep, every, name == "wide")
+
+
+def back(run: Run, name: str) -> None:
+    end = torch.randn(*run.terms.state_shape, dtype=torch.float64)
+    run.back(torch.randn_like(run.terms.v), end, torch.empty_like(end))
+
+
+def whole(run: Run, name: str) -> None:
+    marks = run.empty(run.count(2 * C), run.HV, run.V, run.K).normal_()
+    end = torch.randn(*run.terms.state_shape, dtype=torch.float64)
+    ends = (end, torch.empty_like(end))
+    fused(run, torch.randn_like(run.terms.v), marks, ends, 1, 2, run.HV * run.slots)
+
+
+# The kernel's file, those with its parts, how it runs, and what could go, since something else says
+# as much: that `walk` has a stage says that `load` filled it; with two stages that one of k is free
+# says so of q's, too; that S has come, that `late` was there, and that, that `early` was; `done` is
+# said after all that `walk` waited for and fenced; a loop ends with a wait for copies. `walked` is
+# of global memory, which is not followed.
+WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str, int]]] = {
+    "walk": (
+        "delta_walk", ("delta_walk",), walks, {
+            "delta_walk: mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)": 1,
+            "delta_walk: mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
+            "delta_walk: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
+        },
+    ),
+    "wide": (
+        "delta_walk_wide", ("delta_walk_wide",), walks, {
+            "delta_walk_wide: mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)": 1,
+        },
+    ),
+    "back": (
+        "delta_walk_back", ("delta_walk_back",), back, {
+            "delta_walk_back: mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)": 1,
+            "delta_walk_back: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
+        },
+    ),
+    "fused": (
+        "delta_back", ("delta_back_there", "delta_back_grads", "delta_back"), whole, {
+            "delta_back_there: mbarrier.wait(early.index(0), (gone & 1) ^ 1)": 1,
+            "delta_back_there: mbarrier.wait(late.index(0), (gone & 1) ^ 1)": 1,
+            "delta_back_there: fence_async_shared()": 2,
+            "delta_back_grads: mbarrier.wait(full.index(s), (j // ST) & 1)": 1,
+            "delta_back_grads: mbarrier.wait(w_full.index(0), i & 1)": 1,
+            "delta_back_grads: store_wait(0)": 2,
+            "delta_back: mbarrier.wait(walked.index(0), part & 1)": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+def without(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Each line that orders, and the file without it."""
+    lines = inspect.getsource(module).split("\n")
+    for n, line in enumerate(lines):
+        if found := ORDERS.match(line):
+            rest = [*lines[:n], line.replace(found[1], "pass"), *lines[n + 1 :]]
+            yield f"{module.__name__.removeprefix(PACKAGE)}: {found[1]}", "\n".join(rest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x in ("walk", "fused") else ()) for x in WAYS],
+)
+def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, files, runs, could_go = WAYS[name]
+    monkeypatch.setattr(threads, "_WAIT", 0.5)
+    K = C if name == "fused" else 16
+    run = Run(inputs((290, 1, 2, K, 32, (5, 0, 64, 221), True, True)))
+    runs(run, name)
+    unnoticed: Counter[str] = Counter()
+    with emulated():
+        modules = {x: importlib.import_module(PACKAGE + x) for x in {*files, file}}
+    for part in files:
+        for line, text in without(modules[part]):
+            run_of({part: text}, modules, file)
+            with mock.patch.object(kernels(), name, vars(modules[file])[f"{file}_sm90_kernel"]):
+                try:
+                    runs(run, name)
+                except (AssertionError, TimeoutError):
+                    continue
+            unnoticed[line] += 1
+        run_of({}, modules, file)
+    assert unnoticed <= Counter(could_go)
+
+
+def run_of(texts: dict[str, str], modules: dict[str, ModuleType], file: str) -> None:
+    """Has the modules anew, but for `texts`; the kernel's last, which takes from the others."""
+    with emulated():
+        sys.modules.update({PACKAGE + name: x for name, x in modules.items()})
+        for name in sorted(modules, key=lambda x: x == file):
+            text = texts.get(name) or inspect.getsource(modules[name])
+            exec(compile(text, str(modules[name].__file__), "exec"), vars(modules[name]))

@@ -1,0 +1,236 @@
+"""The additive family's Gluon walks as numpy, a thread for each part, against the oracle.
+
+Sums, masks, rings, phases and segments are those of the kernel; layouts and rounding are not there
+(tests/gluon_emulator/threads.py says what is).
+"""
+
+import functools
+import importlib
+import itertools
+import sys
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import threads
+from tests.kernels.linear import test_sm90_delta_emulated as delta
+
+C, SPAN, K, V = 64, 2, 128, 128
+CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gated, initial state
+    "plain": (128, 1, 1, 1, False, False),
+    "odd": (150, 1, 2, 2, True, True),
+    "packed": (290, 1, 2, (5, 0, 200, 1, 64), True, True),
+}
+SCALE = 0.3
+MODULES = "slipstream.kernels.linear.sm90.additive"
+
+
+def _scan(x: Any, axis: int, combine: Any) -> Any:
+    return threads.tensor(np.cumsum(x, axis))
+
+
+def _slice(self: Any, start: int, length: int) -> Any:
+    return delta.Buffer(self.data[start : start + length])
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    language = threads._language()
+    language.associative_scan = _scan
+    with (
+        mock.patch.object(threads, "_language", return_value=language),
+        delta.emulated(),
+    ):
+        for part in ("walk", "back"):
+            sys.modules.pop(f"{MODULES}_{part}", None)  # which come back after this
+        return getattr(importlib.import_module(f"{MODULES}_{name}"), f"additive_{name}_sm90_kernel")
+
+
+class Run:
+    """The walks of one call, whole or in segments; sums for the gate's gradient by `terms.g`."""
+
+    def __init__(self, terms: Terms, segment: int | None = None) -> None:
+        self.terms, self.segment = terms, segment
+        self.B, self.T, self.HV = terms.v.shape[:3]
+        self.H = terms.q.shape[2]
+        self.packed = terms.cu_seqlens is not None
+        self.slots = self.count(segment) if segment else terms.sequences
+        self.spans = self.count(SPAN * C)
+        self.rows = {
+            name: self.empty(parts, self.HV, self.B * self.T)
+            for name, parts in (("q", 2), ("k", 1))
+        }
+        self.z = self.empty(2, self.spans, self.HV)
+        self.anchors = self.empty(self.spans, self.HV, K, V)
+
+    def count(self, tokens: int) -> int:
+        if self.packed:
+            return self.T // tokens + self.terms.sequences
+        return self.B * -(-self.T // tokens)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=torch.float64)
+
+    def walk(
+        self,
+        names: tuple[Tensor, Tensor, Tensor],
+        s_in: Tensor | None,
+        s_out: Tensor | None,
+        transposed: bool = False,
+        qk: str = "",
+    ) -> Tensor:
+        t = self.terms
+        r, w, x = names
+        y = self.empty(self.B, self.T, self.HV, 128)
+        tiles = [(r, 128), (w, 128), (x, 64), (y, 64), (t.q, 64) if qk else None]
+        sums = (self.rows["q"], self.anchors) if qk else (None, None)
+        flags = {"D": 128, "X": 128, "TRANSPOSED": transposed}
+        heads = (r.shape[2], x.shape[2])
+        self.launch("walk", tiles, [y], [s_in, s_out, *sums], (1.0, 1.0), heads, flags)
+        return y
+
+    def back(self, do: Tensor, s_in: Tensor, s_out: Tensor) -> tuple[Tensor, Tensor]:
+        t = self.terms
+        dk, dv = (self.empty(self.B, self.T, self.HV, 128) for _ in range(2))
+        tiles = [(t.q, 128), (t.k, 128), (t.v, 64), (do, 64), (dk, 128), (dv, 64)]
+        sums = (None, None, None) if t.g is None else (self.rows["k"], self.z, self.anchors)
+        rest, scales = [s_in, s_out, *sums], (1 / SCALE, SCALE)
+        self.launch("back", tiles, [dk, dv], rest, scales, (self.H,), {"K": 128, "V": 128})
+        return dk, dv
+
+    def launch(
+        self,
+        name: str,
+        tiles: list,
+        outs: list[Tensor],
+        rest: list,
+        scales: tuple[float, float],
+        heads: tuple[int, ...],
+        flags: dict[str, Any],
+    ) -> None:
+        t, (s_in, s_out, rows, *_) = self.terms, rest
+        made = [p and delta.Descriptor(p[0], p[0].shape[2] * 128, C, p[1]) for p in tiles]
+        given = [*outs, t.g, *rest, t.cu_seqlens]
+        pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
+        sizes = (self.T, t.sequences, self.HV, *heads, self.B * self.T, self.segment or self.T)
+        strides = (0, 0, 0) if t.g is None else t.g.stride()
+        flags |= {"C": C, "ST": 2, "SPAN": SPAN, "HAS_GATE": t.g is not None}
+        flags |= {"HAS_DG": rows is not None, "HAS_S_IN": s_in is not None}
+        flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": self.segment is not None}
+        spans = (self.spans,) if name == "back" else ()
+        args = (*made, *pointers, SCALE, *scales, *sizes, *spans, *strides)
+        programs = self.HV * self.slots
+        threads.launch(kernel(name), programs, args, PACKED=self.packed, **flags)
+
+    def gradients(self, do: Tensor, dfinal: Tensor, dinitial: Tensor) -> dict[str, Tensor]:
+        _, k, v = self.terms[:3]
+        start, gated = self.terms.initial_state, self.terms.g is not None
+        dq = self.walk((do, v, k), start, None, transposed=True, qk="q" if gated else "")
+        dk, dv = self.back(do, dfinal, dinitial)
+        H = self.H
+        grads = {"q": dq, "k": dk, "v": dv, "initial_state": dinitial}
+        for name in "qk":
+            grads[name] = grads[name].view(self.B, self.T, H, -1, K).sum(3)
+        if gated:
+            grads["g"] = self.gate_gradient()
+        return grads
+
+    def gate_gradient(self) -> Tensor:
+        """As gate_gradient_kernel."""
+        cu = self.terms.cu_seqlens
+        each = [(n * self.T, self.T) for n in range(self.B)]
+        if cu is not None:
+            each = [(int(a), int(b - a)) for a, b in itertools.pairwise(cu)]
+        rows = self.rows["q"].sum(0) - self.rows["k"].sum(0)
+        dg, size = torch.full_like(rows, torch.nan), SPAN * C
+        for i, (begin, length) in enumerate(each):
+            first = begin // size + i if self.packed else i * -(-self.T // size)
+            for s in range(-(-length // size)):
+                at = slice(begin + s * size, begin + min(length, (s + 1) * size))
+                z = self.z[:, first + s].sum(0)[:, None]
+                dg[:, at] = rows[:, at].flip(1).cumsum(1).flip(1) + z
+        return dg.view(self.HV, self.B, self.T).permute(1, 2, 0)
+
+
+def inputs(case: tuple) -> Terms:
+    """Past the last sequence of packed ones is NaN."""
+    T, H, HV, batch, gated, state = case
+    lengths: Any = batch if isinstance(batch, tuple) else None
+    B: Any = 1 if lengths else batch
+    N = len(lengths) if lengths else B
+    torch.manual_seed(0)
+    make: dict[str, Any] = {"dtype": torch.float64}
+    x = torch.rand(B, T, HV, **make)
+    terms = Terms(
+        torch.randn(B, T, H, K, **make),
+        torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
+        g=torch.where(x < 0.05, -torch.inf, -x) if gated else None,
+        initial_state=torch.randn(N, HV, K, V, **make) if state else None,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
+    )
+    if lengths:
+        for y in (terms.q, terms.k, terms.v, terms.g):
+            assert y is not None
+            y[:, sum(lengths) :] = torch.nan
+    return terms
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want.detach(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_additive_walks_match_reference(case: tuple) -> None:
+    terms = inputs(case)
+    end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    run = Run(terms)
+    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    o = run.walk(terms[:3], terms.initial_state, final)
+    got = run.gradients(do, dfinal, dinitial)
+    start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
+    live: dict[str, Any] = {
+        name: x[:, :end].clone().requires_grad_()
+        for name, x in terms._asdict().items()
+        if x is not None and name in ("q", "k", "v", "g")
+    }
+    live["initial_state"] = start.clone().requires_grad_()
+    want_o, want_final = linear_reference(Terms(**live, cu_seqlens=terms.cu_seqlens), SCALE)
+    loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
+    want = dict(zip(live, torch.autograd.grad(loss, list(live.values()))))
+    near(o[:, :end], want_o)
+    near(final, want_final)
+    near(got.pop("initial_state"), want.pop("initial_state"))
+    for name, x in want.items():
+        near(got[name][:, :end], x)
+        assert got[name][:, end:].isnan().all()
+    assert o[:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
+def test_segments_equal_whole(case: tuple) -> None:
+    """A segment that is met by the state that the whole walk has there."""
+    terms = inputs(case)
+    segment = SPAN * C
+    whole, run = Run(terms), Run(terms, segment=segment)
+    do = torch.randn_like(terms.v)
+    dq = whole.walk((do, terms.v, terms.k), terms.initial_state, None, transposed=True, qk="q")
+    met = torch.zeros(run.slots, run.HV, K, V, dtype=torch.float64)
+    met[1:] = whole.anchors[: run.slots - 1].nan_to_num()
+    begins = range(0, terms.sequences * run.T, run.T)
+    if terms.cu_seqlens is not None:
+        begins = terms.cu_seqlens[:-1].tolist()
+    for n, begin in enumerate(begins):
+        first = begin // segment + n if run.packed else n * -(-run.T // segment)
+        assert terms.initial_state is not None
+        met[first] = terms.initial_state[n]
+    split = run.walk((do, terms.v, terms.k), met, None, transposed=True, qk="q")
+    torch.testing.assert_close(split, dq, equal_nan=True)
+    torch.testing.assert_close(run.rows["q"], whole.rows["q"], equal_nan=True)

@@ -1,0 +1,119 @@
+"""The walks with a decay per channel compiled for sm_90, which need not be there."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import ops
+from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.sm90.vector_decay import schedule
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.sass import arrives_early
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+# u, initial state, packed
+CASES = {"plain": (False, False, False), "before": (True, True, True)}
+WALKS = {"channel_walk_sm90_kernel", "channel_edges_sm90_kernel"}
+
+
+def terms(case: tuple, device: torch.device | str) -> Terms:
+    before, state, packed = case
+    B, T, H, HV, K, V = 1 if packed else 2, 192, 1, 2, 128, 128
+    make = {"device": device, "dtype": torch.bfloat16}
+    N = 2
+    return Terms(
+        torch.ones(B, T, H, K, **make),
+        torch.ones(B, T, H, K, **make),
+        torch.ones(B, T, HV, V, **make),
+        g=torch.zeros(B, T, HV, K, **make),
+        u=torch.ones(HV, K, device=device) if before else None,
+        initial_state=torch.ones(N, HV, K, V, device=device) if state else None,
+        cu_seqlens=torch.ones(N + 1, dtype=torch.int32, device=device) if packed else None,
+    )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_channel_walks_compile(case: tuple) -> None:
+    from slipstream.compiler.trace import trace
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+
+    def call(device: torch.device) -> None:
+        given = terms(case, device)
+        assert schedule.refuses(given) is None
+        backend.forward(given, 0.1)
+        dfinal = given.initial_state
+        backend.backward(given, torch.ones_like(given.v), dfinal, 0.1)
+
+    found = {True: [], False: []}
+    for job in trace(call, "sm_90", backward=False):
+        found[job.name.endswith("sm90_kernel")].append(job)
+    assert len(found[True]) == 4  # o; dqs, dke and dv
+    for job in found[True]:
+        got = job.compile()
+        assert got.shared <= ARCHS["sm_90"].shared
+        # what a part wants before or after its loop, such as addresses of the state
+        assert got.stack <= 144, f"{job.name}: {got.stack} bytes spilled"
+        assert got.instructions["wgmma"] >= 40 and got.instructions["tma"] >= 5
+        assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+        assert not arrives_early(got.ptx)
+        # no part of a program waits at the barrier of all of them while it works
+        assert {threads for _, threads in re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)} == {
+            "128"
+        }
+
+
+def operator(name: str, gate: torch.dtype, device: torch.device) -> Any:
+    """chunk_gla or chunk_rwkv6, with as many heads as are walked whole."""
+    size, make = (2, 192, 2, 128), {"device": device, "dtype": torch.bfloat16}
+    q, k, v = (torch.empty(size, **make) for _ in range(3))
+    g = torch.empty(size, device=device, dtype=gate)
+    if name == "chunk_rwkv6":
+        u = torch.empty(2, 128, device=device)
+        return ops.chunk_rwkv6(r=q, k=k, v=v, w=g, u=u, output_final_state=True)
+    return ops.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True)
+
+
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_rwkv6"])
+def test_channel_walks_are_wired(name: str) -> None:
+    """Gates of bfloat16 alone: others are for the portable kernels."""
+    from slipstream.compiler.trace import trace
+
+    def kernels(gate: torch.dtype, backward: bool) -> list[str]:
+        call = partial(operator, name, gate)
+        return sorted(x.name for x in trace(call, "sm_90", backward))
+
+    assert kernels(torch.bfloat16, False) == ["channel_walk_sm90_kernel"]
+    both = kernels(torch.bfloat16, True)
+    assert set(both) >= WALKS
+    assert not {"channel_prepare_kernel", "channel_walk_kernel"} & set(both)
+    assert "channel_grads_kernel" in both
+    for backward in (False, True):
+        portable = set(kernels(torch.float32, backward))
+        assert {"channel_prepare_kernel", "channel_walk_kernel"} <= portable
+        assert not WALKS & portable
+
+
+def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = terms(CASES["before"], "cpu")
+    refuses = schedule.refuses
+    assert "sm_90" in str(refuses(given))
+    monkeypatch.setattr(schedule, "sm90_unsupported", lambda x: None)
+    assert refuses(given) is None
+    assert given.g is not None
+    narrow = {n: x[..., :64] for n, x in given._asdict().items() if n in ("q", "k", "g")}
+    assert "128" in str(refuses(given._replace(**narrow)))
+    assert "128" in str(refuses(given._replace(v=given.v[..., :64])))
+    for name in "qkvg":
+        for dtype in (torch.float16, torch.float32):
+            other = given._replace(**{name: getattr(given, name).to(dtype)})
+            assert f"{name} is {dtype}" in str(refuses(other))
+    long = (x[:, :1].expand(1, 32768, *x.shape[2:]) for x in (*given[:3], given.g))
+    assert "few heads" in str(refuses(Terms(*long)))
+    assert "one gate" in str(refuses(given._replace(g=None)))

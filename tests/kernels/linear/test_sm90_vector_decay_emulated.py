@@ -1,0 +1,217 @@
+"""The Gluon walk with a decay per channel as numpy, a thread for each part, against the oracle.
+
+Sums, masks, rings, phases and segments are those of the kernel; layouts and rounding are not there
+(tests/gluon_emulator/threads.py says what is).
+"""
+
+import functools
+import importlib
+import itertools
+import sys
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import threads
+from tests.kernels.linear import test_sm90_delta_emulated as delta
+
+C, SPAN, K, V = 64, 2, 128, 128
+SCALE = 0.3
+MODULES = "slipstream.kernels.linear.sm90.channel_"
+CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gates, u, initial state
+    "weak": (128, 1, 1, 1, "weak", False, False),
+    "odd": (150, 1, 2, 1, "reset", False, True),
+    "packed": (290, 1, 2, (5, 0, 200, 1, 64), "mixed", False, True),
+    "before": (140, 1, 1, 1, "mixed", True, True),
+}
+
+
+class Buffer(delta.Buffer):
+    """Parts of it are places in it."""
+
+    layout = None
+
+    def index(self, i: Any) -> Any:
+        found = super().index(i)
+        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
+
+    def permute(self, order: tuple[int, ...]) -> "Buffer":
+        return Buffer(self.data.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
+        return Buffer(super().slice(start, length, dim).data)
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
+        """A prefix of it, in its own memory."""
+        flat = self.data.reshape(-1)
+        return Buffer(flat[: int(np.prod(shape))].reshape(shape))
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    language = threads._language()
+    language.min = lambda x, axis: threads.tensor(np.min(x, axis))
+    with (
+        mock.patch.object(threads, "_language", return_value=language),
+        delta.emulated(),
+    ):
+        language.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
+        sys.modules.pop("slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd", None)
+        for part in ("prepare", "walk", "edges"):
+            sys.modules.pop(f"{MODULES}{part}", None)  # which come back after this
+        return getattr(importlib.import_module(f"{MODULES}{name}"), f"channel_{name}_sm90_kernel")
+
+
+def gates(kind: str, *shape: int) -> Tensor:
+    x = torch.rand(*shape, dtype=torch.float64)
+    weak = -0.3 * x
+    if kind == "mixed":
+        return torch.where(torch.rand_like(x) < 0.02, -50 * x, weak)
+    return torch.where(x < 0.01, -torch.inf, weak) if kind == "reset" else weak
+
+
+def inputs(case: tuple) -> Terms:
+    """Past the last sequence of packed ones is NaN."""
+    T, H, HV, batch, kind, before, state = case
+    lengths: Any = batch if isinstance(batch, tuple) else None
+    B: Any = 1 if lengths else batch
+    N = len(lengths) if lengths else B
+    torch.manual_seed(0)
+    make: dict[str, Any] = {"dtype": torch.float64}
+    terms = Terms(
+        torch.randn(B, T, H, K, **make),
+        torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
+        g=gates(kind, B, T, HV, K),
+        u=torch.randn(HV, K, **make) if before else None,
+        initial_state=torch.randn(N, HV, K, V, **make) if state else None,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
+    )
+    if lengths:
+        for y in (terms.q, terms.k, terms.v, terms.g):
+            assert y is not None
+            y[:, sum(lengths) :] = torch.nan
+    return terms
+
+
+def walk(
+    t: Terms,
+    x: Tensor,
+    s_in: Tensor | None,
+    s_out: Tensor,
+    reverse: bool = False,
+) -> Tensor:
+    _, T, HV, X = x.shape
+    y = torch.full(x.shape, torch.nan, dtype=torch.float64)
+    tiles = [(t.q, K), (t.k, K), (x, 64), (t.g, K), (y, 64)]
+    made = [delta.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
+    made[-1] = delta.Descriptor(y, HV * X, C, 64)
+    given = [y, t.u, s_in, s_out, t.cu_seqlens]
+    pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
+    scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
+    sizes = (T, t.sequences, HV, t.q.shape[2])
+    flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0}
+    flags |= {"REVERSE": reverse, "HAS_U": t.u is not None, "HAS_S_IN": s_in is not None}
+    flags |= {"HAS_S_OUT": True, "PACKED": t.cu_seqlens is not None}
+    args = (*made, *pointers, SCALE, *scales, *sizes)
+    threads.launch(kernel("walk"), HV * t.sequences, args, **flags)
+    return y
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want.detach(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_channel_walk_matches_reference(case: tuple) -> None:
+    terms = inputs(case)
+    end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    o = walk(terms, terms.v, terms.initial_state, final)
+    dv = walk(terms, do, dfinal, dinitial, reverse=True)
+    start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
+    live = terms._replace(v=terms.v[:, :end].clone().requires_grad_())
+    live = live._replace(initial_state=start.clone().requires_grad_())
+    live = live._replace(**{n: getattr(terms, n)[:, :end] for n in ("q", "k", "g")})
+    want, want_final = linear_reference(live, SCALE)
+    loss = (want * do[:, :end]).sum() + (want_final * dfinal).sum()
+    leaves: Any = (live.v, live.initial_state)
+    want_dv, want_start = torch.autograd.grad(loss, leaves)
+    near(o[:, :end], want)
+    near(final, want_final)
+    near(dv[:, :end], want_dv)
+    near(dinitial, want_start)
+    assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
+
+
+def edges(t: Terms, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) -> Tensor:
+    _, T, HV, _ = do.shape
+    y = torch.full((1, T, HV, K), torch.nan, dtype=torch.float64)
+    tiles = [(t.q, K), (t.k, K), (t.v, V), (do, V), (t.g, K), (y, 64)]
+    made = [delta.Descriptor(a, a.shape[2] * a.shape[3], C, n) for a, n in tiles]
+    given = [y, s_in, *sums.values(), t.cu_seqlens]
+    pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
+    sizes = (T, t.sequences, HV, t.q.shape[2])
+    flags = {"K": K, "V": V, "C": C, "ST": 2, "SPAN": SPAN, "LOST": 0.0, "BOUND": 60.0}
+    flags |= {"REVERSE": reverse, "BEFORE": t.u is not None}
+    flags |= {"HAS_S_IN": s_in is not None, "PACKED": t.cu_seqlens is not None}
+    threads.launch(kernel("edges"), HV * t.sequences, (*made, *pointers, 1.0, *sizes), **flags)
+    return y
+
+
+def chunks(t: Terms) -> list[tuple[int, int, int, int, int]]:
+    """Sequence, first token, past the last, slot of the chunk and of its span, without batches."""
+    ends = [0, t.q.shape[1]] if t.cu_seqlens is None else t.cu_seqlens.tolist()
+    found = []
+    for n, (a, b) in enumerate(itertools.pairwise(ends)):
+        for i, begin in enumerate(range(a, b, C)):
+            span = a // (SPAN * C) + n + i // SPAN
+            found.append((n, begin, min(begin + C, b), a // C + n + i, span))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_edges_match_the_states(case: tuple) -> None:
+    terms = inputs(case)
+    T, H, HV = case[:3]
+    do, last = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    full = torch.full
+    wide: dict[str, Any] = {"dtype": torch.float64}
+    count = T // C + 1 + terms.sequences
+    sums = {n: full((count, HV, K), torch.nan, **wide) for n in ("sums", "z")}
+    sums["anchors"] = full((count, HV, K, V), torch.nan, **wide)
+    sums["decay"] = full((count, HV, K), torch.nan, **wide)
+    dqs = edges(terms, do, terms.initial_state, sums, False)[0]
+    dke = edges(terms, do, last, sums, True)[0]
+    assert terms.g is not None
+    for h in range(HV):
+        q, k = (x[0, :, h // (HV // H)] for x in (terms.q, terms.k))
+        v, d, g = terms.v[0, :, h], do[0, :, h], terms.g[0, :, h]
+        states: dict[int, Tensor] = {}
+        start = terms.initial_state
+        b_s: dict[int, Tensor] = {
+            n: torch.zeros(K, V, **wide) if start is None else start[n, h]
+            for n in range(terms.sequences)
+        }
+        order = chunks(terms)
+        for n, a, b, slot, _ in order:
+            states[slot] = b_s[n]
+            near(dqs[a:b, h], d[a:b] @ b_s[n].T)
+            after = torch.stack([g[t + 1 : b].sum(0) for t in range(a, b)])
+            decay = g[a:b].sum(0).exp()
+            near(sums["decay"][slot, h], decay)
+            b_s[n] = decay[:, None] * b_s[n] + (k[a:b] * after.exp()).T @ v[a:b]
+        b_s = {n: last[n, h] for n in range(terms.sequences)}
+        for n, a, b, slot, _ in reversed(order):
+            near(dke[a:b, h], v[a:b] @ b_s[n].T)
+            decay = g[a:b].sum(0).exp()
+            until = torch.stack([g[a : t + (terms.u is None)].sum(0) for t in range(a, b)])
+            near(sums["z"][slot, h], (decay[:, None] * states[slot] * b_s[n]).sum(1))
+            b_s[n] = decay[:, None] * b_s[n] + (q[a:b] * until.exp()).T @ d[a:b]

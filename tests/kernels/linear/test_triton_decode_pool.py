@@ -1,0 +1,232 @@
+"""recurrent_step: states in a pool, updated in place, in plain torch and in Triton.
+
+As test_triton_interpreted.py: Triton's checks run in a process of their own, this file as a script.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from slipstream.ops.recurrent_step import recurrent_step
+from tests.support.operators import offsets, relative_error
+
+B, H, HV, K, V = 3, 1, 2, 20, 33
+SLOTS = 7
+INDICES = (4, -1, 2)
+# tokens of a batch, or of each packed sequence
+TOKENS = (1, 3, (1, 1, 1), (2, 0, 2))
+KINDS = {
+    "linear_attn": (),
+    "retention": ("g",),
+    "gla": ("gk",),
+    "gla both": ("gk", "gv"),
+    "rwkv6": ("gk", "u"),
+    "gated_delta_rule": ("g", "beta"),
+    "kda": ("gk", "beta"),
+    "comba": ("g", "beta", "p"),
+    "rwkv7": ("gk", "a", "b"),
+    "all": ("gk", "gv", "beta wide", "p", "a", "b", "u"),
+}
+
+
+def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> Terms:
+    lengths = tokens if isinstance(tokens, tuple) else None
+    rows: Any = (1, sum(lengths)) if lengths else (B, tokens)
+    made: dict[str, Any] = {
+        "g": lambda: -torch.rand(*rows, HV),
+        "gk": lambda: -50 * torch.rand(*rows, HV, K).square(),
+        "gv": lambda: -torch.rand(*rows, HV, V),
+        "beta": lambda: 2 * torch.rand(*rows, HV),
+        "beta wide": lambda: 2 * torch.rand(*rows, HV, V),
+        "u": lambda: torch.randn(HV, K),
+        **{x: lambda: torch.randn(*rows, H, K).to(dtype) / K**0.5 for x in "pab"},
+    }
+    q, k = (torch.randn(*rows, H, K).to(dtype) for _ in range(2))
+    names = {"gk": "g", "beta wide": "beta"}
+    given: dict[str, Any] = {names.get(x) or x: made[x]() for x in KINDS[kind]}
+    return Terms(
+        q,
+        k / K**0.5,
+        torch.randn(*rows, HV, V).to(dtype),
+        cu_seqlens=offsets(lengths).int() if lengths else None,
+        **given,
+    )
+
+
+def step(terms: Terms, state: Tensor, **options: Any) -> Tensor:
+    given = terms._asdict()
+    given.pop("initial_state")
+    return recurrent_step(**given, state=state, **options)
+
+
+def expected(terms: Terms, pool: Tensor, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """o and the pool [slots, HV, K, V] afterwards, in float64."""
+    wide: dict[str, Any] = {n: x if x is None else x.double() for n, x in terms._asdict().items()}
+    wide["cu_seqlens"] = terms.cu_seqlens
+    at = torch.tensor(indices)
+    start = pool.double()[at.clamp(min=0)]
+    o, final = linear_reference(Terms(**wide)._replace(initial_state=start), 0.3)
+    after = pool.double().clone()
+    after[at[at >= 0]] = final[at >= 0]
+    cu = terms.cu_seqlens
+    for n in (at < 0).nonzero()[:, 0].tolist():
+        place = o[n] if cu is None else o[0, int(cu[n]) : int(cu[n + 1])]
+        place.zero_()
+    return o, after
+
+
+def check_kind(kind: str, impl: str, orders: tuple[bool, ...] = (False, True)) -> None:
+    for tokens in TOKENS:
+        for v_first in orders:
+            terms, pool = make(kind, tokens), torch.randn(SLOTS, HV, K, V)
+            want, after = expected(terms, pool, INDICES)
+            state = pool.mT.contiguous() if v_first else pool.clone()
+            options = {"scale": 0.3, "impl": impl, "state_v_first": v_first}
+            o = step(terms, state, state_indices=torch.tensor(INDICES), **options)
+            got = state.mT if v_first else state
+            assert relative_error(o, want) <= 2e-6, (kind, tokens, v_first)
+            assert relative_error(got, after) <= 2e-6, (kind, tokens, v_first)
+            untouched = [i for i in range(SLOTS) if i not in INDICES]
+            assert torch.equal(got[untouched], pool[untouched])
+
+
+def check_padded_pool(impl: str) -> None:
+    """Slots may be apart by more than a state, as where a layer's states lie beside another's."""
+    terms, wide = make("gated_delta_rule", 1), torch.randn(SLOTS, 3 * HV * K * V + 5)
+    before = wide.clone()
+    state = wide[:, : HV * K * V].unflatten(1, (HV, K, V))
+    want, after = expected(terms, state.clone(), INDICES)
+    o = step(terms, state, state_indices=torch.tensor(INDICES).int(), scale=0.3, impl=impl)
+    assert relative_error(o, want) <= 2e-6
+    assert relative_error(state, after) <= 2e-6
+    assert torch.equal(wide[:, HV * K * V :], before[:, HV * K * V :])
+
+
+def check_without_indices(impl: str) -> None:
+    terms, pool = make("kda", 1), torch.randn(B, HV, K, V)
+    want, after = expected(terms, pool, (0, 1, 2))
+    o = step(terms, pool, scale=0.3, impl=impl)
+    assert relative_error(o, want) <= 2e-6
+    assert relative_error(pool, after) <= 2e-6
+
+
+def check_nobody_lives(impl: str) -> None:
+    for tokens in (1, (1, 1, 1)):
+        terms, pool = make("gated_delta_rule", tokens), torch.randn(SLOTS, HV, K, V)
+        terms.v.fill_(torch.nan)
+        before = pool.clone()
+        o = step(terms, pool, state_indices=torch.full((3,), -1), impl=impl)
+        assert torch.equal(pool, before)
+        assert not o.any()
+
+
+def check_16_bits(impl: str) -> None:
+    """Activations and states of 16 bits: one rounding of each."""
+    terms = make("gated_delta_rule", 1, torch.float16)
+    pool = torch.randn(SLOTS, HV, K, V).half()
+    want, after = expected(terms, pool, INDICES)
+    o = step(terms, pool, state_indices=torch.tensor(INDICES), scale=0.3, impl=impl)
+    assert o.dtype == pool.dtype == torch.float16
+    assert relative_error(o, want) <= 1e-3
+    assert relative_error(pool, after) <= 1e-3
+
+
+def check_l2_norm(impl: str) -> None:
+    terms, pool = make("comba", 2), torch.randn(SLOTS, HV, K, V)
+    unit = {x: getattr(terms, x) for x in "qkp"}
+    unit = {n: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for n, x in unit.items()}
+    want, after = expected(terms._replace(**unit), pool, INDICES)
+    options = {"state_indices": torch.tensor(INDICES), "scale": 0.3, "impl": impl}
+    o = step(terms, pool, use_qk_l2norm_in_kernel=True, **options)
+    assert relative_error(o, want) <= 2e-6
+    assert relative_error(pool, after) <= 2e-6
+
+
+CHECKS = (check_padded_pool, check_without_indices, check_nobody_lives, check_16_bits)
+CHECKS += (check_l2_norm,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_updates_the_pool(kind: str) -> None:
+    check_kind(kind, "eager")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__[6:])
+def test_step(check: Any) -> None:
+    check("eager")
+
+
+def test_step_takes_no_tokens() -> None:
+    terms, pool = make("kda", 1), torch.randn(B, HV, K, V)
+    empty = terms._replace(**{x: getattr(terms, x)[:, :0] for x in ("q", "k", "v", "g", "beta")})
+    before = pool.clone()
+    assert step(empty, pool).shape == (B, 0, HV, V)
+    assert torch.equal(pool, before)
+
+
+def test_step_rejects_what_does_not_fit() -> None:
+    terms, pool = make("gated_delta_rule", 1), torch.randn(SLOTS, HV, K, V)
+    at = torch.tensor(INDICES)
+    faults: dict[str, dict[str, Any]] = {
+        r"state: want shape \(3, 2, 20, 33\)": {"state": pool},
+        r"state: want shape \(7, 2, 33, 20\)": {"state": pool, "state_indices": at, "v": True},
+        r"state_indices: want shape \(3,\)": {"state": pool, "state_indices": at[:2]},
+        r"state_indices: want less than the 7 slots, got 7": {
+            "state": pool,
+            "state_indices": at + 3,
+        },
+        r"state_indices: want each slot at most once": {"state": pool, "state_indices": at * 0},
+    }
+    for fault, given in faults.items():
+        options: dict[str, Any] = {"state_v_first": True} if given.pop("v", False) else {}
+        with pytest.raises(ValueError, match=fault):
+            step(terms, **given, **options)
+    with pytest.raises(TypeError, match="state_indices: want int32 or int64"):
+        step(terms, pool, state_indices=at.float())
+    with pytest.raises(ValueError, match="p: wants beta too"):
+        step(make("retention", 1)._replace(p=terms.q), pool, state_indices=at)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        step(terms._replace(q=terms.q.clone().requires_grad_()), pool, state_indices=at)
+    with pytest.raises(NotImplementedError, match="impl='triton'"):
+        step(terms, pool, state_indices=at, impl="triton")
+
+
+def test_step_passes_opcheck_and_compiles() -> None:
+    terms, pool = make("gated_delta_rule", 1), torch.randn(SLOTS, HV, K, V)
+    at = torch.tensor(INDICES)
+    args = (pool.clone(), at, False, *terms[:-2], None, 0.3, True, "eager")
+    torch.library.opcheck(torch.ops.slipstream.linear_step.default, args)
+    want, after = expected(terms, pool, INDICES)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    o = compiled(terms, pool, state_indices=at, scale=0.3)
+    assert relative_error(o, want) <= 2e-6
+    assert relative_error(pool, after) <= 2e-6
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_step_updates_the_pool_when_interpreted():
+    root = str(Path(__file__).parents[3])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
+    run = [sys.executable, __file__]
+    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    for i, kind in enumerate(KINDS):
+        check_kind(kind, "triton", (i % 2 == 0,))
+        print(kind, "ok", flush=True)
+    for check in CHECKS:
+        check("triton")

@@ -1,0 +1,160 @@
+"""The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference.
+
+The interpreter is chosen when a kernel is defined, so the checks run in a process of their own:
+this file as a script. bfloat16 products are wrong in the interpreter: float32 and float16 only.
+
+TRITON_INTERPRET=1 python -m tests.kernels.linear.test_triton_scalar_decay_interpreted sample
+or further
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.operators import offsets, relative_error
+
+# B, T, H, HV, K, V, lengths of packed sequences
+SIZES = {
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "odd": (1, 37, 1, 1, 30, 60, None),
+    "grouped": (2, 35, 2, 4, 16, 24, None),
+    "spans": (1, 275, 1, 1, 17, 20, None),
+    "packed": (1, 315, 1, 2, 30, 12, (5, 0, 33, 260, 1, 16, 0)),
+    "split": (1, 530, 1, 1, 16, 24, None),
+    "split, packed": (1, 531, 1, 1, 17, 20, (5, 0, 513, 1, 12, 0)),
+}
+GATES = {
+    "none": lambda x: None,
+    "weak": lambda x: -0.1 * x,
+    "strong": lambda x: -50 * x,
+    "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
+    "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
+    "per head": lambda x: (-0.1 * x[:1, :1]).expand(x.shape),
+}
+SHORT = [size for size in SIZES if "split" not in size]
+# size, gate, dtype, states
+CASES = {
+    "sample": [
+        *(("one token", gate, "float32", True) for gate in ("none", "mixed")),
+        *(("odd", gate, "float32", True) for gate in GATES),
+        ("spans", "reset", "float32", False),
+        ("grouped", "per head", "float16", False),
+        ("packed", "weak", "float16", True),
+        ("split", "none", "float32", False),
+        ("split, packed", "mixed", "float32", True),
+    ],
+    "further": [
+        *((size, "none", "float32", True) for size in SHORT if size != "one token"),
+        *((size, "mixed", "float32", True) for size in ("grouped", "spans", "packed", "split")),
+        ("spans", "weak", "float32", False),
+        ("grouped", "per head", "float32", False),
+    ],
+}
+
+
+def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
+    B, T, H, HV, K, V, lengths = SIZES[size]
+    N = B if lengths is None else len(lengths)
+    q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
+    return Terms(
+        q,
+        k,
+        torch.randn(B, T, HV, V).to(dtype),
+        g=GATES[gate](torch.rand(B, T, HV)),
+        initial_state=torch.randn(N, HV, K, V) if state else None,
+        cu_seqlens=None if lengths is None else offsets(lengths).int(),
+    )
+
+
+def reference(terms: Terms, scale: float, do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+    wide = {
+        name: x.double().requires_grad_()
+        for name, x in terms._asdict().items()
+        if x is not None and name != "cu_seqlens"
+    }
+    o, final = linear_reference(Terms(**wide, cu_seqlens=terms.cu_seqlens), scale)
+    loss = (o * do.double()).sum() + (0 if dfinal is None else (final * dfinal.double()).sum())
+    grads = torch.autograd.grad(loss, list(wide.values()), allow_unused=True)
+    pairs = zip(wide.items(), grads)
+    return {
+        "o": o.detach(),
+        "final": final.detach(),
+        **{name: torch.zeros_like(x) if dx is None else dx for (name, x), dx in pairs},
+    }
+
+
+def check(size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
+    from slipstream.kernels.linear.triton.scalar_decay.launch import backward, forward
+
+    terms = make(size, gate, dtype, state)
+    scale = terms.q.shape[-1] ** -0.5
+    do = torch.randn(terms.v.shape).to(dtype)
+    dfinal = torch.randn(terms.state_shape) if state else None
+    o, final = forward(terms, scale)
+    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
+    want = reference(terms, scale, do, dfinal)
+    for name, x in want.items():
+        limit = 2e-6 if dtype == torch.float32 else 2e-3
+        if name == "g" and gate == "strong":
+            # a difference of sums a million times what may be left of them
+            off = (got[name].double() - x).square().mean().sqrt()
+            assert off <= 1e-5, f"{size}, {gate}: {name} is off by {off:.1e}"
+            continue
+        if name == "g" and dtype == torch.float16:
+            limit = 4e-3  # a difference of sums too
+        error = relative_error(got[name], x)
+        assert error <= limit, f"{size}, {gate}, {dtype}: {name} is off by {error:.1e}"
+    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
+    assert set(got) == names | {"o", "final"}
+
+
+def check_descriptors() -> None:
+    """Rows of a multiple of 16 bytes by tensor descriptors, as on sm_90."""
+    from slipstream.kernels.linear.triton.scalar_decay import launch, tiles
+
+    for bytes_each in (2, 4):
+        row = "interpreter", bytes_each, 64
+        tiles.TILES[row] = dataclasses.replace(tiles.TILES[row], tma=True)
+    launch._tile.cache_clear()
+    for size, dtype in (("grouped", torch.float32), ("split", torch.float16)):
+        check(size, "mixed", dtype, True)
+
+
+def check_nothing_but_final() -> None:
+    """Without a gradient of o, and with a scale of 0, the other paths still count."""
+    from slipstream.kernels.linear.triton.scalar_decay.launch import backward
+
+    terms = make("odd", "weak", torch.float32, True)
+    dfinal, do = torch.randn(terms.state_shape), torch.randn(terms.v.shape)
+    for scale, given in ((0.5, None), (0.0, do)):
+        got = backward(terms, given, dfinal, scale)
+        want = reference(terms, scale, torch.zeros_like(do) if given is None else do, dfinal)
+        for name, x in got.items():
+            assert relative_error(x, want[name]) <= 2e-6, (name, scale)
+    assert "g" not in backward(terms, do, dfinal, 0.5, gate_gradient=False)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("part", PARTS)
+def test_walk_matches_reference_when_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.linear.test_triton_scalar_decay_interpreted")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    for part in parts():
+        for size, gate, dtype, state in CASES[part]:
+            check(size, gate, getattr(torch, dtype), state)
+            print(size, gate, dtype, "ok", flush=True)
+        if part == "sample":
+            check_nothing_but_final()
+            check_descriptors()

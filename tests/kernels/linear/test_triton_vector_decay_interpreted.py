@@ -1,0 +1,196 @@
+"""The kernels with a decay per channel under Triton's interpreter, against the float64 reference.
+
+As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.kernels.linear.test_triton_scalar_decay_interpreted import reference
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.operators import offsets, relative_error
+
+# B, T, H, HV, K, V, lengths of packed sequences
+SIZES = {
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "short": (1, 15, 1, 1, 30, 64, None),
+    "odd": (1, 63, 1, 1, 34, 30, None),
+    "wide": (1, 20, 1, 1, 100, 30, None),
+    "long": (1, 100, 1, 1, 20, 17, None),
+    "grouped": (2, 35, 2, 4, 16, 24, None),
+    "packed": (1, 58, 1, 2, 20, 17, (5, 0, 33, 1, 19, 0)),
+    "split": (2, 150, 1, 1, 20, 17, None),
+    "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 190, 1, 37, 0)),
+}
+GATES = {
+    "zero": lambda x: 0 * x,
+    "weak": lambda x: -0.1 * x,
+    "strong": lambda x: -50 * x,
+    "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
+    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
+    "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
+    "per token": lambda x: (-x[..., :1]).expand(x.shape),
+    "bfloat16": lambda x: (-x).bfloat16(),
+}
+FORMS = ("g", "u", "gv")
+# form, size, gate, dtype, states
+CASES = {
+    "sample": [
+        *(("g", size, "mixed", "float32", True) for size in ("one token", "short", "odd", "wide")),
+        *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
+        ("u", "packed", "mixed", "float32", True),
+        *(("g", "long", gate, "float32", False) for gate in GATES if gate != "mixed"),
+        *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
+        ("gv", "long", "reset", "float32", False),
+        *((form, "grouped", "weak", "float16", True) for form in ("g", "gv")),
+        ("u, no g", "short", "zero", "float32", True),
+        ("u, g a token", "grouped", "weak", "float32", True),
+    ],
+    "further": [
+        *(("g", size, "mixed", "float32", True) for size in ("long", "grouped", "packed")),
+        ("gv", "packed", "mixed", "float32", True),
+        ("u", "long", "reset", "float32", False),
+        ("u", "grouped", "weak", "float16", True),
+    ],
+}
+# size, gate
+WIDE = {
+    "sample": [("long", "weak"), ("grouped", "zero")],
+    "further": [("packed", "mixed")],
+}
+# form, size, gate
+SPLIT = {
+    "sample": [("g", "split", "mixed"), ("gv", "split, packed", "weak")],
+    "further": [(form, "split, packed", "mixed") for form in ("u", "gv")],
+}
+
+
+def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
+    B, T, H, HV, K, V, lengths = SIZES[size]
+    N = B if lengths is None else len(lengths)
+    q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
+    wide = GATES[gate](torch.rand(B, T, HV, V if form == "gv" else K))
+    gates = {"gv": wide} if form == "gv" else {"g": wide}
+    if form != "g" and form != "gv":
+        gates = {"u, no g": {}, "u, g a token": {"g": wide[..., 0]}}.get(form, gates)
+        gates["u"] = torch.randn(HV, K)
+    return Terms(
+        q,
+        k,
+        torch.randn(B, T, HV, V).to(dtype),
+        initial_state=torch.randn(N, HV, K, V) if state else None,
+        cu_seqlens=None if lengths is None else offsets(lengths).int(),
+        **gates,
+    )
+
+
+def compare(terms: Terms, do: Tensor | None, dfinal: Tensor | None, scale: float, case: str):
+    from slipstream.kernels.linear.triton.vector_decay.backend import backward, forward
+
+    o, final = forward(terms, scale)
+    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
+    wide = torch.zeros(terms.v.shape) if do is None else do
+    for name, x in reference(terms, scale, wide, dfinal).items():
+        limit = 2e-6 if terms.q.dtype == torch.float32 else 2e-3
+        if got[name].dtype == torch.bfloat16:
+            limit = 4e-3
+        error = relative_error(got[name], x)
+        assert error <= limit, f"{case}: {name} is off by {error:.1e}"
+        assert got[name].shape == x.shape
+    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
+    assert set(got) == names | {"o", "final"}
+
+
+def check(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
+    terms = make(form, size, gate, dtype, state)
+    do = torch.randn(terms.v.shape).to(dtype)
+    dfinal = torch.randn(terms.state_shape) if state else None
+    case = f"{form}, {size}, {gate}, {dtype}"
+    compare(terms, do, dfinal, terms.q.shape[-1] ** -0.5, case)
+
+
+def check_nothing_but_final() -> None:
+    """Without a gradient of o, and with a scale of 0, the other paths still count."""
+    for form in FORMS:
+        terms = make(form, "short", "weak", torch.float32, True)
+        dfinal, do = torch.randn(terms.state_shape), torch.randn(terms.v.shape)
+        compare(terms, None, dfinal, 0.5, f"{form} without do")
+        compare(terms, do, dfinal, 0.0, f"{form} with scale 0")
+
+
+def check_wide(size: str, gate: str) -> None:
+    """o in float32 of 16 bits with a gate a column: nothing on the way to it is rounded to 16."""
+    from slipstream.kernels.linear.triton.vector_decay.backend import forward
+
+    terms = make("gv", size, gate, torch.float16, True)
+    got = forward(terms, 0.3, torch.float32)
+    want = reference(terms, 0.3, torch.zeros(terms.v.shape), None)
+    for name, x in zip(("o", "final"), got, strict=True):
+        error = relative_error(x, want[name])
+        assert error <= 1e-6, f"{size}, {gate}: {name} is off by {error:.1e}"
+
+
+def check_split(part: str) -> None:
+    """Sequences in segments; with short spans, so that short ones are cut."""
+    from slipstream.kernels.linear.triton.scalar_decay import tiles
+    from slipstream.kernels.linear.triton.vector_decay import backend, launch
+
+    kept = tiles.SPAN
+    tiles.SPAN = launch.SPAN = 2
+    for form, size, gate in SPLIT[part]:
+        terms = make(form, size, gate, torch.float32, True)
+        prepared = backend.laid_out(terms)
+        assert backend.work_of(prepared, None).split is not None
+        check(form, size, gate, torch.float32, True)
+        print(form, size, gate, "ok", flush=True)
+    if part == "sample":
+        check_wide("split, packed", "mixed")
+    tiles.SPAN = launch.SPAN = kept
+
+
+def check_operators() -> None:
+    """The operators of the forms take impl="triton", with gradients."""
+    from slipstream.ops import chunk_gla, chunk_gsa, chunk_rwkv6
+
+    B, T, H, K, V, M = 1, 20, 1, 20, 24, 17
+    q, k, v = (torch.randn(B, T, H, n) for n in (K, K, V))
+    s, g, u = torch.randn(B, T, H, M), -torch.rand(B, T, H, K), torch.randn(H, K)
+    slots = -torch.rand(B, T, H, M)
+    for fn in (
+        lambda q, impl: chunk_gla(q, k, v, g, impl=impl)[0],
+        lambda q, impl: chunk_rwkv6(r=q, k=k, v=v, w=g, u=u, impl=impl)[0],
+        lambda q, impl: chunk_gsa(q, k, v, s, slots, impl=impl)[0],
+    ):
+        results = []
+        for impl in ("triton", "reference"):
+            x = q.clone().requires_grad_()
+            o = fn(x, impl)
+            results += [o.detach(), *torch.autograd.grad(o.square().sum(), x)]
+        torch.testing.assert_close(results[:2], results[2:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("part", PARTS)
+def test_channel_kernels_match_reference_when_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.linear.test_triton_vector_decay_interpreted")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    for part in parts():
+        for form, size, gate, dtype, state in CASES[part]:
+            check(form, size, gate, getattr(torch, dtype), state)
+            print(form, size, gate, dtype, "ok", flush=True)
+        for size, gate in WIDE[part]:
+            check_wide(size, gate)
+        check_split(part)
+        if part == "sample":
+            check_nothing_but_final()
+            check_operators()

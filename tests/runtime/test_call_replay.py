@@ -1,0 +1,317 @@
+"""A call that is played from its record does what the call would have done."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from slipstream.runtime import call_recorder, call_replay, custom_op, parallel_compile
+from slipstream.runtime.backends import HAVE_TRITON
+
+if HAVE_TRITON:
+    from triton import knobs
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_replay, "wanted", lambda x: True)
+    monkeypatch.setattr(parallel_compile, "compile_kernels", lambda call, args: None)
+
+
+class Toy:
+    """Calls of `body`, and how many of them were not played."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self.calls = 0
+
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            return body(*args)
+
+        inside = custom_op._without_autocast(counted, "cpu")
+        self.run = custom_op._replayed(inside, inside)
+
+
+def launch(x: Tensor, y: Tensor) -> None:
+    """y = 2 x, by an address as a kernel has it."""
+    n = x.numel()
+
+    def again(pointers: Any) -> None:
+        source, target = ((ctypes.c_float * n).from_address(p) for p in pointers)
+        for i in range(n):
+            target[i] = 2 * source[i]
+
+    taking = call_recorder.recorder()
+    if taking is not None:
+        taking.launched([x, y], again)
+    knobs.runtime.launch_enter_hook(None)
+    again([x.data_ptr(), y.data_ptr()])
+
+
+def agree(toy: Toy, want: Callable[..., Any], make: Callable[[], tuple], played: int = 3) -> None:
+    for _ in range(2 + played):
+        args = make()
+        expected = want(*[x.clone() if isinstance(x, Tensor) else x for x in args])
+        got = toy.run(*args)
+        torch.testing.assert_close(got, expected)
+    assert toy.calls == 2
+
+
+def doubled_sum(x: Tensor, z: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    y, w = torch.empty_like(x), x.new_empty(2, *x.shape)
+    launch(x, y)
+    launch(y, w[1])
+    return y, w[1] + (0 if z is None else scale * z)
+
+
+def test_replay_matches_call() -> None:
+    def want(x: Tensor, z: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        return 2 * x, 4 * x + (0 if z is None else scale * z)
+
+    agree(Toy(doubled_sum), want, lambda: (torch.randn(3, 4), torch.randn(3, 4), 0.5))
+    agree(Toy(doubled_sum), want, lambda: (torch.randn(3, 4), None, 0.5))
+    agree(Toy(doubled_sum), want, lambda: (torch.randn(4, 3).mT, torch.randn(3, 1), 2.0))
+
+
+def test_one_tensor_twice_is_not_for_ever() -> None:
+    toy, x = Toy(lambda x, y: x - y), torch.randn(5)
+    for _ in range(3):
+        assert not toy.run(x, x).any()
+    y = torch.randn(5)
+    torch.testing.assert_close(toy.run(x, y), x - y)
+    assert toy.calls == 2
+
+
+def test_options_shapes_strides_dtypes_are_told_apart() -> None:
+    toy = Toy(lambda x, scale: x * scale)
+    cases: Any = [torch.randn(2, 3), torch.randn(3, 2).mT, torch.randn(2, 3).double()]
+    cases += [torch.randn(6), torch.randn(7)[1:]]
+    for _ in range(4):
+        for x in cases:
+            for scale in (1.0, 2.0):
+                torch.testing.assert_close(toy.run(x, scale), x * scale)
+    assert toy.calls == 2 * 2 * len(cases)
+
+
+def test_in_place_reaches_the_argument() -> None:
+    def body(state: Tensor, x: Tensor) -> Tensor:
+        state.mul_(2).add_(x)
+        y = torch.empty_like(x)
+        launch(state, y)
+        return y
+
+    toy, state, want = Toy(body), torch.ones(4), torch.ones(4)
+    for _ in range(5):
+        x = torch.randn(4)
+        want = 2 * want + x
+        torch.testing.assert_close(toy.run(state, x), 2 * want)
+        torch.testing.assert_close(state, want)
+    assert toy.calls == 2
+
+
+def test_constants_are_kept() -> None:
+    table = torch.arange(4.0)
+
+    def body(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        launch(table, y)
+        return y + x
+
+    agree(Toy(body), lambda x: 2 * torch.arange(4.0) + x, lambda: (torch.randn(4),))
+
+
+def test_temporaries_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: Tensor) -> Tensor:
+        for _ in range(4):
+            y = torch.empty_like(x)
+            launch(x, y)
+            x = y
+        return x
+
+    for most, gone in ((0, [1, 2, 3]), (1 << 20, [])):
+        monkeypatch.setattr(call_replay, "MOST_ROOM", most)
+        taking = call_replay.record(body, (torch.ones(3),))[1]
+        assert taking is not None
+        assert sorted(n for _, drops in taking._runs for n in drops) == gone
+
+
+def test_temporaries_are_places_of_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: Tensor) -> Tensor:
+        first = torch.empty_like(x)
+        launch(x, first)
+        for _ in range(3):
+            y = torch.empty_like(x)
+            launch(x, y)
+            x = y
+        wide, sum_of = x.new_empty(400, 3), torch.empty_like(x)
+        launch(x, wide[7])
+        launch(first, sum_of)
+        return wide[7] + sum_of
+
+    def want(x: Tensor) -> Tensor:
+        return 20 * x
+
+    x = torch.randn(3)
+    for most, room in ((1 << 20, 3 * 512), (1024, 0)):
+        monkeypatch.setattr(call_replay, "MOST_ROOM", most)
+        taken = call_replay.record(body, (x,))[1]
+        assert taken is not None and taken._room == room
+        agree(Toy(body), want, lambda: (torch.randn(3),))
+
+
+def test_launches_in_a_row_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is returned is there before them; what is let go ends a row, where memory of its
+    own follows, as does an operation of torch."""
+
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = torch.empty_like(x), torch.empty(3, 2)
+        launch(x, y)
+        launch(y, z[:2].view(4))
+        w = torch.empty_like(x)
+        launch(z.view(6)[:4], w)
+        out = torch.empty_like(x)
+        launch(w, out)
+        out += 1
+        again = torch.empty_like(x)
+        launch(out, again)
+        return w, again
+
+    def want(x: Tensor) -> tuple[Tensor, Tensor]:
+        return 8 * x, 32 * x + 2
+
+    rows: list[int] = []
+
+    def together(launches: Any) -> call_recorder.Launch:
+        rows.append(len(launches))
+        return call_recorder.one_by_one(launches)
+
+    def launched(taken: call_recorder.Taken, tensors: Any, again: Any) -> None:
+        told(taken, tensors, again, together)
+
+    told = call_recorder.Taken.launched
+    monkeypatch.setattr(call_recorder.Taken, "launched", launched)
+    for most, lengths in ((1 << 20, [4, 1]), (0, [2, 1, 1, 1])):
+        monkeypatch.setattr(call_replay, "MOST_ROOM", most)
+        rows.clear()
+        agree(Toy(body), want, lambda: (torch.randn(4),))
+        assert rows == lengths
+
+
+def test_operations_are_played_with_tensors_anywhere() -> None:
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat([x, y], dim=0)
+        first, last = both.split(4)
+        out = torch.empty_like(x)
+        launch(last, out)
+        return torch.addcmul(out, first, y, value=2) + torch.stack([x, y]).sum(0)
+
+    def want(x: Tensor, y: Tensor) -> Tensor:
+        return 2 * y + 2 * x * y + x + y
+
+    agree(Toy(body), want, lambda: (torch.randn(4), torch.randn(4)))
+
+
+def test_what_the_host_sees_is_not_recorded() -> None:
+    def item(x: Tensor) -> Tensor:
+        return x + x.sum().item()
+
+    def many(x: Tensor) -> Tensor:
+        for _ in range(call_replay.MOST_OPERATIONS + 1):
+            x = x + 1
+        return x
+
+    for body in (item, many):
+        toy = Toy(body)
+        for _ in range(4):
+            x = torch.randn(3)
+            torch.testing.assert_close(toy.run(x), body(x))
+        assert toy.calls == 4
+
+
+def test_many_launches_pay_for_more_operations() -> None:
+    def body(x: Tensor) -> Tensor:
+        for _ in range(call_replay.MOST_OPERATIONS + 1):
+            y, z = torch.empty_like(x), torch.empty_like(x)
+            launch(x + 1, y)
+            launch(y, z)
+            x = z
+        return x
+
+    def want(x: Tensor) -> Tensor:
+        for _ in range(call_replay.MOST_OPERATIONS + 1):
+            x = 4 * (x + 1)
+        return x
+
+    agree(Toy(body), want, lambda: (torch.randn(3),))
+
+
+def test_nothing_is_recorded_where_somebody_looks() -> None:
+    toy, x = Toy(lambda x: x + 1), torch.randn(3)
+    with FlopCounterMode(display=False):
+        for _ in range(3):
+            toy.run(x)
+    assert toy.calls == 3
+
+
+def test_threads_record_their_own() -> None:
+    toy, errors = Toy(doubled_sum), []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            x = torch.randn(3, 4, generator=generator)
+            y, w = toy.run(x, x, 1.0)
+            if not (torch.equal(y, 2 * x) and torch.allclose(w, 5 * x)):
+                errors.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+def test_a_launch_that_nobody_told_of_is_noticed() -> None:
+    def body(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        knobs.runtime.launch_enter_hook(None)
+        return y.copy_(x)
+
+    toy = Toy(body)
+    for _ in range(4):
+        toy.run(torch.randn(3))
+    assert toy.calls == 4
+
+
+def test_autocast_does_not_reach_operations() -> None:
+    toy, x = Toy(lambda x, w: x @ w), torch.randn(3, 3)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert toy.run(x, x).dtype == torch.float32
+        assert toy.run(x, x).dtype == torch.float32
+
+
+def test_what_follows_is_compiled_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple] = []
+    monkeypatch.setattr(parallel_compile, "compile_kernels", lambda call, args: call(*args))
+
+    def twice(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        launch(x, y)
+        return y
+
+    run = custom_op._replayed(twice, twice, lambda args, y: compiled.append((args, y)))
+    x = torch.arange(4.0)
+    for _ in range(3):
+        run(x)
+    assert len(compiled) == 1
+    assert compiled[0][0][0] is x and torch.equal(compiled[0][1], 2 * x)

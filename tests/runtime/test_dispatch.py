@@ -1,0 +1,124 @@
+"""The choice of an implementation: first that takes the call, or the named one, never silently."""
+
+import contextlib
+
+import pytest
+import torch
+
+from slipstream.runtime import custom_op
+from slipstream.runtime import dispatch as plan
+from slipstream.runtime.dispatch import Candidate, choose
+
+CANDIDATES = (
+    Candidate("fast", "quick", refuses=lambda n: "n is odd" if n % 2 else None),
+    Candidate("plain", "takes all"),
+    Candidate("oracle", "slow", by_name_only=True),
+)
+
+
+def test_choose_takes_the_first_that_does_not_refuse() -> None:
+    assert choose(CANDIDATES, 2, None).impl == "fast"
+    plan = choose(CANDIDATES, 3, None)
+    assert (plan.impl, plan.why, plan.rejected) == ("plain", "takes all", (("fast", "n is odd"),))
+
+
+def test_choose_uses_or_refuses_the_named_one() -> None:
+    assert choose(CANDIDATES, 3, "oracle").impl == "oracle"
+    with pytest.raises(NotImplementedError, match="n is odd"):
+        choose(CANDIDATES, 3, "fast")
+    with pytest.raises(ValueError, match=r"want None or one of 'fast', 'plain', 'oracle'"):
+        choose(CANDIDATES, 3, "fastest")
+
+
+def test_choose_says_why_nothing_takes_the_call() -> None:
+    with pytest.raises(NotImplementedError, match="fast: n is odd"):
+        choose(CANDIDATES[:1], 3, None)
+
+
+class Given:
+    """A tensor on a GPU, for a plan that looks at nothing else."""
+
+    is_cuda = True
+
+    def numel(self) -> int:
+        return 4
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Given:
+    monkeypatch.setattr(custom_op, "direct", lambda x: True)
+    monkeypatch.setattr(plan, "_reported", set())
+    monkeypatch.delenv(plan.FALLBACK, raising=False)
+    return Given()
+
+
+WITHOUT_KERNEL = (
+    Candidate("triton", "a kernel", lambda call: f"{call} is too wide"),
+    Candidate("eager", "plain torch"),
+)
+
+
+def test_a_call_on_a_gpu_in_plain_torch_is_reported_once_for_each_reason(on_gpu: Given) -> None:
+    with pytest.warns(
+        plan.FallbackWarning, match=r"conv runs in plain torch.*triton: K is too wide"
+    ):
+        assert choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu).impl == "eager"
+    choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu)  # warnings are errors here
+    for family, call in (("conv", "V"), ("norm", "K")):
+        with pytest.warns(plan.FallbackWarning, match=f"{family} .*{call} is too wide"):
+            choose(WITHOUT_KERNEL, call, None, family, on_gpu)
+
+
+def test_a_call_that_a_kernel_takes_or_that_names_plain_torch_is_not_reported(
+    on_gpu: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plan.FALLBACK, "error")
+    taken = (Candidate("triton", "a kernel"), Candidate("eager", "plain torch"))
+    assert choose(taken, "K", None, "conv", on_gpu).impl == "triton"
+    assert choose(WITHOUT_KERNEL, "K", "eager", "conv", on_gpu).impl == "eager"
+    monkeypatch.setattr(Given, "is_cuda", False)
+    assert choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu).impl == "eager"
+
+
+def test_a_fallback_is_an_error_where_the_variable_says_so(
+    on_gpu: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plan.FALLBACK, "error")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"conv: no kernel takes .* K is too wide"):
+            choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu)
+    monkeypatch.setenv(plan.FALLBACK, "raise")
+    with pytest.raises(ValueError, match="SLIPSTREAM_FALLBACK: want warn or error, got 'raise'"):
+        choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu)
+
+
+def test_every_operator_reports_its_fallbacks(
+    on_gpu: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of float64 that say that they are on a GPU: no kernel takes them."""
+    from slipstream.tools.catalog import SAMPLES, Shape
+
+    reported: list[str] = []
+    monkeypatch.setattr(plan, "report_fallback", lambda plan, family, x: reported.append(family))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    sample = {x.op: x for x in SAMPLES}
+    shape = Shape(T=4, K=16, V=16, dtype=torch.float64)
+    for op in OPERATORS:
+        reported.clear()
+        with contextlib.suppress(Exception):  # what follows may want a GPU
+            sample[op].call(sample[op].inputs(shape, torch.device("cpu")))
+        assert reported, op
+
+
+OPERATORS = (
+    "chunk_gla",
+    "chunk_hgrn",
+    "attention",
+    "matmul",
+    "rms_norm",
+    "short_convolution",
+    "swiglu",
+    "cross_entropy",
+    "rotary_embedding",
+)

@@ -1,0 +1,197 @@
+"""Operators called without the autograd.Function around them, as graphs of torch.export do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.kernels.attention import latent
+from slipstream.kernels.attention import op as softmax
+from slipstream.kernels.conv import op as conv
+from slipstream.kernels.gated_scan import op as scan
+from slipstream.kernels.linear import gated_delta_product, gsa
+from slipstream.kernels.linear import op as linear
+from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.loss import cross_entropy_op, distill
+from slipstream.kernels.loss import op as loss
+from slipstream.kernels.matmul import op as matmul
+from slipstream.kernels.norm import fallback
+from slipstream.kernels.norm import op as norm
+from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
+from slipstream.runtime import gradient
+
+assert slipstream.ops  # every operator is defined by now
+IDS = torch.tensor([0, 2, 1, 4])
+LOSS = (-100, 0.1, 0.0, 0.0, 1.0)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Row:
+    """make: arguments. results: how many results have a gradient. inputs: how many of the floating
+    arguments, from the first one on, have one."""
+
+    make: Callable[[], tuple]
+    results: int
+    inputs: int | None = None
+
+
+def _linear() -> tuple:
+    terms = Terms(
+        rand(1, 5, 1, 2),
+        rand(1, 5, 1, 2),
+        rand(1, 5, 2, 3),
+        g=-rand(1, 5, 2).abs(),
+        beta=rand(1, 5, 2).sigmoid(),
+        initial_state=rand(1, 2, 2, 3),
+    )
+    return (*terms, 0.5, 4, "eager", False)
+
+
+def _softmax() -> tuple:
+    q, k, v = rand(1, 3, 2, 4), rand(1, 3, 1, 4), rand(1, 3, 1, 2)
+    return (q, k, v, None, rand(2), *[None] * 5, 0.5, -1, 0, 0.0, 0.0, "eager")
+
+
+def _conv() -> tuple:
+    return (rand(1, 5, 3), rand(3, 2), rand(3), rand(1, 5, 3), rand(1, 3, 2), None, True, "eager")
+
+
+def _norm() -> tuple:
+    rows = rand(3, 4), rand(4), None, rand(3, 4), rand(3, 4)
+    return (*rows, *Norm(1e-5), True, "triton")
+
+
+def _matmul() -> tuple:
+    given = rand(3, 4), rand(4, 2), rand(2), rand(3, 2), None, None
+    return (*given, "silu", "", torch.float64, (), "eager")
+
+
+def _rotary(back: bool) -> tuple:
+    return (rand(1, 3, 2, 4), rand(3, 2), rand(3, 2), None, False, back, "eager")
+
+
+def _linear_loss() -> tuple:
+    return (rand(4, 3), rand(5, 3), rand(5), IDS, None, *LOSS, True, "eager")
+
+
+def _distill() -> tuple:
+    student, teacher = (rand(4, 3), rand(5, 3), rand(5)), (rand(4, 2), rand(5, 2), None)
+    return (*student, *teacher, None, None, 1.5, True, "eager")
+
+
+def _slots() -> tuple:
+    wide = [torch.randn(1, 5, 1, 3) for _ in range(4)]
+    return (*wide, -torch.rand(1, 5, 1, 3), None, None, None, 0.5, 4, "eager", "eager", 1, True)
+
+
+def _steps() -> tuple:
+    terms = torch.randn(1, 4, 1, 3), torch.randn(1, 8, 1, 3), torch.randn(1, 8, 1, 2)
+    return (*terms, torch.rand(1, 8, 1), None, None, 0.5, 4, "eager", 1)
+
+
+ROWS: dict[str, tuple[Any, Row]] = {
+    "linear": (linear._forward_op, Row(_linear, 2)),
+    "linear in spans": (linear._spans_op, Row(lambda: (*_linear(), 1), 2)),
+    "scan": (
+        scan._forward_op,
+        Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),
+    ),
+    "softmax": (softmax._forward_op, Row(_softmax, 2)),
+    "latent": (
+        latent._op,
+        Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2),
+    ),
+    "conv": (conv._OP, Row(_conv, 1)),
+    "norm": (norm._forward_op, Row(_norm, 1)),
+    "matmul": (matmul._OP, Row(_matmul, 1)),
+    "glu": (activation._FORWARD, Row(lambda: (rand(3, 4), rand(3, 4), "silu", "eager"), 1)),
+    "embedding": (embedding._EMBEDDING, Row(lambda: (IDS, rand(5, 3)), 1)),
+    "rotary": (rotary._ROTARY, Row(lambda: _rotary(False), 1, inputs=1)),
+    "rotary back": (rotary._ROTARY, Row(lambda: _rotary(True), 1, inputs=1)),
+    "token_shift": (
+        token_shift._OP,
+        Row(lambda: (rand(1, 4, 3), rand(1, 3), None, False, "eager"), 2),
+    ),
+    "linear_cross_entropy": (loss._LINEAR, Row(_linear_loss, 1)),
+    "cross_entropy": (cross_entropy_op._OP, Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1)),
+    "linear_kl_div": (distill._OP, Row(_distill, 1, inputs=3)),
+    # these two compute in float32, and are looked at with less precision
+    "slots": (gsa._forward_op, Row(_slots, 3)),
+    "steps": (gated_delta_product._forward_op, Row(_steps, 2)),
+}
+rows = pytest.mark.parametrize(("op", "row"), ROWS.values(), ids=ROWS)
+
+
+def results_of(op: Any, args: tuple) -> tuple[Tensor, ...]:
+    results = op(*args)
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def test_rows_are_all_operators_with_gradients() -> None:
+    assert {op for op, _ in ROWS.values()} == set(gradient._GRADIENTS)
+
+
+@rows
+def test_operator_has_the_gradient_of_differences(
+    op: Any, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm, "_launch", lambda: fallback)  # on a CPU too
+    args = row.make()
+    floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+    floats = floats[: row.inputs]
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = list(args)
+        for i, x in zip(floats, inputs):
+            given[i] = x.to(args[i].dtype)
+        return tuple(x.double() for x in results_of(op, tuple(given))[: row.results])
+
+    inputs = tuple(args[i].double().requires_grad_() for i in floats)
+    wide = all(args[i].dtype == torch.float64 for i in floats)
+    options = {} if wide else {"eps": 1e-2, "atol": 2e-2, "rtol": 2e-2}
+    assert torch.autograd.gradcheck(run, inputs, check_undefined_grad=False, **options)
+
+
+@rows
+def test_operator_gives_all_results_with_gradients_as_without(
+    op: Any, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that only its own backward reads."""
+    monkeypatch.setattr(norm, "_launch", lambda: fallback)
+    args = row.make()
+    with torch.no_grad():
+        want = results_of(op, args)
+    leaves = [x.requires_grad_() for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    got = results_of(op, args)
+    assert leaves and len(got) == len(want)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y)
+
+
+def test_operator_without_a_gradient_refuses_its_backward() -> None:
+    q, k, v = (torch.randn(1, n, 1, 4, requires_grad=True) for n in (1, 3, 3))
+    args = (q, k, v, *[None] * 6, 0.5, -1, 0, 0.0, 0.0, "eager")
+    o, _ = attention.decode(*args)
+    with torch.no_grad():
+        want, _ = attention.decode(*args)
+    torch.testing.assert_close(o, want)
+    with pytest.raises(NotImplementedError, match=r"slipstream\.softmax_decode.*no gradient"):
+        o.sum().backward()
+
+
+def test_further_results_refuse_their_backward() -> None:
+    """The gradients that a loss makes in its forward have none of their own."""
+    args = _linear_loss()
+    args[0].requires_grad_()
+    _, dhidden, *_ = loss._LINEAR(*args)
+    with pytest.raises(NotImplementedError, match=r"slipstream\.linear_cross_entropy"):
+        dhidden.sum().backward()

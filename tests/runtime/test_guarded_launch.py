@@ -1,0 +1,468 @@
+"""Guarded compilation and the numeric probe: what fails is replaced, said once, remembered."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compiler import compiler_state, triton_hooks
+from slipstream.compiler.known_bugs import FAULTS, applying
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.runtime import guarded_launch
+from slipstream.runtime import token_ids as watched
+
+CPU = torch.device("cpu")
+
+
+KIND = ("linear.triton", "delta", torch.bfloat16, 128)
+
+
+def make(monkeypatch: pytest.MonkeyPatch) -> guarded_launch.Machine:
+    """A machine nobody has verified, as a new process finds it; `attempt` takes it for its own."""
+    found = guarded_launch.Machine("sm_90", "3.6.0", "1.2.3")
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: found)
+    return found
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> guarded_launch.Machine:
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    return make(monkeypatch)
+
+
+def fails() -> str:
+    raise guarded_launch.Unusable("planted_kernel: the compiler's process died, killed by SIGABRT")
+
+
+def attempt(run: Callable[[], str], instead: Any = lambda: "eager", **rest: Any) -> str:
+    return guarded_launch.attempt(
+        lambda: rest.get("kind", KIND), CPU, run, instead, (), rest.get("probe")
+    )
+
+
+def test_attempt_falls_back_says_so_once_and_remembers(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.warns(
+        guarded_launch.Guarded, match="linear.triton delta bfloat16 128 is not .* SIGABRT"
+    ):
+        assert attempt(fails) == "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attempt(fails) == "eager"
+        assert attempt(lambda: "ran", kind=("attention.triton",)) == "ran"
+    assert "SIGABRT" in json.dumps(json.loads((tmp_path / "verdicts.json").read_text()))
+    again = make(monkeypatch)
+    assert "SIGABRT" in (again.unusable(KIND) or "")
+    assert guarded_launch.Machine("sm_90", "3.7.1", "1.2.3").unusable(KIND) is None
+    assert "SIGABRT" in (guarded_launch.objection(lambda: KIND, CPU) or "")
+    again.forget()
+    assert attempt(lambda: "ran") == "ran"
+
+
+def test_a_verdict_is_on_these_kernels(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.demote(KIND, "it dies")
+    monkeypatch.setattr(compiler_state, "sources", lambda: "of another day")
+    assert make(monkeypatch).unusable(KIND) is None
+
+
+def test_attempt_never_replaces_what_was_asked_for_by_name(here: guarded_launch.Machine) -> None:
+    with pytest.raises(NotImplementedError, match=r"linear\.triton .*: planted_.*impl=None"):
+        attempt(fails, None)
+
+
+def test_other_errors_are_not_swallowed(here: guarded_launch.Machine) -> None:
+    def wrong() -> str:
+        raise ValueError("q: want ...")
+
+    with pytest.raises(ValueError, match="q: want"):
+        attempt(wrong)
+
+
+def test_probe_runs_once_and_demotes_a_mismatch(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[str] = []
+
+    def probe(answer: str | None) -> Callable[[], str | None]:
+        return lambda: probes.append("x") or answer
+
+    assert attempt(lambda: "ran", probe=probe(None)) == "ran"
+    assert attempt(lambda: "ran", probe=probe(None)) == "ran"
+    make(monkeypatch)
+    assert attempt(lambda: "ran", probe=probe(None)) == "ran"
+    assert len(probes) == 1
+    monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
+    make(monkeypatch)
+    assert attempt(lambda: "ran", probe=probe("dq is off")) == "ran"
+    monkeypatch.setenv("SLIPSTREAM_PROBE", "always")
+    make(monkeypatch)
+    with pytest.warns(guarded_launch.Guarded, match="wrong result: dq is off"):
+        assert attempt(lambda: "ran", probe=probe("dq is off")) == "eager"
+    monkeypatch.setenv("SLIPSTREAM_PROBE", "sometimes")
+    with pytest.raises(ValueError, match="SLIPSTREAM_PROBE: want once, off, always"):
+        make(monkeypatch)
+
+
+def test_a_probe_leaves_random_numbers_and_modes_alone(here: guarded_launch.Machine) -> None:
+    def probe() -> str | None:
+        x = torch.randn(3, requires_grad=True)
+        (grad,) = torch.autograd.grad(x.sum(), x)
+        return None if bool((grad == 1).all()) else "no gradient"
+
+    torch.manual_seed(1)
+    want = torch.rand(1)
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        assert attempt(lambda: "ran", probe=probe) == "ran"
+    assert KIND in here.admitted
+    assert torch.equal(torch.rand(1), want)
+
+
+def test_a_probe_that_cannot_run_decides_nothing(here: guarded_launch.Machine) -> None:
+    def probe() -> str | None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.warns(guarded_launch.Guarded, match="could not be probed: OutOfMemoryError"):
+        assert attempt(lambda: "ran", probe=probe) == "ran"
+    assert here.unusable(KIND) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "ptxas", "known"),
+    [
+        (
+            "sm_90",
+            "12.8.93",
+            ["narrow-dot", "transposed-dot", "chained-dots", "overwritten-tile"],
+        ),
+        ("sm_90", "13.1.80", ["transposed-dot", "overwritten-tile"]),
+        ("sm_80", "12.8.93", []),
+    ],
+)
+def test_a_mismatch_names_the_faults_it_may_come_from(
+    here: guarded_launch.Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    ptxas: str,
+    known: list[str],
+) -> None:
+    """With the way out of each; none where the compilers have no fault that makes wrong results."""
+    monkeypatch.setattr(compiler_state, "verified", dict)
+    found = guarded_launch.Machine(arch, "3.6.0", ptxas)
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: found)
+    with pytest.warns(guarded_launch.Guarded, match="wrong result: dq is off") as said:
+        assert attempt(lambda: "ran", probe=lambda: "dq is off") == "eager"
+    (text,) = (str(x.message) for x in said)
+    faults = {x.name: x.way_out for x in FAULTS}
+    named = ", ".join(f"{x} ({faults[x]})" for x in known)
+    assert text.partition("known of these compilers: ")[2].startswith(named)
+    assert ("known of these compilers" in text) == bool(known)
+    assert [x for x in faults if f"{x} (" in text] == known
+    assert all(x in (found.unusable(KIND) or "") for x in known)
+
+
+def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guarded_launch.Machine) -> None:
+    def probe() -> str | None:
+        raise guarded_launch.WrongId(
+            "input_ids: id 9 at position (0,) is outside the vocabulary of 5"
+        )
+
+    with pytest.raises(ValueError, match="id 9"):
+        attempt(lambda: "ran", probe=probe)
+    assert KIND not in here.admitted and not here.probing
+    assert attempt(lambda: "ran") == "ran"
+
+
+def test_scaled_fp8_products_are_not_tried_where_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
+    monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
+    here = guarded_launch.Machine("sm_90", "3.8.0", "13.3.33")
+    assert not here.quiet
+    assert "fp8-scaled-mm" in (here.unusable(("matmul.sm90", torch.float8_e4m3fn)) or "")
+    assert here.unusable(("matmul.sm90", torch.bfloat16)) is None
+    other = guarded_launch.Machine("sm_90", "3.9.0", "13.4.59")
+    assert other.unusable(("matmul.sm90", torch.float8_e4m3fn)) is None
+
+
+@pytest.mark.parametrize("value", [None, "sync"])
+def test_wrong_ids_are_waited_for_if_asked(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """SLIPSTREAM_CHECK=sync: the call that read the id raises, else the one after it."""
+    monkeypatch.delenv("SLIPSTREAM_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SLIPSTREAM_CHECK", value)
+    spec = importlib.util.spec_from_file_location("fresh_ids", watched.__file__)
+    assert spec is not None and spec.loader is not None
+    fresh: Any = importlib.util.module_from_spec(spec)  # the flag is read at the import
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(fresh, "HAVE_TRITON", True)
+
+    def scan(*args: Any) -> None:  # as the kernel: position + 1, id, size, last length, name
+        slots = fresh.slots_for(torch.zeros(1, dtype=torch.long))
+        slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
+
+    monkeypatch.setattr(fresh, "_scan", scan)
+    ids = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 4)
+    words = r"input_ids: id 149 at position \(1, 1\) .* of 50"
+    with contextlib.nullcontext() if value is None else pytest.raises(ValueError, match=words):
+        fresh.expect_ids("input_ids", ids, 50)
+    with pytest.raises(ValueError, match=words) if value is None else contextlib.nullcontext():
+        fresh.raise_pending()
+    fresh.raise_pending()
+
+
+def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CHECK", "snyc")
+    spec = importlib.util.spec_from_file_location("fresh_ids", watched.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ValueError, match="SLIPSTREAM_CHECK: want sync or nothing, got 'snyc'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
+    old = guarded_launch.Machine("sm_70", "3.6.0", "13.0.88", passive=True)
+    assert "ptxas13-volta" in (old.unusable(("norm.triton",)) or "")
+    new = guarded_launch.Machine("sm_120", "3.2.0", "", passive=True)
+    assert "blackwell-dot" in (new.unusable(KIND) or "")
+    assert new.unusable(("norm.triton",)) is None and not new.quiet
+
+
+def test_products_are_of_float32_where_the_compiler_can_do_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """bf16 under Triton 3.3 on sm_70 and sm_75: an LLVM error."""
+    old = guarded_launch.Machine("sm_75", "3.3.1", "12.4.127", passive=True)
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: old)
+    assert guarded_launch.widens(torch.empty(1, dtype=torch.bfloat16))
+    assert not guarded_launch.widens(torch.empty(1))
+    assert old.unusable(("attention.triton", torch.bfloat16, 64, 64)) is None
+    new = guarded_launch.Machine("sm_75", "3.6.0", "12.8.93", passive=True)
+    monkeypatch.setattr(guarded_launch, "machine", lambda device: new)
+    assert not guarded_launch.widens(torch.empty(1, dtype=torch.bfloat16))
+
+
+def test_a_cpu_has_no_compiler_to_guard() -> None:
+    assert guarded_launch.machine(CPU) is None
+    assert attempt(lambda: "ran", None) == "ran"
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((12, 1), "sm_121"), ((8, 7), "sm_87"), ((6, 1), "sm_61")]
+)
+def test_an_unlisted_gpu_is_guarded_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    watched: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        compiler_state, "watch", lambda here, devices: watched.append((here.arch, devices))
+    )
+    monkeypatch.setattr(compiler_state.toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(compiler_state.toolchain, "select_ptxas", lambda archs, driver: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    compiler_state._of_arch.cache_clear()
+    try:
+        found = compiler_state.machine.__wrapped__(torch.device("cuda", 0))
+    finally:
+        compiler_state._of_arch.cache_clear()
+    assert found is not None and found.guards and watched == [(name, (0,))]
+
+
+def test_an_amd_gpu_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gfx942's limits and faults: the child compiles for what is there."""
+    properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    found = compiler_state.of_device(torch.device("cuda", 0))
+    assert (found.name, found.warp, found.shared) == ("gfx90a", 64, 64 << 10)
+    assert "tf32x3-on-hip" in {x.name for x in applying("gfx90a", "3.6.0")}
+
+
+def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to Triton 3.3 it is an attribute of JITFunction."""
+    if not HAVE_TRITON:
+        pytest.skip("wants Triton")
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from slipstream.runtime import call_recorder
+
+    monkeypatch.delattr(triton, "knobs")
+    monkeypatch.setitem(sys.modules, "triton.knobs", None)
+    monkeypatch.setattr(JITFunction, "cache_hook", None, raising=False)
+    asked: list[str] = []
+    here: Any = SimpleNamespace(compiles=lambda module, name, compile: asked.append(name))
+    undo = compiler_state.watch(here, devices=(0,))
+    hook: Any = JITFunction.cache_hook  # pyright: ignore
+    for module, device in (("slipstream.kernels.x", 0), ("slipstream.kernels.x", 1), ("other", 0)):
+        told = {"compile": {"device": device}, "key": "", "repr": "", "already_compiled": False}
+        assert not hook(fn=SimpleNamespace(module=module, name=f"{module} {device}"), **told)
+    assert asked == ["slipstream.kernels.x 0"]
+    undo()
+    assert JITFunction.cache_hook is None  # pyright: ignore
+    with call_recorder.Launches() as seen:
+        assert seen.count == 0
+
+
+def test_the_guard_asks_the_hook_that_was_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = SimpleNamespace(hook=lambda **told: told["stop"])
+    monkeypatch.setattr(triton_hooks, "compilation", lambda: (where, "hook"))
+    told: list[bool] = []
+    undo = triton_hooks.before_compiling(lambda stop: told.append(stop))
+    assert where.hook(stop=True) and not where.hook(stop=False)
+    assert told == [False]
+    undo()
+    assert where.hook(stop=True) and told == [False]
+
+
+@pytest.mark.parametrize("left", ["null", "[]", '{"x": []}', "{", '{"%s": {"unusable": 3}}'])
+def test_verdicts_that_are_none_count_for_nothing(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
+) -> None:
+    (tmp_path / "verdicts.json").write_text(left.replace("%s", here.name))
+    again = make(monkeypatch)
+    assert again.unusable(KIND) is None
+    again.demote(KIND, "it dies")
+    assert make(monkeypatch).unusable(KIND) == "it dies"
+
+
+_LEARNS = """
+import sys
+import tempfile
+from slipstream.common import machine
+here = machine.Machine("sm_90", "3.6.0", "1.2.3", passive=True)
+for i in range(30):
+    here.demote((f"{sys.argv[1]}{i}.triton",), "it dies")
+"""
+
+
+def test_processes_that_learn_at_once_keep_all_of_it(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [sys.executable, "-W", "ignore", "-c", _LEARNS]
+    both = [subprocess.Popen([*run, name]) for name in ("a", "b")]
+    assert [x.wait() for x in both] == [0, 0]
+    assert len(make(monkeypatch).remembered["unusable"]) == 60
+
+
+@pytest.fixture
+def jitting(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[str], Any]]:
+    """Triton's JIT on a GPU that is not there, under the guard."""
+    if not HAVE_TRITON or INTERPRETED:
+        pytest.skip("wants Triton, and its compiler")
+    from triton.runtime import driver
+
+    from tests.compiler.test_aot import Driver
+    from tests.support.planted_bugs import planted_kernel
+
+    # nothing compiled yet: what is in Triton's cache needs no child
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(driver, "_active", Driver())
+    undo = compiler_state.watch(here, "tests.")
+    yield lambda what: planted_kernel.warmup(torch.int32, 17, WHAT=what, num_warps=1, grid=(1,))
+    undo()
+    if here._worker is not None:
+        here._worker.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("abort", "SIGABRT"), ("kill", "SIGKILL"), ("hang", "had not finished")]
+)
+def test_a_dying_compiler_leaves_the_process_alive(
+    here: guarded_launch.Machine,
+    jitting: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    words: str,
+) -> None:
+    assert jitting("nothing") is not None
+    monkeypatch.setattr(compiler_state, "TIMEOUT", 5.0)
+    with pytest.warns(guarded_launch.Guarded, match=words):
+        assert attempt(lambda: jitting(what)) == "eager"
+
+
+def test_a_missing_child_falls_back_and_is_not_remembered(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def absent() -> str:
+        raise guarded_launch.Unusable("planted_kernel: no process to compile in", lasting=False)
+
+    def unwritable() -> str:
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere/cache")
+
+    for i, run in enumerate((absent, unwritable)):
+        kind = ("linear.triton", f"planted{i}")
+        with pytest.warns(guarded_launch.Guarded, match="no process to compile in|/nowhere/cache"):
+            assert attempt(run, kind=kind) == "eager"
+        assert attempt(run, kind=kind) == "eager"  # said once
+        assert here.unusable(kind) and not make(monkeypatch).unusable(kind)
+        monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
+    assert not (tmp_path / "verdicts.json").exists()
+
+
+def test_a_kernel_that_does_not_work_is_an_error_if_no_fallback_is_wanted(
+    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_FALLBACK", "error")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"SIGABRT.*SLIPSTREAM_FALLBACK=error"):
+            attempt(fails)
+
+
+def test_caches_have_a_place_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SLIPSTREAM_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"slipstream-{os.getuid()}"
+    assert compiler_state.cache_dir() == own / ".cache/slipstream"
+    assert own.stat().st_mode & 0o777 == 0o700
+    compiler_state.select_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == str(own / ".triton/cache")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "slipstream-12345").mkdir()
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        compiler_state.cache_dir()
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(guarded_launch.Guarded, match=r"file/cache cannot be written"):
+        compiler_state.select_cache()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: (_ for _ in ()).throw(OSError()))
+    compiler_state.select_cache()  # never raises

@@ -1,0 +1,274 @@
+"""Every operator through its public function, on a machine whose compilers nobody has verified.
+
+The launches are planted: they do what the kernels do in plain torch, or die, or are wrong. Only the
+GPU is missing: the operators take their Triton path on the CPU.
+"""
+
+import ast
+import importlib
+import pkgutil
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import kernels
+from slipstream.compiler import compiler_state, kernel_key
+from slipstream.kernels.attention import eager
+from slipstream.runtime import backends, guarded_launch
+from tests.support.kernel_families import FAMILIES, KERNELS, WRITTEN, Family, attention
+
+pytestmark = pytest.mark.skipif(
+    not backends.HAVE_TRITON or backends.INTERPRETED, reason="wants Triton, not interpreted"
+)
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.call.__name__)
+
+
+def plant(
+    patch: pytest.MonkeyPatch, family: Family, change: Callable[[Callable], Callable]
+) -> None:
+    for place, plain in family.launches.items():
+        module, _, name = place.partition(":")
+        patch.setattr(importlib.import_module(f"{KERNELS}.{module}"), name, change(plain))
+
+
+def wrong(plain: Callable) -> Callable:
+    """1.2 times what it should be, in every tensor returned or written."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        written = [args[i] for i in WRITTEN.get(plain, ())]
+        for x in (kwargs.get("loss"), kwargs.get("grad"), *written):
+            if x is not None:
+                x.mul_(1.2)
+        if isinstance(out, Tensor):
+            return out * 1.2
+        if isinstance(out, dict):
+            return {name: x * 1.2 for name, x in out.items()}
+        return out if out is None else tuple(x if x is None else x * 1.2 for x in out)
+
+    return launch
+
+
+def by_plain_torch(
+    kind_of: Any, device: Any, run: Any, instead: Callable, args: tuple, probe: Any = None
+) -> Any:
+    """In place of core.guard.attempt."""
+    return instead(*args)
+
+
+def dies(plain: Callable) -> Callable:
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        raise guarded_launch.Unusable(
+            "planted_kernel: the compiler's process died, killed by SIGABRT"
+        )
+
+    return launch
+
+
+def refuses(plain: Callable) -> Callable:
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    return launch
+
+
+@pytest.fixture
+def unverified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[[], compiler_state.Machine]]:
+    """Makes machines, each what a new process would find; operators take their Triton path."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    for found in pkgutil.walk_packages(kernels.__path__, f"{KERNELS}."):
+        importlib.import_module(found.name)  # which copy INTERPRETED, and are to have the real one
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    family: Family = request.getfixturevalue("family")
+    family.take_triton(monkeypatch, "triton|eager")
+
+    def make() -> compiler_state.Machine:
+        found = compiler_state.Machine("sm_90", "3.6.0", "1.2.3")
+        monkeypatch.setattr(guarded_launch, "machine", lambda device: found)
+        _forget_plans()
+        return found
+
+    yield make
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    for module in ("linear.call", "linear.step", "scan.call"):
+        importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
+
+
+def results(family: Family) -> list[Tensor]:
+    torch.manual_seed(3)
+    return family.call()
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("fate", "words"),
+    [(dies, "SIGABRT"), (refuses, "PassManager"), (wrong, "wrong result: .* is off by .*")],
+    ids=["dies", "refuses", "wrong"],
+)
+def test_a_failing_kernel_gives_way_to_plain_torch(
+    family: Family,
+    fate: Callable,
+    words: str,
+    unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a warning that says why; the next process knows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "INTERPRETED", False)
+        family.take_triton(patch, "eager")
+        patch.setattr(guarded_launch, "machine", lambda device: None)
+        patch.setattr(guarded_launch, "attempt", by_plain_torch)
+        want = results(family)
+    plant(monkeypatch, family, fate)
+    for is_new in (True, False):
+        here = unverified()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", guarded_launch.Guarded)
+            got = results(family)
+        if is_new:
+            assert any(re.match(f"{family.name} .*{words}", str(x.message)) for x in said)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        assert any(kind.startswith(family.name) for kind in here.remembered["unusable"])
+        if not is_new:
+            assert not any(str(kind[0]) in family.name for kind in here.admitted)
+
+
+@every_family
+def test_sound_kernels_are_probed_once_and_then_only_launched(
+    family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[str] = []
+    wants = compiler_state.Machine.wants_probe
+
+    def noted(here: compiler_state.Machine, kind: compiler_state.Kind) -> bool:
+        wanted = wants(here, kind)
+        probes.extend(["probed"] * wanted)
+        return wanted
+
+    monkeypatch.setattr(compiler_state.Machine, "wants_probe", noted)
+    plant(monkeypatch, family, lambda plain: plain)
+    here = unverified()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", guarded_launch.Guarded)
+        results(family)
+        assert len(probes) >= 1 and here.remembered["probed"]
+        probes.clear()
+        results(family)
+        unverified()
+        results(family)
+    assert not probes
+
+
+@every_family
+def test_a_verified_machine_looks_at_nothing(
+    family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = frozenset(compiler_state.families())
+    monkeypatch.setattr(
+        compiler_state, "verified", lambda: {("sm_90", "3.6.0", "1.2.3"): everything}
+    )
+    monkeypatch.setattr(guarded_launch, "_admit", lambda *args: pytest.fail("looked"))
+    plant(monkeypatch, family, lambda plain: plain)
+    assert unverified().quiet
+    results(family)
+
+
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x.call is attention], ids=["attention"])
+@pytest.mark.parametrize("dying", ["forward", "backward"])
+@pytest.mark.parametrize("portable", [lambda plain: plain, dies], ids=["sound", "dies too"])
+def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
+    family: Family,
+    dying: str,
+    portable: Callable,
+    unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of "sm90|triton|eager", the first that works; plain torch only where both die."""
+    ran: list[str] = []
+
+    def noting(name: str, launch: Callable) -> Callable:
+        return lambda *args: ran.append(name) or launch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "INTERPRETED", False)
+        want = results(family)
+    plant(monkeypatch, family, lambda plain: noting("triton", portable(plain)))
+    for name in ("forward", "backward"):
+        plain = getattr(eager, name)
+        launch = noting("sm90", dies(plain) if name == dying else plain)
+        monkeypatch.setattr(f"{KERNELS}.attention.sm90.launch.{name}", launch)
+    monkeypatch.setattr(f"{KERNELS}.softmax.call.sm90_refuses", lambda *call: None)
+    here = unverified()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", guarded_launch.Guarded)
+        got = results(family)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    both = portable is dies
+    lost = ["attention.sm90", *["attention.triton"] * both]
+    assert [str(x.message).split()[0] for x in said] == lost
+    assert all("SIGABRT" in str(x.message) for x in said)
+    assert [x.split()[0] for x in here.remembered["unusable"]] == lost
+    assert ran[0] == "sm90" and "triton" in ran
+    ran.clear()
+    results(family)
+    assert set(ran) == (set() if both else {"triton"})
+
+
+def test_every_guarded_call_is_in_the_table() -> None:
+    """By the files that call core.guard.attempt, and by the families that they stand in; and every
+    one has a probe, but what only looks for wrong ids."""
+    files = set()
+    for path in Path(kernels.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in ("guard.attempt", "attempt"):
+                assert isinstance(node, ast.Call) and len(node.args) == 6, f"{path}: no probe"
+                files.add(str(path.relative_to(kernels.__path__[0])))
+    assert files == set(GUARDED)
+    named = {x.name.split()[0] for x in FAMILIES}
+    assert {y for x in GUARDED.values() for y in x} == named | {"linear.sm90", "attention.sm90"}
+    assert {kernel_key.family((x,)) for x in named} == {*compiler_state.families()} - {
+        kernel_key.CORE
+    }
+
+
+# Where kernels are run, and which.
+GUARDED = {
+    "linear/op.py": ("linear.triton", "linear.sm90"),
+    "linear/decode.py": ("linear.step",),
+    "linear/gsa.py": ("linear.slots",),
+    "linear/householder.py": ("linear.steps",),
+    "attention/op.py": (
+        "attention.triton",
+        "attention.sm90",
+        "attention.decode",
+        "attention.append",
+    ),
+    "attention/latent.py": ("attention.latent",),
+    "gated_scan/op.py": ("gated_scan.triton",),
+    "norm/op.py": ("norm.triton",),
+    "conv/op.py": ("conv.triton", "conv.update"),
+    "matmul/op.py": ("matmul.triton",),
+    "loss/launch.py": ("cross_entropy.triton",),
+    "loss/shard.py": ("cross_entropy.shard",),
+    "loss/distill.py": ("linear_kl_div.triton",),
+    "pointwise/activation.py": ("glu.triton",),
+    "pointwise/linear.py": ("glu_again.triton",),
+    "pointwise/rotary.py": ("rotary.triton",),
+    "pointwise/token_shift.py": ("token_shift.triton",),
+    "pointwise/embedding.py": ("embedding.triton",),
+}

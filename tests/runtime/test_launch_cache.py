@@ -1,0 +1,309 @@
+"""Launches that do not ask Triton again: the kernel must be the one that Triton would take."""
+
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+
+from slipstream.runtime import call_replay, parallel_compile
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.launch_cache import Kept, found, kept
+
+if HAVE_TRITON:
+    import triton
+    import triton.language as tl
+    from triton import knobs
+    from triton.compiler import ASTSource
+    from triton.runtime import driver
+
+    from slipstream.compiler.aot import gpu_target
+
+    @triton.jit(do_not_specialize=["n"])
+    def toy_kernel(x_ptr, y_ptr, z_ptr, scale, n, stride, W: tl.constexpr, FLAG: tl.constexpr):
+        o = tl.arange(0, W)
+        b_x = tl.load(x_ptr + o * stride, mask=o < n, other=0.0)
+        if z_ptr is not None:
+            b_x += tl.load(z_ptr + o, mask=o < n, other=0.0)
+        tl.store(y_ptr + o, b_x * scale if FLAG else b_x, mask=o < n)
+
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+
+
+class Launcher:
+    """Instead of a launch: the kernel and its arguments, but for constexprs, are written down."""
+
+    launches: ClassVar[list[tuple]] = []
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self.given = [i for i, kind in enumerate(src.signature.values()) if kind != "constexpr"]
+
+    def __call__(self, *args: Any) -> None:
+        *grid, stream, function, _, metadata, enter, _ = args[:9]
+        assert stream == 7
+        if enter is not None:
+            enter(metadata)
+        given = [args[9 + i] for i in self.given]
+        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given]
+        self.launches.append((*grid, function, given))
+
+
+class Driver:
+    """An H200 that is not there."""
+
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        load_binary=lambda name, kernel, *_: (object(), kernel, 1, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+    )
+
+    def get_current_target(self) -> Any:
+        return gpu_target("sm_90")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
+    """What is launched on it."""
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    toy_kernel.device_caches.clear()
+    Launcher.launches.clear()
+    yield Launcher.launches
+    toy_kernel.device_caches.clear()
+
+
+def arguments(rng: random.Random) -> tuple[tuple, dict]:
+    base = torch.zeros(256, dtype=rng.choice([torch.float32, torch.bfloat16]))
+    at = rng.choice([0, 0, 0, 1, 8])
+    x = base[at : at + 64]
+    z = rng.choice([None, x, torch.zeros(64), torch.nn.Parameter(torch.zeros(64))])
+    n = rng.choice([1, 16, 17, 32, 1 << 31, 1 << 40])
+    stride = rng.choice([1, 2, 16, 48, 0, -16, 1 << 31, 1 << 40])
+    args = (x, torch.zeros(64), z, rng.choice([1.0, 0.5, 2, 16, 1]), n, stride)
+    named: dict[str, Any] = {"W": rng.choice([16, 32]), "FLAG": rng.choice([True, False])}
+    if rng.random() < 0.5:
+        args += tuple(named.values())
+        named = {}
+    return args, named | {"num_warps": rng.choice([1, 2])}
+
+
+def test_same_key_is_same_kernel(gpu: list[tuple]) -> None:
+    rng, same, told = random.Random(0), {}, 0
+    keys: list[str] = []
+
+    def note(*, key: str, **_: Any) -> bool:
+        keys.append(key)
+        return True  # not compiled
+
+    with mock.patch.object(knobs.runtime, "jit_cache_hook", note):
+        for _ in range(4000):
+            args, named = arguments(rng)
+            toy_kernel[(1,)](*args, **named)
+            key = Kept(toy_kernel).key_of(args, named)
+            told += key is not None
+            assert key is None or same.setdefault(key, keys[-1]) == keys[-1]
+    assert told > 400 and len(set(same.values())) > 50
+
+
+def test_launches_what_triton_would(gpu: list[tuple]) -> None:
+    remembering, asked = Kept(toy_kernel), 0
+    x, y = torch.zeros(64), torch.zeros(65)
+    choices = itertools.product([x, x.half()], [None, y, y[1:]], [5, 1 << 33], [1, 16, 3])
+    cases = [((a, y[:64], z, 0.5, n, s), {"W": 32, "FLAG": True}) for a, z, n, s in choices]
+    rng = random.Random(1)
+    for args, named in (rng.choice(cases) for _ in range(150)):
+        toy_kernel[2, 3](*args, **named)
+        with mock.patch.object(toy_kernel, "run", wraps=toy_kernel.run) as run:
+            remembering[2, 3](*args, **named)
+            asked += run.called
+        assert gpu[-1] == gpu[-2]
+        assert gpu[-1][:3] == (2, 3, 1)
+    assert asked < 120
+
+
+def test_a_profiler_sees_every_launch(gpu: list[tuple]) -> None:
+    args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
+    remembering, seen = Kept(toy_kernel), []
+    for _ in range(2):
+        remembering[1,](*args, **named)
+    launched, hook = Launcher.__call__, mock.Mock()
+
+    def with_hook(self: Launcher, *args: Any) -> None:
+        seen.append(args[6].get()["name"])
+        launched(self, *args)
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        with mock.patch.object(Launcher, "__call__", with_hook):
+            remembering[1,](*args, **named)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert seen == ["toy_kernel"] and len(gpu) == 3
+
+
+def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
+    def call(x: torch.Tensor, z: torch.Tensor | None, n: int) -> torch.Tensor:
+        y, part = torch.empty_like(x), x.new_empty(2, 64)
+        remembering[2, 3](x, part[1], z, 0.5, n, 1, W=32, FLAG=True)
+        remembering[1,](part.view(-1)[64:], y, x, 2.0, n, 16, 16, False)
+        return y
+
+    def places(given: list, known: dict[int, str]) -> list:
+        return [[known.get(x, "made") if isinstance(x, int) and x > 99 else x for x in given]]
+
+    remembering = Kept(toy_kernel)
+    for z in (None, torch.zeros(64)):
+        x = torch.zeros(64)
+        call(x, z, 5)
+        record = call_replay.record(call, (x, z, 5))[1]
+        assert record is not None
+        x, z = torch.zeros(64), None if z is None else torch.zeros(64)
+        known = {x.data_ptr(): "x"} | ({} if z is None else {z.data_ptr(): "z"})
+        gpu.clear()
+        record.play((x, z, 5))
+        call(x, z, 5)
+        played, called = gpu[:2], gpu[2:]
+        for a, b in zip(played, called, strict=True):
+            assert a[:4] == b[:4] and places(a[4], known) == places(b[4], known)
+        assert played[0][4][1] == played[1][4][0]
+
+
+def test_launches_in_a_row_are_made_by_one_call(gpu: list[tuple]) -> None:
+    """The stream is asked for once, and a profiler still sees each of them."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y, z = torch.empty_like(x), torch.empty_like(x)
+        remembering[1,](x, y, None, 2, 5, 1, W=32, FLAG=True)
+        remembering[1,](y, z, x, 2.0, 5, 1, W=32, FLAG=True)
+        remembering[2,](z, y, x, 2, 5, 1, W=32, FLAG=True)
+        return y
+
+    remembering, x = Kept(toy_kernel), torch.zeros(64)
+    with mock.patch.object(Driver, "get_current_stream", return_value=7) as asked:
+        call(x)
+        record = call_replay.record(call, (x,))[1]
+        assert record is not None
+        asked.reset_mock()
+        gpu.clear()
+        record.play((x,))
+        assert asked.call_count == 1 and len(gpu) == 3
+    # of scalars that are equal each launch has its own
+    assert [type(given[3]) for *_, given in gpu[:3]] == [int, float, int]
+    hook = mock.Mock()
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        record.play((x,))
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert hook.call_count == 3 and len(gpu) == 6
+
+
+def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None:
+    def call(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        for width in (16, 32):
+            remembering[1,](x, y, None, 0.5, 5, 1, W=width, FLAG=True)
+        state += 1
+        return y.zero_()
+
+    remembering, state = Kept(toy_kernel), torch.zeros(2)
+    with mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher:
+        parallel_compile.compile_kernels(call, (torch.zeros(64), state))
+    assert launcher.call_count == 2  # made in the same threads
+    assert not gpu and not state.any()
+    with mock.patch.object(toy_kernel, "compile", None):
+        call(torch.zeros(64), state)
+    assert len(gpu) == 2 and state.all()
+
+
+def test_sources_are_read_one_at_a_time_in_order(gpu: list[tuple]) -> None:
+    def call(x: torch.Tensor) -> None:
+        for width in (16, 32, 64, 128):
+            remembering[1,](x, x, None, 0.5, 5, 1, W=width, FLAG=True)
+
+    def read(src: Any, *args: Any) -> Any:
+        width = next(x for x in src.constants.values() if x in (16, 32, 64, 128))
+        steps.append(("begins", width))
+        time.sleep(0.02)
+        try:
+            if width == 16:
+                raise ValueError("a kernel that does not compile")
+            return make_ir(src, *args)
+        finally:
+            steps.append(("ends", width))
+
+    remembering, steps, make_ir = Kept(toy_kernel), [], ASTSource.make_ir
+    with (
+        mock.patch.object(ASTSource, "make_ir", read),
+        mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher,
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+    ):
+        knobs.cache.dir = folder
+        parallel_compile.compile_kernels(call, (torch.zeros(64),))
+    assert steps == [(step, w) for w in (16, 32, 64, 128) for step in ("begins", "ends")]
+    assert launcher.call_count == 3 and not parallel_compile.compiling()
+
+
+def test_keeps_nothing_that_was_stopped(gpu: list[tuple]) -> None:
+    args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
+    remembering = Kept(toy_kernel)
+    with mock.patch.object(knobs.runtime, "jit_cache_hook", mock.Mock(return_value=True)):
+        remembering[1,](*args, **named)
+    assert not gpu and found(None) is None
+    remembering[1,](*args, **named)
+    assert len(gpu) == 1
+
+
+def test_takes_only_kernels_of_the_jit() -> None:
+    assert isinstance(kept(toy_kernel), Kept) and kept(toy_kernel) is kept(toy_kernel)
+    stub = mock.Mock()
+    assert kept(stub) is stub
+    with mock.patch.object(torch.version, "hip", "6.4"):
+        assert kept(triton.jit(toy_kernel.fn)).__class__ is not Kept
+
+
+def test_every_launch_can_be_kept() -> None:
+    """What is not a constexpr is given by place."""
+    from slipstream.compiler.trace import PlainTorch, trace
+    from slipstream.tools.catalog import SAMPLES
+
+    by_name, seen = set(), set()
+
+    def look(self: Kept, grid: tuple) -> Any:
+        def run(*args: Any, **named: Any) -> None:
+            name = self.kernel.fn.__name__
+            seen.add(name)
+            if self.last(len(args), named) is None:
+                by_name.add(name)
+            self.kernel[grid](*args, **named)
+
+        return run
+
+    with mock.patch.object(Kept, "__getitem__", look):
+        for sample, impl in itertools.product(SAMPLES, ("triton", "sm90")):
+            call = partial(_call, sample, impl)
+            with suppress(PlainTorch, ValueError, NotImplementedError):
+                trace(call, "sm_90")  # of some there is no such implementation
+    assert len(seen) > 35 and not by_name
+
+
+def _call(sample: Any, impl: str, device: torch.device) -> Any:
+    from slipstream.tools.catalog import REPRESENTATIVE
+
+    return sample.call(sample.inputs(REPRESENTATIVE[0], device), impl)

@@ -1,0 +1,96 @@
+"""Building blocks by impl="triton" under Triton's interpreter, on a CPU, against their references.
+
+The interpreter is chosen when a kernel is defined, so this runs in a process of its own:
+
+TRITON_INTERPRET=1 python -m tests.support.interpreted rms_norm l2_norm      rows by function
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.blocks import BLOCKS, Block, cast, leaves
+
+SIZES = ((1, 6), (7, 12), (37, 30), (0, 6))
+# Of the largest value, outputs and gradients; the interpreter cuts 16-bit results off, which is
+# twice the error of rounding.
+LIMITS = {torch.float32: (1e-5, 3e-5), torch.float16: (4e-3, 8e-3)}
+
+# Checks of more than a minute are in two parts: every form once or more, and further crossings.
+PARTS = ("sample", pytest.param("further", marks=pytest.mark.slow))
+
+
+def parts() -> list[str]:
+    """The parts of its checks that a script shall run: those it is given, or both."""
+    return sys.argv[1:] or ["sample", "further"]
+
+
+def run(*names: str, script: str = "tests.support.interpreted") -> None:
+    """The checks of rows by function, or parts of a script of their own, in another process."""
+    result = subprocess.run(
+        [sys.executable, "-m", script, *names],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+
+
+def with_grads(run: Callable, args: dict) -> tuple[list[Tensor], list[Tensor]]:
+    args, inputs = leaves(args)
+    outputs = run(args)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
+    total = sum(((x.double() * w).sum() for x, w in zip(outputs, weights)), torch.zeros(()))
+    return [x.detach() for x in outputs], list(torch.autograd.grad(total, inputs))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest one, of the largest value or of one."""
+    if got.shape != want.shape:
+        return float("inf")
+    if got.numel() == 0:
+        return 0.0
+    off = (got.double() - want.double()).abs().max() / want.abs().max().clamp(min=1)
+    return float(off.nan_to_num(float("inf")))
+
+
+def check(block: Block, T: int, D: int, dtype: torch.dtype) -> list[str]:
+    args = cast(block.inputs(T, D), dtype)
+    ours = replace(block, options={**block.options, "impl": "triton"})
+    found = with_grads(ours, args)
+    wanted = with_grads(block.want, cast(args, torch.float64))
+    return [
+        f"{block.name} {T, D} {dtype} {what} {i}: {e:.1e} > {limit:.1e}"
+        for what, limit, got, want in zip(("output", "gradient"), LIMITS[dtype], found, wanted)
+        for i, (x, y) in enumerate(zip(got, want, strict=True))
+        if not (e := error(x, y)) <= limit
+    ]
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    rows = [block for block in BLOCKS if block.name.split("-")[0] in sys.argv[1:]]
+    assert {block.name.split("-")[0] for block in rows} == {*sys.argv[1:]}
+    torch.manual_seed(0)
+    faults = [
+        fault
+        for block in rows
+        for T, D in SIZES
+        for dtype in (torch.float32, torch.float16)
+        if dtype == torch.float32 or T == 7
+        for fault in check(block, T, D, dtype)
+    ]
+    raise SystemExit("\n".join(faults) if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""Every family of kernels: a call of its public function, and its launches in plain torch."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.kernels.attention import cache, eager, latent
+from slipstream.kernels.attention import op as attention_op
+from slipstream.kernels.conv import fallback as conv_plain
+from slipstream.kernels.gated_scan import eager as scan_eager
+from slipstream.kernels.linear import gsa, householder
+from slipstream.kernels.linear.eager.chunk import chunk_forward
+from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
+from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.loss import distill, shard
+from slipstream.kernels.loss import eager as loss_eager
+from slipstream.kernels.loss.cross_entropy_op import Terms
+from slipstream.kernels.matmul import eager as matmul_eager
+from slipstream.kernels.norm import fallback as norm_plain
+from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
+from slipstream.ops.activation import glu_linear
+
+KERNELS = "slipstream.kernels"
+
+
+@dataclass(frozen=True)
+class Family:
+    """launches: module and name -> the same in plain torch. chooses: modules of choose_impl, or
+    that look at INTERPRETED."""
+
+    name: str
+    call: Callable[[], list[Tensor]]
+    launches: dict[str, Callable]
+    chooses: tuple[str, ...] = ()
+
+    def take_triton(self, patch: pytest.MonkeyPatch, impl: str) -> None:
+        for module in self.chooses:
+            if hasattr(importlib.import_module(module), "choose_impl"):
+                patch.setattr(f"{module}.choose_impl", lambda *args: impl)
+            else:
+                patch.setattr(f"{module}.INTERPRETED", impl != "eager")
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
+
+
+def chunk() -> list[Tensor]:
+    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
+    return gradients(ops.chunk_retention(q, k, v)[0], q, k, v)
+
+
+def delta() -> list[Tensor]:
+    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return gradients(ops.chunk_delta_rule(q, k, v, torch.rand(1, 20, 2))[0], q, v)
+
+
+def step() -> list[Tensor]:
+    q, k, v = (torch.randn(2, 1, 2, 8) for _ in range(3))
+    state = torch.randn(2, 2, 8, 8)
+    return [ops.recurrent_step(q, k, v, state=state), state]
+
+
+def scan() -> list[Tensor]:
+    x, g = leaf(1, 20, 8), -torch.rand(1, 20, 8)
+    return gradients(ops.chunk_hgrn(x, g)[0], x)
+
+
+def norm() -> list[Tensor]:
+    x, weight, bias = leaf(5, 8), leaf(8), leaf(8)
+    return gradients(ops.layer_norm(x, weight, bias), x, weight, bias)
+
+
+def conv() -> list[Tensor]:
+    x, weight = leaf(1, 20, 8), leaf(8, 4)
+    return gradients(ops.short_convolution(x, weight, activation="silu")[0], x, weight)
+
+
+def conv_update() -> list[Tensor]:
+    x, state, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
+    return [ops.short_convolution_update(x, state, weight), state]
+
+
+def loss() -> list[Tensor]:
+    logits = leaf(6, 10)
+    return gradients(ops.cross_entropy(logits, torch.randint(0, 10, (6,))), logits)
+
+
+def linear_loss() -> list[Tensor]:
+    hidden, weight = leaf(6, 8), leaf(10, 8)
+    target = torch.randint(0, 10, (6,))
+    return gradients(ops.linear_cross_entropy(hidden, weight, target), hidden, weight)
+
+
+def glu() -> list[Tensor]:
+    gate, up = leaf(5, 8), leaf(5, 8)
+    return gradients(ops.swiglu(gate, up), gate, up)
+
+
+def joined() -> list[Tensor]:
+    gate, up, weight = leaf(5, 8), leaf(5, 8), leaf(3, 8)
+    return gradients(glu_linear(gate, up, weight), gate, up, weight)
+
+
+def shift() -> list[Tensor]:
+    x = leaf(1, 6, 8)
+    return gradients(ops.token_shift(x)[0], x)
+
+
+def turn() -> list[Tensor]:
+    x = leaf(1, 6, 2, 8)
+    cos, sin = ops.rotary_tables(torch.arange(6), 8)
+    return gradients(ops.rotary_embedding(x, cos, sin), x)
+
+
+def attention() -> list[Tensor]:
+    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
+    return gradients(ops.attention(q, k, v, causal=True), q, k, v)
+
+
+def decode() -> list[Tensor]:
+    q, k, v = torch.randn(2, 1, 2, 8), torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
+    lengths = torch.tensor([7, 30], dtype=torch.int32)
+    out = ops.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert isinstance(out, Tensor)
+    return [out]
+
+
+def _rows(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
+    grad, weight = made.get("grad"), made.get("weight")
+    r = loss_eager.rows(logits.float().clone(), target, terms)
+    if not made.get("has_lse"):
+        made["loss"].copy_(r.loss)
+    if grad is not None:
+        grad.copy_(loss_eager.dlogits(r, weight, terms))
+
+
+LOSS = {
+    "loss.triton.launch:cross_entropy": _rows,
+    "loss.triton.launch:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
+    "loss.triton.launch:total": lambda x, f: x.sum() if f is None else x.sum() * f,
+    "loss.triton.launch:scale_": lambda x, s: x.mul_(s),
+    "loss.triton.launch:linear_rows": lambda h, w, b, t, d, *rest: loss_eager.linear_rows(
+        h, w, b, t, None if d is None else d.expand(t.shape), *rest
+    ),
+}
+LINEAR = {
+    "forward": lambda terms, scale: chunk_forward(terms, scale, 16),
+    "backward": lambda terms, do, dfinal, scale, **_: chunk_backward(terms, do, dfinal, scale, 16),
+}
+
+
+def _update(terms: Any, state: Tensor, indices: Any, scale: float, l2_norm: bool) -> Tensor:
+    o, final = recurrent_forward(terms._replace(initial_state=state), scale)
+    state.copy_(final)
+    return o
+
+
+def latents() -> list[Tensor]:
+    q, cache = torch.randn(2, 1, 2, 40), torch.randn(2, 30, 40)
+    lengths = torch.tensor([7, 30], dtype=torch.int32)
+    return [latent.latent_attention(q, cache, lengths, width=32, scale=0.2)]
+
+
+def append() -> list[Tensor]:
+    k_cache, v_cache = torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
+    k, v = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)
+    lengths = torch.tensor([5, 20], dtype=torch.int32)
+    attention_op.append(k_cache, v_cache, k, v, lengths, None, None, "triton|eager")
+    return [k_cache, v_cache]
+
+
+def slot_rows() -> list[Tensor]:
+    scores, dp, p = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8), torch.empty(1, 6, 2, 8)
+    gsa._softmax(scores, p, "triton|eager")
+    gsa._softmax_backward(p, dp, "triton|eager")
+    return [p, dp]
+
+
+def householder_rows() -> list[Tensor]:
+    q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
+    do, sums = torch.randn(1, 5, 4, 8), torch.empty(1, 5, 4)
+    rows, gates, late = householder.spread(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
+    assert gates is not None and late is not None
+    householder.take(rows, gates, 3, out, sums, "triton|eager")
+    return [rows, gates, late, out, sums]
+
+
+def product() -> list[Tensor]:
+    a, b = leaf(5, 8), leaf(8, 6)
+    return gradients(ops.matmul(a, b), a, b)
+
+
+def kl() -> list[Tensor]:
+    hidden, weight, teacher = leaf(6, 8), leaf(10, 8), torch.randn(6, 8)
+    return gradients(ops.linear_kl_div(hidden, weight, teacher, torch.randn(10, 8)), hidden, weight)
+
+
+def shards() -> list[Tensor]:
+    logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
+    terms, part = Terms(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
+    found = shard.columns(logits, target, terms, part, "triton|eager")
+    given = target, found.lse + 1, terms, part, torch.rand(6), "triton|eager"
+    return [*found, shard.dlogits(logits, *given, torch.empty_like(logits))]
+
+
+class OnCuda(Tensor):
+    """What the embedding takes for ids on a GPU."""
+
+    is_cuda = True
+
+
+def rows_of_table() -> list[Tensor]:
+    ids = torch.randint(0, 9, (2, 5)).as_subclass(OnCuda)
+    return [embedding._embedding(ids, torch.randn(9, 8)).as_subclass(Tensor)]
+
+
+def _sharded(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
+    here = made["shard"]
+    part = shard.Shard(here.first, logits.shape[1], here.size, None)
+    if (grad := made.get("grad")) is not None:
+        shard.plain_dlogits(logits, target, made["lse"], terms, part, made["weight"], grad)
+        return
+    found = shard.plain_columns(logits, target, terms, part)
+    made["loss"].copy_(found.hit)
+    made["lse"].copy_(found.lse)
+    here.z_sum.copy_(found.z_sum)
+
+
+def _kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
+    return distill.kl_rows(student, teacher, *rest)
+
+
+FAMILIES = [
+    Family(
+        "attention.latent",
+        latents,
+        {"attention.triton.decode_latent_launch:decode": latent.plain},
+        ("slipstream.kernels.attention.latent",),
+    ),
+    Family("attention.append", append, {"attention.triton.decode_launch:append": cache.append}),
+    Family(
+        "linear.slots",
+        slot_rows,
+        {
+            "linear.triton.slots:softmax": gsa._plain_softmax,
+            "linear.triton.slots:softmax_backward": gsa._plain_backward,
+        },
+    ),
+    Family(
+        "linear.steps",
+        householder_rows,
+        {
+            "linear.triton.steps:spread": householder.plain_spread,
+            "linear.triton.steps:take": householder.plain_take,
+        },
+    ),
+    Family(
+        "matmul.triton",
+        product,
+        {"matmul.triton.launch:matmul": lambda t, config: matmul_eager.matmul(t)},
+        ("slipstream.kernels.matmul.op",),
+    ),
+    Family(
+        "linear_kl_div.triton",
+        kl,
+        {"loss.triton.kl_launch:linear_rows": _kl_rows},
+        ("slipstream.ops.distill",),
+    ),
+    Family("cross_entropy.shard", shards, {"loss.triton.launch:cross_entropy": _sharded}),
+    Family(
+        "embedding.triton",
+        rows_of_table,
+        {"pointwise.triton.embedding:gather": lambda i, w: embedding._nearest(i, w)},
+    ),
+    Family(
+        "linear.triton none", chunk, {f"linear.triton.launch:{k}": v for k, v in LINEAR.items()}
+    ),
+    Family(
+        "linear.triton delta",
+        delta,
+        {f"linear.triton.delta_launch:{k}": v for k, v in LINEAR.items()},
+    ),
+    Family(
+        "linear.step",
+        step,
+        {
+            "linear.triton.step_launch:update": _update,
+            "linear.triton.step_launch:forward": recurrent_forward,
+        },
+    ),
+    Family(
+        "gated_scan.triton",
+        scan,
+        {
+            "gated_scan.triton.launch:forward": scan_eager.scan_forward,
+            "gated_scan.triton.launch:backward": scan_eager.scan_backward,
+        },
+    ),
+    Family(
+        "norm.triton",
+        norm,
+        {
+            "norm.triton.launch:forward": norm_plain.forward,
+            "norm.triton.launch:backward": norm_plain.backward,
+        },
+        ("slipstream.kernels.norm.dispatch",),
+    ),
+    Family(
+        "conv.triton",
+        conv,
+        {
+            "conv.triton.launch:forward": conv_plain.forward,
+            "conv.triton.launch:backward": conv_plain.backward,
+        },
+        ("slipstream.ops.conv",),
+    ),
+    Family(
+        "conv.update",
+        conv_update,
+        {"conv.triton.launch:update": conv_plain.update},
+        ("slipstream.ops.conv",),
+    ),
+    Family("cross_entropy.triton", loss, LOSS, ("slipstream.ops.loss",)),
+    Family("cross_entropy.triton", linear_loss, LOSS, ("slipstream.ops.loss",)),
+    Family(
+        "glu.triton",
+        glu,
+        {
+            "pointwise.triton.glu:glu": activation._plain,
+            "pointwise.triton.glu:glu_backward": activation._plain_backward,
+        },
+        ("slipstream.kernels.pointwise.activation",),
+    ),
+    Family(
+        "glu_again.triton",
+        joined,
+        {
+            "pointwise.triton.glu:glu": activation._plain,
+            "pointwise.triton.glu:glu_backward": activation._plain_backward,
+            "pointwise.triton.glu_again:glu_again": linear._plain_again,
+        },
+        ("slipstream.kernels.pointwise.activation",),
+    ),
+    Family(
+        "token_shift.triton",
+        shift,
+        {"pointwise.triton.token_shift:shift": token_shift._plain},
+        ("slipstream.kernels.pointwise.token_shift",),
+    ),
+    Family(
+        "rotary.triton",
+        turn,
+        {"pointwise.triton.rotary:turn": rotary._plain},
+        ("slipstream.ops.rotary",),
+    ),
+    Family(
+        "attention.triton",
+        attention,
+        {
+            "attention.triton.launch:forward": eager.forward,
+            "attention.triton.launch:backward": eager.backward,
+        },
+    ),
+    Family(
+        "attention.decode",
+        decode,
+        {"attention.triton.decode_launch:decode": lambda c, o: eager.forward(cache.gathered(c), o)},
+    ),
+]
+# Which of their arguments these write into.
+WRITTEN: dict[Any, tuple[int, ...]] = {
+    cache.append: (0, 1),
+    gsa._plain_softmax: (1,),
+    gsa._plain_backward: (1,),
+    householder.plain_take: (3,),
+}
