@@ -6,7 +6,7 @@ python bench/attention_gpu.py --times    # only the times beside SDPA's flash an
 python bench/attention_gpu.py --decode   # only decoding from a cache
 python bench/attention_gpu.py --sweep    # tiles of each kernel at the timed shapes
 python bench/attention_gpu.py --candidates  # tiles that may go into the table: errors, then times
-python bench/attention_gpu.py --impl hopper --check --times --peer   # the sm_90 kernels
+python bench/attention_gpu.py --impl sm90 --check --times --peer   # the sm_90 kernels
 """
 
 import argparse
@@ -21,8 +21,8 @@ from record import record
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.kernels.attention.cache import Cache, gathered
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE, Options, Terms
+from slipstream.kernels.attention.cache import Cache, gather
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.triton import decode_launch, launch
 from slipstream.ops.attention import attention
@@ -74,7 +74,7 @@ CACHES = [
 ]
 
 
-def terms_of(size: dict[str, Any], dtype: torch.dtype) -> tuple[Terms, Options]:
+def terms_of(size: dict[str, Any], dtype: torch.dtype) -> tuple[AttentionInputs, AttentionOptions]:
     B, T, S, H, HKV, D, DV = (size[n] for n in PLAIN)
     q_lengths = size.get("lengths")
     k_lengths = size.get("k_lengths", q_lengths)
@@ -87,7 +87,7 @@ def terms_of(size: dict[str, Any], dtype: torch.dtype) -> tuple[Terms, Options]:
         for n in (q_lengths, k_lengths)
     )
     used = size.get("used")
-    terms = Terms(
+    terms = AttentionInputs(
         torch.randn(B, T, H, D, **make),
         torch.randn(B, S, HKV, D, **make),
         torch.randn(B, S, HKV, DV, **make),
@@ -99,16 +99,18 @@ def terms_of(size: dict[str, Any], dtype: torch.dtype) -> tuple[Terms, Options]:
         lengths=None if used is None else torch.tensor(used, device="cuda"),
     )
     left, right = size.get("left", -1), size.get("right", -1)
-    return terms, Options(D**-0.5, left, right, size.get("softcap", 0.0))
+    return terms, AttentionOptions(D**-0.5, left, right, size.get("softcap", 0.0))
 
 
-def oracle(terms: Terms, options: Options, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+def oracle(
+    terms: AttentionInputs, options: AttentionOptions, do: Tensor, dlse: Tensor
+) -> dict[str, Tensor]:
     wide = {
         n: x.double().requires_grad_(n in DIFFERENTIABLE) if x.is_floating_point() else x
         for n, x in terms._asdict().items()
         if x is not None
     }
-    o, lse = softmax_reference(Terms(**wide), options)
+    o, lse = softmax_reference(AttentionInputs(**wide), options)
     loss = (o * do.double()).sum() + (torch.where(lse.isfinite(), lse, 0.0) * dlse.double()).sum()
     leaves = {n: wide[n] for n in DIFFERENTIABLE if n in wide}
     grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -185,15 +187,15 @@ def check_caches() -> bool:
     for page in (0, 128, 30):
         call = cache_of(3, 900, 8, 2, 128, page)
         call = call._replace(lengths=torch.tensor([900, 1, 333], device="cuda"))
-        options = Options(0.1, 600, 0)
-        o, _ = softmax_reference(_wide(gathered(call)), options)
+        options = AttentionOptions(0.1, 600, 0)
+        o, _ = softmax_reference(_wide(gather(call)), options)
         got, _ = decode_launch.decode(call, options)
         worst = max(worst, error(got, o))
     print(f"caches: o {worst:.1e}")
     return worst <= LIMITS["bf16"][0]
 
 
-def _wide(terms: Terms) -> Terms:
+def _wide(terms: AttentionInputs) -> AttentionInputs:
     return terms._replace(q=terms.q.double(), k=terms.k.double(), v=terms.v.double())
 
 
@@ -286,7 +288,7 @@ def decode() -> None:
     rows = []
     for B, S, H, HKV, D, page in CACHES:
         call = cache_of(B, S, H, HKV, D, page)
-        options = Options(D**-0.5, -1, 0)
+        options = AttentionOptions(D**-0.5, -1, 0)
         try:
             ms = bench(functools.partial(decode_launch.decode, call, options))
         except Exception as e:
@@ -312,7 +314,7 @@ def host_time() -> None:
     for name, fn in (
         ("forward", lambda: attention(q, k, v)),
         ("backward", lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)),
-        ("decode", lambda: decode_launch.decode(call, Options(0.1, -1, 0))),
+        ("decode", lambda: decode_launch.decode(call, AttentionOptions(0.1, -1, 0))),
     ):
         fn()
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """The sm_90 attention kernels: right, feature by feature, then how fast; each group in a child.
 
-bench/attention_gpu.py --impl hopper runs this. A child that hangs or dies costs its own lines only,
+bench/attention_gpu.py --impl sm90 runs this. A child that hangs or dies costs its own lines only,
 and says which case it was in. Checks run side by side, times one after another.
 """
 
@@ -16,7 +16,7 @@ from attention_gpu import LIMITS, PLAIN, SHAPES, bench, both_ways, error, oracle
 from record import record
 from torch.nn.attention import SDPBackend
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.tiles import TILES, TRIED
 
 PEERS = "flash fwd", "flash bwd", "cudnn fwd", "cudnn bwd"
@@ -85,8 +85,8 @@ def timed(B: int, T: int, H: int, D: int, causal: bool, peers: bool) -> dict[str
     from slipstream.kernels.attention.sm90 import launch
 
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    terms, do = Terms(*x[:3]), x[3]
-    options = Options(D**-0.5, -1, 0 if causal else -1)
+    terms, do = AttentionInputs(*x[:3]), x[3]
+    options = AttentionOptions(D**-0.5, -1, 0 if causal else -1)
     flops = 4 * B * H * T * T * D / (2 if causal else 1)
     o, lse = launch.forward(terms, options)
     named: dict[str, Any] = {
@@ -114,7 +114,7 @@ def timed(B: int, T: int, H: int, D: int, causal: bool, peers: bool) -> dict[str
     return {**row, "unit": "TFLOP/s"}
 
 
-def _room(terms: Terms, o: Any, lse: Any, do: Any) -> tuple:
+def _room(terms: AttentionInputs, o: Any, lse: Any, do: Any) -> tuple:
     from slipstream.kernels.attention.triton import launch as portable
 
     B, T, H, _ = terms.q.shape
@@ -129,13 +129,13 @@ def tried_group(D: int) -> None:
 
     B, T, H = next(s for s in SHAPES if s[3] == D)[:3]
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    terms, do = Terms(*x[:3]), x[3]
+    terms, do = AttentionInputs(*x[:3]), x[3]
     kept, first = launch.TILES[D], {}
     for part, tile in ((p, t) for p, row in TRIED[D].items() for t in row):
         launch.TILES[D] = kept._replace(**{part: tile})
         line = []
         for causal in (True, False):
-            options = Options(D**-0.5, -1, 0 if causal else -1)
+            options = AttentionOptions(D**-0.5, -1, 0 if causal else -1)
             flops = WORK[part] * 4 * B * H * T * T * D / (2 if causal else 1)
             try:
                 fn = tried(part, terms, options, do)
@@ -152,7 +152,7 @@ def tried_group(D: int) -> None:
         print(f"D{D} {part} {tuple(tile)}: {' / '.join(line)}", flush=True)
 
 
-def tried(part: str, terms: Terms, options: Options, do: Any) -> Any:
+def tried(part: str, terms: AttentionInputs, options: AttentionOptions, do: Any) -> Any:
     """What runs a part and returns its results."""
     from slipstream.kernels.attention.sm90 import launch
 
@@ -174,11 +174,11 @@ def warm_group(D: int, causal: bool) -> None:
     from slipstream.kernels.attention.sm90 import launch
 
     x = [torch.randn(1, 256, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    kept, options = launch.TILES[D], Options(D**-0.5, -1, 0 if causal else -1)
+    kept, options = launch.TILES[D], AttentionOptions(D**-0.5, -1, 0 if causal else -1)
     for part, tile in ((p, t) for p in TRIED[D] for t in TRIED[D][p]):
         launch.TILES[D] = kept._replace(**{part: tile})
         try:
-            tried(part, Terms(*x[:3]), options, x[3])()
+            tried(part, AttentionInputs(*x[:3]), options, x[3])()
             torch.cuda.synchronize()
         except Exception as e:
             print(f"D{D} {part} {tile}: {type(e).__name__} {str(e)[:80]}", flush=True)
@@ -189,7 +189,7 @@ def host_group() -> None:
     from slipstream.kernels.attention.sm90 import launch
 
     x = [torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    terms, options = Terms(*x[:3]), Options(0.1, -1, 0)
+    terms, options = AttentionInputs(*x[:3]), AttentionOptions(0.1, -1, 0)
     o, lse = launch.forward(terms, options)
     backward = functools.partial(launch.backward, terms, options, o, lse, x[3], None)
     for name, fn in (("forward", lambda: launch.forward(terms, options)), ("backward", backward)):

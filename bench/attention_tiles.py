@@ -10,7 +10,7 @@ import torch
 from attention_gpu import CACHES, PLAIN, bench, cache_of, compare
 from record import record
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch, launch, launch_utils, tiles
 from slipstream.kernels.attention.triton.tiles import Tile
 
@@ -57,11 +57,15 @@ def sweep() -> None:
 def swept(part: str, D: int) -> list[float]:
     if part == "decode":
         caches = (cache_of(*CACHES[0]), cache_of(*CACHES[1]))
-        return [bench(lambda c=c: decode_launch.decode(c, Options(0.1, -1, 0))) for c in caches]
+        return [
+            bench(lambda c=c: decode_launch.decode(c, AttentionOptions(0.1, -1, 0))) for c in caches
+        ]
     B, T, H = SWEPT[D]
-    terms = Terms(*(torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)))
+    terms = AttentionInputs(
+        *(torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    )
     found = []
-    for options in (Options(D**-0.5, -1, 0), Options(D**-0.5)):
+    for options in (AttentionOptions(D**-0.5, -1, 0), AttentionOptions(D**-0.5)):
         o, lse = launch.forward(terms, options)
         do = torch.randn_like(o)
         if part == "forward":

@@ -19,7 +19,7 @@ from attention_rows import MIXED, medians, ways
 from record import record
 from torch.nn.attention import SDPBackend
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.sm90.tiles import TILES as HOPPER
 from slipstream.kernels.attention.sm90.tiles import Tile as HopperTile
@@ -160,15 +160,17 @@ def growing(D: int, sign: int) -> float:
     ramp = torch.linspace(0.1, 8, 1500, device="cuda")[None, :, None, None] ** sign
     terms = terms._replace(k=(terms.k * ramp).bfloat16())
     o, lse = launch.forward(terms, options)
-    want = softmax_reference(Terms(*(x.double() for x in terms[:3])), options)
+    want = softmax_reference(AttentionInputs(*(x.double() for x in terms[:3])), options)
     return max(error(o, want[0]), error(lse, want[1]))
 
 
-def terms_at(shape: tuple[int, int, int], D: int) -> Terms:
-    return Terms(*(torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16) for _ in "qkv"))
+def terms_at(shape: tuple[int, int, int], D: int) -> AttentionInputs:
+    return AttentionInputs(
+        *(torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    )
 
 
-def whole(terms: Terms, options: Options, what: str) -> Callable[[], Any]:
+def whole(terms: AttentionInputs, options: AttentionOptions, what: str) -> Callable[[], Any]:
     from slipstream.kernels.attention.sm90 import launch as sm90_backend
     from slipstream.kernels.attention.triton import launch as portable_launch
 
@@ -194,7 +196,7 @@ def times(group: str, rounds: int = 6) -> None:
     D, what, _ = next(iter(given.values()))
     for right in (0, -1):
         B, T, H = SHAPES[D]
-        terms, options = terms_at((B, T, H), D), Options(D**-0.5, -1, right)
+        terms, options = terms_at((B, T, H), D), AttentionOptions(D**-0.5, -1, right)
         flops = (2.5 if what.endswith("bwd") else 1.0) * 4 * B * H * T * T * D / (right + 2)
         if group.startswith("pac"):
             total, H = sum(MIXED), 16

@@ -209,9 +209,9 @@ def check_kl(dtype: torch.dtype) -> float:
 def check_shard() -> float:
     """The kernels as two ranks use them, one after the other: columns, then the gradient."""
     from slipstream.kernels.loss import shard
-    from slipstream.kernels.loss.reference import Terms
+    from slipstream.kernels.loss.reference import LossInputs
 
-    V, terms = 50000, Terms(-100, 0.1, 20.0, 1e-3, 0.7)
+    V, terms = 50000, LossInputs(-100, 0.1, 20.0, 1e-3, 0.7)
     logits, target = rand(150, 2 * V, dtype=BF16), torch.randint(0, 2 * V, (150,), device="cuda")
     target[::7] = -100
     wide = logits.double().requires_grad_()

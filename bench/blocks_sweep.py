@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from slipstream.kernels.conv.triton import launch as conv_launch
 from slipstream.kernels.loss.triton import launch as loss_launch
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.triton import launch as norm_launch
 from slipstream.kernels.norm.triton import tiles
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -75,7 +75,7 @@ def trials(
 
 
 def norms(R: int, D: int) -> None:
-    n = Norm(1e-5)
+    n = NormOptions(1e-5)
     x, dy, w = rand(R, D), rand(R, D), rand(D)
     stats = norm_launch.forward(x, w, None, None, None, n, True)[2]
     assert stats is not None
@@ -193,7 +193,7 @@ def convolutions() -> None:
             lambda: conv_launch.forward(x, w, None, None, None, None, True),
             lambda got: error([got[0][:, :500]], [y.detach()]),
         ),
-        "WALK": (
+        "BACKWARD_ROLLING": (
             lambda: conv_launch.backward(dy, x, w, None, None, None, None, True),
             # the last rows know nothing of what follows the slice
             lambda got: error([got[0][:, :490]], [dx[:, :490]]),

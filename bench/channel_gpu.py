@@ -20,7 +20,7 @@ from launches import per_kernel
 from record import record
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.scalar_decay import tiles
 from slipstream.kernels.linear.triton.vector_decay import backend as launch
@@ -84,7 +84,7 @@ def inputs(form: str, kind: str, dtype: torch.dtype, gate: torch.dtype, size: tu
     more["gv" if form == "gv" else "g"] = g
     if form == "u":
         more["u"] = torch.randn(HV, K, device="cuda")
-    return Terms(q, k, v, **more)
+    return LinearInputs(q, k, v, **more)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -111,7 +111,7 @@ def compare(form: str, dtype: torch.dtype, gate: torch.dtype, size: tuple, lengt
         for n, x in terms._asdict().items()
         if x is not None and n != "cu_seqlens"
     }
-    o, final = linear_reference(Terms(**wide, cu_seqlens=terms.cu_seqlens), scale)
+    o, final = linear_reference(LinearInputs(**wide, cu_seqlens=terms.cu_seqlens), scale)
     loss = (o * do.double()).sum() + (final * dfinal.double()).sum()
     grads = torch.autograd.grad(loss, list(wide.values()))
     want = {"o": o.detach(), "final": final.detach(), **dict(zip(wide, grads))}
@@ -269,7 +269,7 @@ def show(label: str, who: str, row: dict[str, float]) -> dict[str, object]:
 
 def kernels(label: str, x: dict[str, Tensor]) -> None:
     """Of forward and backward, each launch."""
-    terms = Terms(**{n: t.detach() for n, t in x.items()})
+    terms = LinearInputs(**{n: t.detach() for n, t in x.items()})
     do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
     for name, fn in (
         ("forward", lambda: launch.forward(terms, scale)),
@@ -322,11 +322,11 @@ def host_time() -> None:
 
 WALK = ("sm_90", 2, 128)
 SWEEP = [  # what takes the place of a row of the tables
-    ("prepare", vector_decay_tiles.Part(64, 4, 1)),
-    ("prepare", vector_decay_tiles.Part(32, 4, 3)),
-    ("prepare", vector_decay_tiles.Part(128, 8, 1)),
-    ("grads", vector_decay_tiles.Part(32, 4, 1)),
-    ("grads", vector_decay_tiles.Part(64, 8, 1)),
+    ("prepare", vector_decay_tiles.KernelTile(64, 4, 1)),
+    ("prepare", vector_decay_tiles.KernelTile(32, 4, 3)),
+    ("prepare", vector_decay_tiles.KernelTile(128, 8, 1)),
+    ("grads", vector_decay_tiles.KernelTile(32, 4, 1)),
+    ("grads", vector_decay_tiles.KernelTile(64, 8, 1)),
     ("walk", tiles.Tile(64, 64, 4, 3, tma=True)),
     ("walk", tiles.Tile(64, 64, 8, 2, tma=True)),
     ("walk", tiles.Tile(64, 128, 8, 2, tma=True)),
@@ -337,9 +337,9 @@ SWEEP = [  # what takes the place of a row of the tables
 def sweep(label: str) -> None:
     """One kernel's tile at a time in place of the table's, against the table's results."""
     key = ("sm_90", 2)
-    kept, walk = vector_decay_tiles.TILES[key], vector_decay_tiles.WALKS[WALK]
+    kept, walk = vector_decay_tiles.TILES[key], vector_decay_tiles.CHUNK_TILES[WALK]
     _, x = arguments(label)
-    terms = Terms(**{n: t.detach() for n, t in x.items()})
+    terms = LinearInputs(**{n: t.detach() for n, t in x.items()})
     do = torch.randn_like(terms.v)
 
     def run() -> dict[str, Tensor]:
@@ -349,11 +349,11 @@ def sweep(label: str) -> None:
     rows: list[dict[str, object]] = []
     for name, part in [("table's", None), *SWEEP]:
         if name == "walk":
-            vector_decay_tiles.WALKS[WALK] = part
+            vector_decay_tiles.CHUNK_TILES[WALK] = part
         elif part is not None:
             vector_decay_tiles.TILES[key] = dataclasses.replace(kept, **{name: part})
         launch._tile.cache_clear()
-        vector_decay_launch._walk_tile.cache_clear()
+        vector_decay_launch._chunk_tile.cache_clear()
         try:
             got = run()
             off = max(error(got[n], want[n]) for n in want)
@@ -364,9 +364,9 @@ def sweep(label: str) -> None:
             text = type(e).__name__
         print(label, name, part, text, flush=True)
         rows.append({"shape": label, "kernel": name, "tile": str(part), "result": text})
-        vector_decay_tiles.TILES[key], vector_decay_tiles.WALKS[WALK] = kept, walk
+        vector_decay_tiles.TILES[key], vector_decay_tiles.CHUNK_TILES[WALK] = kept, walk
     launch._tile.cache_clear()
-    vector_decay_launch._walk_tile.cache_clear()
+    vector_decay_launch._chunk_tile.cache_clear()
     record("channel_gpu_tiles", rows)
 
 

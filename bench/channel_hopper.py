@@ -15,7 +15,7 @@ from channel_gpu import BF16, GATES, arguments, bench, compare, inputs, tell
 from launches import per_kernel
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.vector_decay import backend as hopper
 from slipstream.kernels.linear.triton.vector_decay import backend as portable
 from slipstream.kernels.linear.triton.vector_decay import launch
@@ -50,17 +50,17 @@ def warm() -> None:
         print("warm", label, flush=True)
 
 
-def forwards(label: str, terms: Terms, do: Tensor, scale: float) -> None:
+def forwards(label: str, terms: LinearInputs, do: Tensor, scale: float) -> None:
     ms = bench(partial(hopper.forward, terms, scale))
     dv = torch.empty_like(do)
-    back = bench(partial(hopper.walk, terms, do, dv, scale, None, None, reverse=True))
+    back = bench(partial(hopper.chunk_fwd, terms, do, dv, scale, None, None, reverse=True))
     print(f"{label}: o {ms:.3f}, dv {back:.3f} ms", flush=True)
 
 
 def times() -> None:
     for label in LABELS:
         _, x = arguments(label)
-        terms = Terms(**{n: t.detach() for n, t in x.items()})
+        terms = LinearInputs(**{n: t.detach() for n, t in x.items()})
         do, scale = torch.randn_like(terms.v), terms.q.shape[-1] ** -0.5
         forwards(label, terms, do, scale)
         run = partial(hopper.backward, terms, do, None, scale)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 CHUNK = 64
 
@@ -103,7 +103,7 @@ TIMES = {
 }
 
 
-def inputs(case: Case) -> Terms:
+def inputs(case: Case) -> LinearInputs:
     """Keys of norm 1 and beta from 0 to 2."""
     B, T, H, HV, K, V, gate, state, lengths, _, dtype = case
     N = B if lengths is None else len(lengths)
@@ -119,7 +119,7 @@ def inputs(case: Case) -> Terms:
     cu = None
     if lengths is not None:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    terms = Terms(
+    terms = LinearInputs(
         torch.randn(B, T, H, K, **make),
         F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
         torch.randn(B, T, HV, V, **make),
@@ -135,7 +135,9 @@ def inputs(case: Case) -> Terms:
     return terms
 
 
-def oracle(terms: Terms, scale: float, do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+def oracle(
+    terms: LinearInputs, scale: float, do: Tensor, dfinal: Tensor | None
+) -> dict[str, Tensor]:
     """In float64: o, final, w, and S^T before each chunk; dv, dinitial, dS^T after each chunk.
 
     By the formulas of the walks' docstrings, chunk by chunk, with R by torch.linalg.
@@ -200,7 +202,7 @@ def error(got: Tensor, want: Tensor) -> float:
 class Calls:
     """The kernels on one case's inputs. segments: as portable's Split; s_in: what each meets."""
 
-    def __init__(self, terms: Terms, case: Case) -> None:
+    def __init__(self, terms: LinearInputs, case: Case) -> None:
         from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
         from slipstream.kernels.linear.triton.delta import backend as portable
 
@@ -310,11 +312,11 @@ class Calls:
         """Backward with what forward kept."""
         from slipstream.kernels.linear.sm90.delta import backend
 
-        *_, kept = backend.forward_kept(self.terms, self.scale)
+        *_, kept = backend.forward_saving(self.terms, self.scale)
         return backend.backward(self.terms, self.do, None, self.scale, kept=kept)
 
 
-def bounds_of(terms: Terms) -> list[tuple[int, int, int]]:
+def bounds_of(terms: LinearInputs) -> list[tuple[int, int, int]]:
     """Sequence, its first token, its tokens."""
     B, T = terms.q.shape[:2]
     if terms.cu_seqlens is None:
@@ -322,7 +324,7 @@ def bounds_of(terms: Terms) -> list[tuple[int, int, int]]:
     return [(n, b, e - b) for n, (b, e) in enumerate(pairwise(terms.cu_seqlens.tolist()))]
 
 
-def used(terms: Terms) -> list[int]:
+def used(terms: LinearInputs) -> list[int]:
     """Slots that have a chunk, in the order of the oracle's."""
     each = -(-terms.q.shape[1] // CHUNK)
     packed = terms.cu_seqlens is not None
@@ -333,12 +335,14 @@ def used(terms: Terms) -> list[int]:
     ]
 
 
-def only_used(terms: Terms, got: dict[str, Tensor]) -> dict[str, Tensor]:
+def only_used(terms: LinearInputs, got: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of states only those of chunks: a copy, which is no part of the kernel's time."""
     return {n: x[used(terms)] if n.endswith("states") else x for n, x in got.items()}
 
 
-def met(terms: Terms, states: Tensor, segment: int, slots: int, after: bool = False) -> Tensor:
+def met(
+    terms: LinearInputs, states: Tensor, segment: int, slots: int, after: bool = False
+) -> Tensor:
     """The state [K, V] that each segment meets, in its slot, from those before each chunk.
 
     Or, from those after each chunk, the last one's.

@@ -21,7 +21,7 @@ from record import record
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.delta import backend as launch
 from slipstream.kernels.linear.triton.delta import plan
@@ -58,7 +58,7 @@ ODD = [
 GATES = ("none", "weak", "mixed", "reset")
 
 
-def inputs(size: tuple, gate: str, dtype: torch.dtype, has_p: bool, state: bool) -> Terms:
+def inputs(size: tuple, gate: str, dtype: torch.dtype, has_p: bool, state: bool) -> LinearInputs:
     """Keys of norm 1 and beta from 0 to 2."""
     B, T, H, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
@@ -74,7 +74,7 @@ def inputs(size: tuple, gate: str, dtype: torch.dtype, has_p: bool, state: bool)
     if lengths is not None:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     k = F.normalize(torch.randn(B, T, H, K, **make), dim=-1)
-    return Terms(
+    return LinearInputs(
         torch.randn(B, T, H, K, **make),
         k,
         torch.randn(B, T, HV, V, **make),
@@ -92,7 +92,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return off / size if size > 1e-30 else off  # gates may leave less than float32 holds
 
 
-def oracle(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def oracle(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """The float64 oracle; for long sequences the chunkwise torch path, itself tested against it."""
     if terms.q.shape[1] * terms.v.shape[2] <= 400:
         return linear_reference(terms, scale)
@@ -117,7 +117,7 @@ def compare(size: tuple, dtype: torch.dtype, gate: str, has_p: bool, state: bool
         if x is not None and n != "cu_seqlens"
     }
     cu = None if terms.cu_seqlens is None else terms.cu_seqlens.cpu()
-    o, final = oracle(Terms(**wide, cu_seqlens=cu), scale)
+    o, final = oracle(LinearInputs(**wide, cu_seqlens=cu), scale)
     loss = (o * do.cpu().double()).sum()
     if dfinal is not None:
         loss = loss + (final * dfinal.cpu().double()).sum()
@@ -155,7 +155,7 @@ def check(part: int, parts: int) -> bool:
     return fine
 
 
-def floor(terms: Terms, backward: bool) -> float:
+def floor(terms: LinearInputs, backward: bool) -> float:
     """ms: each input read and each output written once."""
     qk, v = (x.numel() * x.element_size() for x in (terms.q, terms.v))
     small = sum(x.numel() * 4 for x in (terms.g, terms.beta) if x is not None)
@@ -178,31 +178,35 @@ def first(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
+def stages(terms: LinearInputs, scale: float) -> dict[str, Callable[[], Any]]:
     """Each kernel alone, on what the others left."""
     terms = launch._prepare(terms)
-    do, solved, split = torch.randn_like(terms.v), launch._solve(terms), plan.split_of(terms)
+    do, solved, split = (
+        torch.randn_like(terms.v),
+        launch._solve_tril(terms),
+        plan.choose_split(terms),
+    )
     o, w, dv = (torch.empty_like(do) for _ in range(3))
     final = do.new_empty(terms.state_shape, dtype=torch.float32)
     S, dS = plan.states_like(terms), plan.states_like(terms)
     met: Tensor | None = None
-    found: dict[str, Callable[[], Any]] = {"solve": lambda: launch._solve(terms)}
+    found: dict[str, Callable[[], Any]] = {"solve": lambda: launch._solve_tril(terms)}
     options: dict[str, Any] = {"split": split, "s_out": final if split is None else None}
     if split is not None:
-        E, M = launch._ends(terms, solved, split)
+        E, M = launch._segment_transition(terms, solved, split)
         met = torch.zeros_like(E)
-        found["ends"] = lambda: launch._ends(terms, solved, split)
-        found["join"] = lambda: launch.join(terms, split, E, M, None, final)
-        found["back ends"] = lambda: launch._walk_back(
+        found["ends"] = lambda: launch._segment_transition(terms, solved, split)
+        found["join"] = lambda: launch.state_passing(terms, split, E, M, None, final)
+        found["back ends"] = lambda: launch._chunk_dstate(
             terms, do, solved, scale, s_out=E, split=split
         )
     return found | {
-        "walk": lambda: launch.launch_walk(terms, solved, scale, o, s_in=met, **options),
-        "keep": lambda: launch.launch_walk(
+        "walk": lambda: launch.launch_chunk_fwd(terms, solved, scale, o, s_in=met, **options),
+        "keep": lambda: launch.launch_chunk_fwd(
             terms, solved, scale, w, states=S, s_in=met, split=split
         ),
-        "back": lambda: launch._walk_back(terms, do, solved, scale, dv, dS, met, split=split),
-        "grads": lambda: launch._grads(terms, do, solved.rows, w, dv, S, dS, scale),
+        "back": lambda: launch._chunk_dstate(terms, do, solved, scale, dv, dS, met, split=split),
+        "grads": lambda: launch._chunk_dqkg(terms, do, solved.rows, w, dv, S, dS, scale),
     }
 
 

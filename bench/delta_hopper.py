@@ -34,7 +34,7 @@ def check(name: str) -> str:
 
     kind, case = CHECKS[name]
     terms = inputs(case)
-    refused = plan.refuses(terms)
+    refused = plan.unsupported_reason(terms)
     if refused:
         return f"REFUSED: {refused}"
     calls = Calls(terms, case)
@@ -101,7 +101,7 @@ def times(name: str, only: str) -> str:
             calls.terms, solved, scale, like, states=calls.states, s_in=calls.s_in
         ),
         "p_back": portable_back,
-        "grads": lambda: calls.grads(backend._OWN),
+        "grads": lambda: calls.grads(backend._BACKEND),
         "p_grads": lambda: calls.grads(None),
         "op": lambda: backend.forward(calls.terms, scale),
         "op_back": lambda: backend.backward(calls.terms, calls.do, None, scale),
@@ -109,9 +109,9 @@ def times(name: str, only: str) -> str:
         "p_forward": lambda: portable.forward(calls.terms, scale),
         "p_backward": lambda: portable.backward(calls.terms, calls.do, None, scale),
     }
-    if (split := backend._split(calls.terms)) is not None:
+    if (split := backend._segments(calls.terms)) is not None:
         solved90 = calls.solve90()
-        fns["meet"] = lambda: backend._meet(calls.terms, solved90, split)
+        fns["meet"] = lambda: backend._state_passing(calls.terms, solved90, split)
     row: dict[str, Any] = {"shape": name}
     for label, fn in fns.items():
         if only and label not in only.split(","):

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.dplr_gpu import PACKED, TIMED, WHOLE, bench, error, inputs, own
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.dplr import backend as sm90
 from slipstream.kernels.linear.triton.dplr import backend as launch
@@ -37,7 +37,7 @@ def check(kind: str) -> bool:
                 for n, x in terms._asdict().items()
                 if x is not None and n != "cu_seqlens"
             }
-            want = linear_reference(Terms(**wide, cu_seqlens=terms.cu_seqlens), 0.1)
+            want = linear_reference(LinearInputs(**wide, cu_seqlens=terms.cu_seqlens), 0.1)
             off = [error(x, y) for x, y in zip(got, want, strict=True)]
             same = all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
             fine &= max(off) < 5e-3 and same

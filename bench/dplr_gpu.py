@@ -24,19 +24,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.record import record
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.delta.tiles import KernelTile
 from slipstream.kernels.linear.triton.dplr import backend as launch
 from slipstream.kernels.linear.triton.dplr import launch as triton_dplr_launch
 from slipstream.kernels.linear.triton.dplr import tiles
 
 
-def own(terms: Terms) -> Any:
+def own(terms: LinearInputs) -> Any:
     """The kernels that the plan takes."""
     from slipstream.kernels.linear.sm90 import plan
 
-    if plan.refuses(terms) is not None:
+    if plan.unsupported_reason(terms) is not None:
         return None
     from slipstream.kernels.linear.sm90.dplr import backend
 
@@ -81,7 +81,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def inputs(
     kind: str, size: tuple, gate: str, dtype: torch.dtype, state: bool, narrow: bool = False
-) -> Terms:
+) -> LinearInputs:
     """Keys and a of norm 1, beta from 0 to 2 (norm of the transition at most 1).
 
     narrow: gates are of dtype, not float32.
@@ -96,7 +96,7 @@ def inputs(
     if lengths is not None:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).to(dtype)
-    return Terms(
+    return LinearInputs(
         q,
         k,
         torch.randn(B, T, HV, V, **make),
@@ -115,7 +115,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return off / size if size else off
 
 
-def run_ours(kind: str, terms: Terms, do: Tensor, dfinal: Tensor, scale: float) -> dict:
+def run_ours(kind: str, terms: LinearInputs, do: Tensor, dfinal: Tensor, scale: float) -> dict:
     """Results by name; rwkv7 by way of its public function."""
     if kind != "rwkv7":
         o, final = launch.forward(terms, scale, own(terms))
@@ -147,7 +147,7 @@ def compare(
         for n, x in terms._asdict().items()
         if x is not None and n != "cu_seqlens"
     }
-    o, final = linear_reference(Terms(**wide, cu_seqlens=terms.cu_seqlens), scale)
+    o, final = linear_reference(LinearInputs(**wide, cu_seqlens=terms.cu_seqlens), scale)
     loss = (o * do.double()).sum() + (final * dfinal.double()).sum()
     grads = torch.autograd.grad(loss, list(wide.values()))
     want = {"o": o.detach(), "final": final.detach(), **dict(zip(wide, grads))}
@@ -201,7 +201,7 @@ def check(part: str) -> bool:
     return fine
 
 
-def floor(terms: Terms, backward: bool) -> float:
+def floor(terms: LinearInputs, backward: bool) -> float:
     """ms: each input read and each output written once."""
     given = [x for n, x in terms._asdict().items() if x is not None]
     read = sum(x.numel() * x.element_size() for x in given)
@@ -224,25 +224,25 @@ def first(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
+def stages(terms: LinearInputs, scale: float) -> dict[str, Callable[[], Any]]:
     """Each kernel alone, on what the others left."""
     terms = launch._all_contiguous(terms)
     do, o = (torch.randn_like(terms.v) for _ in range(2))
     final = do.new_empty(terms.state_shape, dtype=torch.float32)
     kept = launch._prepare(terms, scale, keep=True, own=own(terms))
-    x, states = launch._kept(terms, kept)
-    walked = launch.Walked(x, torch.empty_like(x), states, torch.empty_like(states))
-    split, state, dend, _ = launch.starts_of(terms, do, kept, None, None, own(terms))
+    x, states = launch._saved_intra_chunk(terms, kept)
+    walked = launch.BackwardStates(x, torch.empty_like(x), states, torch.empty_like(states))
+    split, state, dend, _ = launch.entry_states(terms, do, kept, None, None, own(terms))
     there = {"s_in": state, "split": split}
     back = {"y": walked.y, "dstates": walked.dstates, "s_in": dend, "split": split}
-    launch.walk(terms, kept, own(terms), x=x, states=states, **there)
-    launch.walk_back(terms, do, kept, own(terms), **back)
+    launch.chunk_fwd(terms, kept, own(terms), x=x, states=states, **there)
+    launch.chunk_dstate(terms, do, kept, own(terms), **back)
     scores, _, dbeta = launch._scores(terms, do, kept, walked, scale, own(terms))
     return {
         "prepare": lambda: launch._prepare(terms, scale, keep=True, own=own(terms)),
-        "walk": lambda: launch.walk_to_end(terms, kept, o, final, own(terms)),
-        "keep": lambda: launch.walk(terms, kept, own(terms), x=x, states=states, **there),
-        "back": lambda: launch.walk_back(terms, do, kept, own(terms), **back),
+        "walk": lambda: launch.run_segment_ends(terms, kept, o, final, own(terms)),
+        "keep": lambda: launch.chunk_fwd(terms, kept, own(terms), x=x, states=states, **there),
+        "back": lambda: launch.chunk_dstate(terms, do, kept, own(terms), **back),
         "scores": lambda: launch._scores(terms, do, kept, walked, scale, own(terms)),
         "grads": lambda: launch._grads(
             terms, do, walked, scores, dbeta, kept.strong, scale, own(terms)
@@ -250,7 +250,7 @@ def stages(terms: Terms, scale: float) -> dict[str, Callable[[], Any]]:
     }
 
 
-def peer(kind: str, terms: Terms, scale: float) -> Callable[[], Any]:
+def peer(kind: str, terms: LinearInputs, scale: float) -> Callable[[], Any]:
     """fla's operator, as a function of leaves made here."""
     q, k, v, g, beta, a, b = (
         None if x is None else x.detach().requires_grad_()
@@ -271,7 +271,7 @@ def peer(kind: str, terms: Terms, scale: float) -> Callable[[], Any]:
     return lambda: chunk_dplr_delta_rule(q=q, k=k, v=v, a=a, b=b, gk=g, scale=scale)[0]
 
 
-def timed(label: str, name: str, terms: Terms, fwd: Callable, both: Callable) -> dict:
+def timed(label: str, name: str, terms: LinearInputs, fwd: Callable, both: Callable) -> dict:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -344,7 +344,7 @@ SWEPT = ("sm_90", 2, 128)
 
 
 def put(name: str, row: tuple) -> None:
-    part: Any = {name: Part(*row)}
+    part: Any = {name: KernelTile(*row)}
     tiles.TILES[SWEPT] = dataclasses.replace(tiles.TILES[SWEPT], **part)
     triton_dplr_launch._tile.cache_clear()
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from record import record
 
 from slipstream import ops
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.dplr import backend
-from slipstream.kernels.linear.sm90.dplr.segment_policy import segments
-from slipstream.kernels.linear.triton.scalar_decay.launch import Split, split_into
+from slipstream.kernels.linear.sm90.dplr.segment_policy import num_segments
+from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, split_into_segments
 from slipstream.runtime import call_replay
 
 T, WIDTH, CHUNK = 32768, 128, 64
@@ -84,11 +84,11 @@ def calls(name: str, H: int) -> dict[str, Callable[[], Any]]:
 
 
 def cut(n: int) -> Any:
-    def split_of(terms: Terms) -> Split | None:
+    def split_of(terms: LinearInputs) -> Segments | None:
         chunks = -(-terms.v.shape[1] // CHUNK)
-        return split_into(terms, None if n == 1 else -(-chunks // n) * CHUNK)
+        return split_into_segments(terms, None if n == 1 else -(-chunks // n) * CHUNK)
 
-    return mock.patch.object(backend, "split_of", split_of)
+    return mock.patch.object(backend, "choose_segments", split_of)
 
 
 def kernels(fn: Callable[[], Any]) -> str:
@@ -117,7 +117,7 @@ def device_ms(fn: Callable[[], Any], calls: int = 8) -> float:
 
 
 def times(name: str, H: int, fns: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
-    rule, rows = segments(H, 2, T // CHUNK), []
+    rule, rows = num_segments(H, 2, T // CHUNK), []
     for n in SEGMENTS:
         row: dict[str, Any] = {"operator": name, "T": T, "heads": H, "segments": n, "rule": rule}
         with cut(n):
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     args = parser.parse_args()
-    call_replay.ON = False  # a call that is replayed is cut as it was
+    call_replay.ENABLED = False  # a call that is replayed is cut as it was
     for name in OPERATORS:
         if args.warm:
             warm(name)

@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from slipstream import ops
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.launch_cache import Found, Kept
-from slipstream.runtime.launch_replay import Together
+from slipstream.runtime.launch_cache import CachedKernel, CompiledEntry
+from slipstream.runtime.launch_replay import LaunchBatch
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
 DEVICE = torch.device("cuda", 0)
@@ -96,20 +96,20 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     LAUNCHES[0] += 1
 
 
-def none_in_a_row(row: Together, pointers: Any) -> None:
+def none_in_a_row(row: LaunchBatch, pointers: Any) -> None:
     LAUNCHES[0] += len(row.launches)
 
 
-def none_of(kept: Kept, grid: tuple[int, ...]) -> Call:
+def none_of(kept: CachedKernel, grid: tuple[int, ...]) -> Call:
     return nothing
 
 
 def without_launches(call: Call) -> tuple[float, int]:
     """us, and launches that were not made, of one call."""
     with (
-        mock.patch.object(Kept, "__getitem__", none_of),
-        mock.patch.object(Found, "launch", nothing),
-        mock.patch.object(Together, "__call__", none_in_a_row),
+        mock.patch.object(CachedKernel, "__getitem__", none_of),
+        mock.patch.object(CompiledEntry, "launch", nothing),
+        mock.patch.object(LaunchBatch, "__call__", none_in_a_row),
         mock.patch.object(JITFunction, "run", nothing),
     ):
         before = LAUNCHES[0]
@@ -120,7 +120,7 @@ def without_launches(call: Call) -> tuple[float, int]:
 
 def main() -> None:
     only = sys.argv[1:] or [""]
-    here = guarded_launch.machine(DEVICE)
+    here = guarded_launch.compiler_state(DEVICE)
     assert here is not None
     print(f"{here.name}: verified {here.verified} guards {here.guards} probes {here.probes}")
     past: list[str] = []

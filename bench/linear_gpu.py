@@ -20,9 +20,9 @@ from launches import per_kernel
 from record import record
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.plan import refuses
+from slipstream.kernels.linear.triton.plan import unsupported_reason
 from slipstream.kernels.linear.triton.scalar_decay import launch, tiles
 
 # what is measured; additive_launch with --hopper
@@ -56,7 +56,7 @@ HOPPER_ODD = [
 ]
 
 
-def inputs(B, T, H, HV, K, V, lengths, dtype, gate: str, state: bool) -> Terms:
+def inputs(B, T, H, HV, K, V, lengths, dtype, gate: str, state: bool) -> LinearInputs:
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     x = torch.rand(B, T, HV, device="cuda")
@@ -70,7 +70,7 @@ def inputs(B, T, H, HV, K, V, lengths, dtype, gate: str, state: bool) -> Terms:
     cu = None
     if lengths is not None:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    return Terms(
+    return LinearInputs(
         torch.randn(B, T, H, K, **make),
         F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
         torch.randn(B, T, HV, V, **make),
@@ -86,7 +86,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return off / size if size > 1e-30 else off  # gates may leave less than float32 holds
 
 
-def chunked(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def chunked(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """The float64 oracle; for long sequences the chunkwise torch path, itself tested against it."""
     if terms.q.shape[1] * terms.v.shape[2] <= 800:
         return linear_reference(terms, scale)
@@ -97,7 +97,7 @@ def chunked(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
 
 def compare(size: Any, dtype: torch.dtype, gate: str, state: bool) -> dict[str, float]:
     terms = inputs(*size, dtype=dtype, gate=gate, state=state)
-    assert refuses(terms) is None, refuses(terms)
+    assert unsupported_reason(terms) is None, unsupported_reason(terms)
     scale = terms.q.shape[-1] ** -0.5
     do = torch.randn_like(terms.v)
     dfinal = torch.randn(terms.state_shape, device="cuda") if state else None
@@ -111,7 +111,7 @@ def compare(size: Any, dtype: torch.dtype, gate: str, state: bool) -> dict[str, 
         if x is not None and n != "cu_seqlens"
     }
     cu = None if terms.cu_seqlens is None else terms.cu_seqlens.cpu()
-    o, final = chunked(Terms(**wide, cu_seqlens=cu), scale)
+    o, final = chunked(LinearInputs(**wide, cu_seqlens=cu), scale)
     loss = (o * do.cpu().double()).sum()
     if dfinal is not None:
         loss = loss + (final * dfinal.cpu().double()).sum()

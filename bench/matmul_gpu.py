@@ -273,7 +273,7 @@ def sweep() -> None:
         p = tiles.Problem(dtype, out, precision, b_t=True)
         found = []
         for c in candidates(p):
-            if tiles.objection(c, p, arch) is not None:
+            if tiles.violation(c, p, arch) is not None:
                 continue
             call = partial(matmul, a, b, precision=precision, config=c)
             try:

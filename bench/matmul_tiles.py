@@ -69,7 +69,7 @@ def plan(seed: int, allowed: int) -> list[tuple]:
         dtype, precision, layout, c = drawn = draw(dice)
         out = BF16 if dtype in FP8 else dtype
         p = tiles.Problem(dtype, out, precision, layout[0] == "t", layout[1] == "t")
-        fits = tiles.objection(c, p, arch) is None
+        fits = tiles.violation(c, p, arch) is None
         if wanted[fits]:
             wanted[fits] -= 1
             found.append((*drawn, p, fits))
@@ -88,8 +88,8 @@ def judge(case: tuple) -> tuple[str, float]:
                 call()
             except ValueError as refusal:
                 arch = op.arch_of(a.device)
-                near = tiles.nearest(c, p, arch)
-                good = near is not None and tiles.objection(near, p, arch) is None
+                near = tiles.closest_legal(c, p, arch)
+                good = near is not None and tiles.violation(near, p, arch) is None
                 if good and str(near) in str(refusal):
                     return "refused", 0.0
                 return f"refused badly: {refusal}", 0.0

@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.triton import launch as norm_launch
 from slipstream.kernels.norm.triton.tiles import Tile
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
@@ -103,7 +103,7 @@ def lines(t: Tensor, rows: int) -> Any:
 
 def with_tile(work: str, t: Try, d: Data) -> Callable[[], Tensor]:
     """What is called, but for its tile."""
-    n = Norm(EPS[work], l2=work == "l2")
+    n = NormOptions(EPS[work], l2=work == "l2")
     chosen = Tile(t.rows, d.x.shape[1], t.warps, 0, 1, t.options["lean"])
     place = mock.patch.object(norm_launch, "_tile", return_value=chosen)
     if work == "l2":
@@ -127,7 +127,7 @@ def with_tile(work: str, t: Try, d: Data) -> Callable[[], Tensor]:
 
 def launch(work: str, t: Try, d: Data, processors: int) -> Callable[[], Any]:
     """A call that computes d.out, or its result."""
-    from slipstream.runtime.launch_cache import kept
+    from slipstream.runtime.launch_cache import cached
 
     if not t.kernel:
         return with_tile(work, t, d)
@@ -158,7 +158,7 @@ def launch(work: str, t: Try, d: Data, processors: int) -> Callable[[], Any]:
         else:
             args = (x, g, w, out, R, eps) if t.per else (x, g, w, out, 0, eps)
         args = (*args, D // 2, t.rows)
-    kernel = kept(getattr(kernels, t.kernel))
+    kernel = cached(getattr(kernels, t.kernel))
     return lambda: kernel[grid](*args, **last)
 
 

@@ -72,9 +72,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.parts is not None:
         from slipstream.kernels.linear.sm90.delta import backend
-        from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_into
+        from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
 
-        backend.cut_of = lambda terms: cut_into(terms, 2, args.parts)
+        backend.choose_schedule = lambda terms: make_schedule(terms, 2, args.parts)
     launched: Counter[str] = Counter()
     watch(launched)
     for sample in chosen(args.operators):

@@ -123,7 +123,7 @@ def _times(label: str, fn: Callable[..., Any], shape: tuple[int, int, int]) -> N
 
 def sweep(part: int = 0, parts: int = 1) -> None:
     """us forward + backward by tile and shape, of those that are right."""
-    call_replay.ON = False  # a record of a call keeps the tile that it had
+    call_replay.ENABLED = False  # a record of a call keeps the tile that it had
     from slipstream.kernels.gated_scan.triton import launch
 
     kept = launch.FORWARD, launch.BACKWARD

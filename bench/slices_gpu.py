@@ -54,14 +54,14 @@ GATES = ("g", "gk", "w")
 @contextmanager
 def cutting(little: int) -> Iterator[None]:
     """slices.LITTLE meanwhile, and with 0 no other reason against slices."""
-    kept = workspace.LITTLE, workspace.BUSY, workspace.GROUPED, workspace.PACKED
+    kept = workspace.LITTLE, workspace.MIN_ACTIVE_PROGRAMS, workspace.GROUPED, workspace.PACKED
     workspace.LITTLE = little
     if little == 0:
-        workspace.BUSY = workspace.GROUPED = workspace.PACKED = 1
+        workspace.MIN_ACTIVE_PROGRAMS = workspace.GROUPED = workspace.PACKED = 1
     try:
         yield
     finally:
-        workspace.LITTLE, workspace.BUSY, workspace.GROUPED, workspace.PACKED = kept
+        workspace.LITTLE, workspace.MIN_ACTIVE_PROGRAMS, workspace.GROUPED, workspace.PACKED = kept
 
 
 def results(sample: Sample, args: dict, little: int) -> list[torch.Tensor]:
@@ -131,16 +131,16 @@ def timed(sample: Sample, args: dict[str, Any], counts: dict[int, int | None]) -
 
     found: dict[str, list[float]] = {}
     row: dict[str, object] = {}
-    count_of = workspace._count
+    count_of = workspace._num_slices
     for turn in range(TURNS):
         for name, fn, given in (("fwd", forward, leaves), ("both", both, [*leaves, do])):
             for hint, count in counts.items():
-                workspace._count = count_of if count is None else lambda *_, n=count: n
+                workspace._num_slices = count_of if count is None else lambda *_, n=count: n
                 here = f"{name} {count or 'own'}"
                 found.setdefault(here, []).append(bench(partial(fn, hint)))
                 if turn == TURNS - 1:
                     row[f"beyond {here}"] = beyond(partial(fn, hint), given)
-    workspace._count = count_of
+    workspace._num_slices = count_of
     return {name: round(min(x), 4) for name, x in found.items()} | row
 
 

@@ -25,7 +25,7 @@ from triton.testing import do_bench
 
 from slipstream import ops
 from slipstream.kernels.linear import gated_delta_product
-from slipstream.kernels.linear.dispatch import Options, run
+from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.gated_delta_product import Steps
 from slipstream.ops.gated_delta_product import _reads, _steps
 from slipstream.tools.catalog import SAMPLES, Shape
@@ -81,7 +81,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     terms = _steps(Steps(q, k, v, beta, g), 2, False, None)
-    return _reads(run(terms, Options(), recurrent=False)[0], 2, False)
+    return _reads(run(terms, LinearOptions(), recurrent=False)[0], 2, False)
 
 
 def arguments(op: str, heads: int) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def spans(numbers: Sequence[int]) -> None:
     delta: Any = ops.chunk_gated_delta_product
 
     def cut(number: int) -> Tensor:
-        with mock.patch.object(gated_delta_product, "spans_of", return_value=number):
+        with mock.patch.object(gated_delta_product, "num_slices", return_value=number):
             return delta(**steps, num_householder=2)[0]
 
     calls: Calls = {f"gated_delta_product in {n}": (partial(cut, n), steps) for n in numbers}

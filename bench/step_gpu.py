@@ -22,7 +22,7 @@ from scan_gpu import bench, error, first, row
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.ops.recurrent_step import recurrent_step
@@ -61,7 +61,7 @@ DECODING = [  # operator, B, H, HV, state V-first
 ]
 
 
-def inputs(kind: str, size: tuple, dtype: torch.dtype, state: bool = True) -> Terms:
+def inputs(kind: str, size: tuple, dtype: torch.dtype, state: bool = True) -> LinearInputs:
     B, T, H, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda"}
@@ -87,7 +87,7 @@ def inputs(kind: str, size: tuple, dtype: torch.dtype, state: bool = True) -> Te
         "u": lambda: ("u", torch.randn(HV, K, **make)),
     }
     cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    return Terms(
+    return LinearInputs(
         unit(),
         unit(),
         torch.randn(B, T, HV, V, **make).to(dtype),
@@ -97,12 +97,12 @@ def inputs(kind: str, size: tuple, dtype: torch.dtype, state: bool = True) -> Te
     )
 
 
-def double(terms: Terms) -> Terms:
+def double(terms: LinearInputs) -> LinearInputs:
     wide: Any = (x.double() if x is not None and x.is_floating_point() else x for x in terms)
-    return Terms(*wide)
+    return LinearInputs(*wide)
 
 
-def step(terms: Terms, state: Tensor, **options: Any) -> Tensor:
+def step(terms: LinearInputs, state: Tensor, **options: Any) -> Tensor:
     given = terms._asdict()
     given.pop("initial_state")
     return recurrent_step(**given, state=state, **options)
@@ -293,12 +293,12 @@ def _time_peer(B: int) -> None:
 def sweep() -> None:
     from slipstream.kernels.linear.triton import decode_launch
 
-    call_replay.ON = False  # a record of a call keeps the tile that it had
+    call_replay.ENABLED = False  # a record of a call keeps the tile that it had
     kept = decode_launch.TILES[128]
     for B, v_first in ((1, False), (64, False), (64, True)):
         fn, line = decode("gated_delta_rule", B, 16, 32, v_first), []
         for tile in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8), (128, 16)):
-            decode_launch.TILES[128] = decode_launch.StepTile(*tile)
+            decode_launch.TILES[128] = decode_launch.DecodeTile(*tile)
             with torch.no_grad():
                 line.append(f"{tile} {in_graph(fn) * 1e3:.1f}")
         print(f"step B{B} V first {v_first}:", ", ".join(line), "us", flush=True)

@@ -43,7 +43,7 @@ from tune_choice import expected, last_runs, replaced, text, together
 from tune_compile import FIT, Compiling, Fit, judged, using
 
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.attention import tile_limits as softmax
+from slipstream.kernels.attention import tile_limits as attention
 from slipstream.kernels.linear import tile_limits as linear
 from slipstream.runtime import call_replay, guarded_launch
 from slipstream.tools.catalog import Shape
@@ -68,8 +68,8 @@ def tried(family: Family, key: tuple, most: int | None = None) -> Iterator[Candi
 def refused(family: Family, key: tuple, tile: Any) -> bool:
     """Whether a tile cannot run on the architecture."""
     arch, size, *width = key
-    check: Any = softmax.check if "softmax" in family.tiles else linear.check
-    widths = (width or [128]) * (1 + (check is softmax.check))
+    check: Any = attention.check if ".attention." in family.tiles else linear.check
+    widths = (width or [128]) * (1 + (check is attention.check))
     try:
         check(tile, *widths, size, ARCHS[arch])
     except ValueError:
@@ -192,8 +192,8 @@ def keys_of(name: str, part: str) -> dict[tuple, list[int]]:
 
 
 def tune(options: argparse.Namespace) -> None:
-    call_replay.ON = False  # a record of a call keeps the tile that it had
-    guarded_launch.machine(
+    call_replay.ENABLED = False  # a record of a call keeps the tile that it had
+    guarded_launch.compiler_state(
         torch.device("cuda", 0)
     )  # chooses the compilers that the processes take too
     compiling = Compiling(options.jobs)

@@ -127,8 +127,8 @@ def _key(size: int, width: int) -> tuple:
 
 FAMILIES = {
     "linear": Family(
-        f"{TRITON}.tiles",
-        (f"{TRITON}.launch:_tile", f"{TRITON}.channel_walks:_walk_tile"),
+        f"{TRITON}.scalar_decay.tiles",
+        (f"{TRITON}.scalar_decay.launch:_tile", f"{TRITON}.vector_decay.launch:_chunk_tile"),
         (
             Case("A", _key(2, 128), "chunk_linear_attn", _BIG),
             Case("C", _key(2, 128), "chunk_simple_gla", _LONG),
@@ -142,8 +142,8 @@ FAMILIES = {
         _walk,
     ),
     "delta": Family(
-        f"{TRITON}.delta_tiles",
-        (f"{TRITON}.delta_plan:_tile",),
+        f"{TRITON}.delta.tiles",
+        (f"{TRITON}.delta.plan:_tile",),
         (
             Case("A", _key(2, 128), "chunk_delta_rule", _BIG),
             Case("Q1", _key(2, 128), "chunk_gated_delta_rule", _WIDE),
@@ -156,8 +156,8 @@ FAMILIES = {
         ("solve", "walk", "crowded_walk"),
     ),
     "channel": Family(
-        f"{TRITON}.channel_tiles",
-        (f"{TRITON}.channel_launch:_tile",),
+        f"{TRITON}.vector_decay.tiles",
+        (f"{TRITON}.vector_decay.backend:_tile",),
         (
             Case("A", ("sm_90", 2), "chunk_gla", _BIG),
             Case("K64", ("sm_90", 2), "chunk_gla", _shape(64)),
@@ -168,15 +168,15 @@ FAMILIES = {
         ("prepare",),
     ),
     "channel_walks": Family(
-        f"{TRITON}.channel_tiles",
-        (f"{TRITON}.channel_walks:_walk_tile",),
+        f"{TRITON}.vector_decay.tiles",
+        (f"{TRITON}.vector_decay.launch:_chunk_tile",),
         (Case("A", _key(2, 128), "chunk_gla", _BIG),),
         _walk,
-        name="WALKS",
+        name="CHUNK_TILES",
     ),
     "dplr": Family(
-        f"{TRITON}.dplr_tiles",
-        (f"{TRITON}.dplr_walks:_tile",),
+        f"{TRITON}.dplr.tiles",
+        (f"{TRITON}.dplr.launch:_tile",),
         (
             Case("kda A", _key(2, 128), "chunk_kda", _BIG),
             Case("dplr A", _key(2, 128), "chunk_dplr_delta_rule", _BIG),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream import layers, ops
-from slipstream.compiler.kernel_key import triggers
+from slipstream.compiler.kernel_key import features_of
 from slipstream.compiler.known_bugs import applying, blocking
 from slipstream.runtime import guarded_launch
 from slipstream.runtime import token_ids as watched
@@ -146,7 +146,7 @@ def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> N
     if worker is not None:
         worker.start()
         about = dict(worker.about)
-    fault = blocking("sm_70", release, about["ptxas_sm_90"], triggers(RETENTION_KIND))
+    fault = blocking("sm_70", release, about["ptxas_sm_90"], features_of(RETENTION_KIND))
     try:
         jobs = trace(retention_on, "sm_70", False, compilers={**about, "triton": release})
     except PlainTorch:
@@ -270,5 +270,5 @@ def test_the_next_call_of_any_operator_raises_for_what_a_kernel_found(
     slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
     call: Any = (lambda: ("norm.triton",), torch.device("cpu"), lambda: "ran", None, ())
     with pytest.raises(ValueError, match=r"input_ids: id 149 at position \(1, 1\) .* of 50"):
-        guarded_launch.attempt(*call)
-    assert guarded_launch.attempt(*call) == "ran"
+        guarded_launch.run_guarded(*call)
+    assert guarded_launch.run_guarded(*call) == "ran"

@@ -30,7 +30,7 @@ def main() -> None:
         return
     rows = {(x["arch"], x["triton"], x["ptxas"]): x["families"] for x in _recorded()}
     for arch, triton, ptxas, families in json.loads(args.file.read_text()):
-        now = compiler_state.families(compiler_state.takes_gluon(arch, triton))
+        now = compiler_state.families(compiler_state.uses_gluon(arch, triton))
         rows[arch, triton, ptxas] |= {x: now[x] for x in families}
     write_verified(rows)
 

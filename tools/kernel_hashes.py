@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.compiler.aot import Job, gpu_target, source_of
-from slipstream.tools.backend_query import find
+from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
 from slipstream.tools.variant_cover import cover, resolved
 
@@ -89,7 +89,7 @@ def write(args: argparse.Namespace) -> None:
     shapes = (*REPRESENTATIVE, *FURTHER)[: args.shapes]
     tasks: list[tuple[Job, str]] = []
     for arch in args.arch.split(","):
-        found = find(chosen(args.operators or None), shapes, arch)
+        found = find_kernels(chosen(args.operators or None), shapes, arch)
         for failure in found.failures:
             print(failure, file=sys.stderr)
         variants = "all" if args.level == "ir" else resolved(args.variants, arch)

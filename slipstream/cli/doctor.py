@@ -29,11 +29,11 @@ def doctor(
     with reported():
         from slipstream.runtime import guarded_launch
         from slipstream.tools import doctor_checks
-        from slipstream.tools.catalog import QUICK, chosen
+        from slipstream.tools.catalog import QUICK_OPERATORS, chosen
 
-        samples = chosen(list(QUICK) if quick and not operators else operators)
+        samples = chosen(list(QUICK_OPERATORS) if quick and not operators else operators)
         if forget:
-            guarded_launch.forget()
+            guarded_launch.clear_verdicts()
         about = doctor_checks.about()
         if not json:
             doctor_checks.show(about)
@@ -42,7 +42,7 @@ def doctor(
             shown = None if json else doctor_checks.show_check
             found = list(doctor_checks.examine(samples, full, shown))
             if interpreted and about["device"] is None:
-                each = [chosen([name])[0] for name in QUICK]
+                each = [chosen([name])[0] for name in QUICK_OPERATORS]
                 some = samples if operators or thorough else each
                 found += doctor_checks.interpreted(some, shown)
         bad = [x for x in found if not x.ok]

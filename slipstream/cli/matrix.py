@@ -49,7 +49,7 @@ def matrix(
             raise ValueError("--record: wants every operator, so name none")
         if out is not None:
             out.open("a").close()  # better now than after the run
-        run = support_page.Run(samples, sizes, archs, not forward, variants)
+        run = support_page.MatrixRun(samples, sizes, archs, not forward, variants)
         rows = []
         for release in triton.split(",") if triton else [None]:
             found = run.compile(release, jobs, timeout, anew)

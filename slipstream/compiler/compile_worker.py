@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.compiler.aot import Compiled, Job
-from slipstream.compiler.smem_hazards import lost
+from slipstream.compiler.smem_hazards import find_hazard
 
 TIMEOUT = 180.0
 # Bringing in torch and Triton, on a slow disk.
@@ -195,7 +195,7 @@ def _compiled(job: Job) -> Outcome:
         made = job.compile()
     except Exception as error:  # whatever a compiler raises is the answer
         return Outcome("refused", f"{type(error).__name__}: {_telling(str(error))}")
-    if found := lost(str(made.asm.get("ttgir", ""))):
+    if found := find_hazard(str(made.asm.get("ttgir", ""))):
         return Outcome("refused", found[0])
     return Outcome("ok", compiled=replace(made, asm={}))
 

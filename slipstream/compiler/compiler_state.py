@@ -28,11 +28,11 @@ from slipstream.compiler import arch as arches
 from slipstream.compiler import toolchain
 from slipstream.compiler.aot import cached, job_of
 from slipstream.compiler.compile_worker import Worker
-from slipstream.compiler.kernel_key import CORE, TRAITS, family, in_words, triggers
-from slipstream.compiler.kernel_key import Kind as Kind
+from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
+from slipstream.compiler.kernel_key import KernelKey as KernelKey
 from slipstream.compiler.known_bugs import (
     INTERPRETER,
-    Fault,
+    KnownBug,
     applying,
     blocking,
     suspected,
@@ -63,7 +63,7 @@ class Unusable(RuntimeError):
         self.lasting = lasting
 
 
-class Guarded(RuntimeWarning):
+class KernelDisabledWarning(RuntimeWarning):
     """An implementation is not used on this machine."""
 
 
@@ -115,7 +115,7 @@ def select_cache() -> None:
             return  # what needs to be compiled then runs in plain torch
         os.environ["TRITON_CACHE_DIR"] = instead
         text = f"Triton's cache {place or ''} cannot be written ({error}); {instead} is used"
-        warnings.warn(text, Guarded, stacklevel=3)
+        warnings.warn(text, KernelDisabledWarning, stacklevel=3)
 
 
 def verdicts_file() -> Path:
@@ -129,7 +129,7 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
 
     def same(row: dict[str, Any]) -> frozenset[str]:
-        now = families(takes_gluon(row["arch"], row["triton"]))
+        now = families(uses_gluon(row["arch"], row["triton"]))
         return frozenset(
             name for name, digest in row["families"].items() if now.get(name) == digest
         )
@@ -137,7 +137,7 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
     return {(x["arch"], x["triton"], x["ptxas"]): same(x) for x in rows}
 
 
-def takes_gluon(arch: str, triton: str) -> bool:
+def uses_gluon(arch: str, triton: str) -> bool:
     """Whether kernels in Gluon, those of the folders sm90, are taken there."""
     return arch == "sm_90" and _GLUON[0] <= version(triton)[:2] <= _GLUON[1]
 
@@ -153,13 +153,13 @@ def families(gluon: bool = True) -> dict[str, str]:
     found = {CORE: [root / "runtime/token_ids_kernel.py", *shared]}
     for folder in (root / "kernels").iterdir():
         if (folder / "__init__.py").exists() and folder.name != PRIMITIVES:
-            paths = [x for x in folder.rglob("*.py") if not _plain(x, folder)]
+            paths = [x for x in folder.rglob("*.py") if not _is_plain_torch(x, folder)]
             paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "sm90"]
             found[folder.name] = [*paths, *shared]
     return digests(found, cache_dir() / "source_digests.json")
 
 
-def _plain(path: Path, family: Path) -> bool:
+def _is_plain_torch(path: Path, family: Path) -> bool:
     """Whether a module is plain torch, which decides nothing about kernels."""
     return path.relative_to(family).parts[0].startswith(("eager", "reference", "fallback"))
 
@@ -186,7 +186,7 @@ def _wants(variable: str, default: str, needed: bool) -> bool:
     return value == "always" or (value == default and needed)
 
 
-class Machine:
+class CompilerState:
     """quiet: nothing is guarded, probed or known against any kernel, so nobody need look.
 
     verified: families of kernels that the matrix has seen with these compilers, as they are now.
@@ -213,22 +213,22 @@ class Machine:
         self.arch, self.triton, self.ptxas = arch, triton, ptxas
         self.verified = verified().get((arch, triton, ptxas), frozenset())
         self.unverified = frozenset(families()) - self.verified
-        doubted = any(self._suspected(x.triggers) for x in TRAITS)
+        doubted = any(self._suspected(x.triggers) for x in FEATURE_RULES)
         unknown = bool(self.unverified)
         self.guards = not passive and _wants("SLIPSTREAM_GUARD", "auto", unknown)
         self.probes = not passive and _wants("SLIPSTREAM_PROBE", "once", unknown or doubted)
-        self.admitted: set[Kind] = set()
-        self.probing: set[Kind] = set()
+        self.admitted: set[KernelKey] = set()
+        self.probing: set[KernelKey] = set()
         self._worker = Worker()
-        self._said: set[Kind] = set()
+        self._said: set[KernelKey] = set()
         self._passing = False  # whether something is unusable in this process alone
-        self._reasons: dict[Kind, str | None] = {}
+        self._reasons: dict[KernelKey, str | None] = {}
         self._verdicts: dict[str, dict[str, str]] = {}
         if remembers:
             self._verdicts = self._read().get(self.name, {})
         known = applying(arch, triton, ptxas or None)
         self.wide = _NARROW if any(x.cured_by_float32 for x in known) else frozenset()
-        every = {y for x in TRAITS for y in x.triggers}
+        every = {y for x in FEATURE_RULES for y in x.triggers}
         self._blocked = blocking(arch, triton, ptxas or None, every) is not None
         self._settle()
 
@@ -257,22 +257,22 @@ class Machine:
         versions = f"triton {self.triton} ptxas {self.ptxas}"
         return f"slipstream {__version__} {sources()} {self.arch} {versions}"
 
-    def unusable(self, kind: Kind) -> str | None:
+    def unusable(self, kind: KernelKey) -> str | None:
         """Why these kernels are not used here, or None."""
         try:
             return self._reasons[kind]
         except KeyError:
-            reason = self._verdicts.get("unusable", {}).get(in_words(kind))
+            reason = self._verdicts.get("unusable", {}).get(describe(kind))
         if reason is None and (fault := self._fault(kind)):
             reason = _reason(fault)
         self._reasons[kind] = reason
         return reason
 
-    def _fault(self, kind: Kind) -> Fault | None:
+    def _fault(self, kind: KernelKey) -> KnownBug | None:
         """One that these kernels meet by what they are and by their dtypes."""
-        return blocking(self.arch, self.triton, self.ptxas or None, triggers(kind))
+        return blocking(self.arch, self.triton, self.ptxas or None, features_of(kind))
 
-    def _suspected(self, triggers: Collection[str]) -> Fault | None:
+    def _suspected(self, triggers: Collection[str]) -> KnownBug | None:
         """One that only results can show."""
         return suspected(self.arch, self.triton, self.ptxas or None, triggers)
 
@@ -281,7 +281,7 @@ class Machine:
         """ "unusable" and "probed": kind, in words -> why."""
         return self._verdicts
 
-    def demote(self, kind: Kind, reason: str, lasting: bool = True) -> None:
+    def demote(self, kind: KernelKey, reason: str, lasting: bool = True) -> None:
         """lasting: for later processes, too."""
         self._reasons[kind] = reason
         self.admitted.discard(kind)
@@ -291,26 +291,30 @@ class Machine:
             self._passing = True
             self._settle()
 
-    def wants_probe(self, kind: Kind) -> bool:
+    def wants_probe(self, kind: KernelKey) -> bool:
         """Whether a probe is still to be made."""
         if not self.probes:
             return False
         if os.environ.get("SLIPSTREAM_PROBE") == "always":
             return True
-        if family(kind) in self.verified and not self._suspected(triggers(kind)):
+        if family(kind) in self.verified and not self._suspected(features_of(kind)):
             return False
-        return in_words(kind) not in self._verdicts.get("probed", {})
+        return describe(kind) not in self._verdicts.get("probed", {})
 
-    def probed(self, kind: Kind) -> None:
+    def probed(self, kind: KernelKey) -> None:
         self._learn("probed", kind, "agrees")
 
-    def say(self, kind: Kind, reason: str) -> None:
+    def say(self, kind: KernelKey, reason: str) -> None:
         """A warning, once a process."""
         if kind in self._said:
             return
         self._said.add(kind)
-        text = f"{in_words(kind)} is not used on {self.arch} with Triton {self.triton}: {reason}"
-        warnings.warn(f"{text}. Forget it with `slipstream doctor --forget`", Guarded, stacklevel=3)
+        text = f"{describe(kind)} is not used on {self.arch} with Triton {self.triton}: {reason}"
+        warnings.warn(
+            f"{text}. Forget it with `slipstream doctor --forget`",
+            KernelDisabledWarning,
+            stacklevel=3,
+        )
 
     def compiles(self, module: str, name: str, compile: dict) -> None:
         """Compiles in the child what the JIT is about to, unless it is verified; Unusable if that
@@ -334,10 +338,10 @@ class Machine:
         self.admitted.clear()
         self._settle()
 
-    def _learn(self, what: str, kind: Kind, text: str) -> None:
+    def _learn(self, what: str, kind: KernelKey, text: str) -> None:
         from filelock import FileLock  # 10 ms of the import, which few need
 
-        self._verdicts.setdefault(what, {})[in_words(kind)] = text
+        self._verdicts.setdefault(what, {})[describe(kind)] = text
         self._settle()
         # a read-only home must not stop the work: then each process learns it again
         with contextlib.suppress(OSError):
@@ -365,20 +369,20 @@ class Machine:
         }
 
 
-def interpreted(kind_of: Callable[[], Kind]) -> str | None:
+def interpreter_failure(kind_of: Callable[[], KernelKey]) -> str | None:
     """What is known against these kernels in Triton's interpreter, where they run in it."""
     if os.environ.get("TRITON_INTERPRET") != "1" or (triton := toolchain.triton_version()) is None:
         return None
-    fault = blocking(INTERPRETER, triton, None, triggers(kind_of()))
+    fault = blocking(INTERPRETER, triton, None, features_of(kind_of()))
     return None if fault is None else _reason(fault)
 
 
-def _reason(fault: Fault) -> str:
+def _reason(fault: KnownBug) -> str:
     return f"{fault.pattern}: {fault.name}; {fault.way_out}"
 
 
 @cache
-def machine(device: torch.device) -> Machine | None:
+def compiler_state(device: torch.device) -> CompilerState | None:
     """What compiles for a device; None where Triton's compiler is not used.
 
     The first time it selects the right ptxas and, where nothing is verified, sets the guard: so it
@@ -389,23 +393,23 @@ def machine(device: torch.device) -> Machine | None:
     triton = toolchain.triton_version()
     if triton is None or not torch.cuda.is_available():
         return None
-    archs = [of_device(torch.device("cuda", i)).name for i in range(torch.cuda.device_count())]
+    archs = [arch_of_device(torch.device("cuda", i)).name for i in range(torch.cuda.device_count())]
     toolchain.select_ptxas(tuple(archs), toolchain.driver())
-    arch = of_device(device).name
+    arch = arch_of_device(device).name
     return _of_arch(arch, triton, tuple(i for i, x in enumerate(archs) if x == arch))
 
 
 @cache
-def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> Machine:
+def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> CompilerState:
     select_cache()
     path = toolchain.ptxas_path(arch)
-    found = Machine(arch, triton, (path and toolchain.ptxas_version(path)) or "")
+    found = CompilerState(arch, triton, (path and toolchain.ptxas_version(path)) or "")
     if found.guards:
         watch(found, devices=devices)
     return found
 
 
-def of_device(device: torch.device) -> arches.Arch:
+def arch_of_device(device: torch.device) -> arches.Arch:
     """The row of a CUDA or ROCm device; AMD's have gfx942's, under their own names."""
     hip = getattr(torch.version, "hip", None) is not None
     found = arches.of(torch.cuda.get_device_capability(device), hip)
@@ -414,17 +418,17 @@ def of_device(device: torch.device) -> arches.Arch:
     return found
 
 
-def elsewhere(
+def state_for(
     arch: str, remembers: bool = False, compilers: Mapping[str, str] | None = None
-) -> Machine:
+) -> CompilerState:
     """The compilers that are here, or others, as they would be for a GPU that is not: for tools."""
     compilers = compilers or toolchain.versions()
     ptxas = toolchain.ptxas_of(arch, compilers)
-    return Machine(arch, compilers["triton"], ptxas, passive=True, remembers=remembers)
+    return CompilerState(arch, compilers["triton"], ptxas, passive=True, remembers=remembers)
 
 
 def watch(
-    here: Machine, package: str = "slipstream.", devices: Container | None = None
+    here: CompilerState, package: str = "slipstream.", devices: Container | None = None
 ) -> Callable[[], None]:
     """Before Triton's JIT compiles a kernel of `package`, for one of `devices` if given, the child
     does. Returns the way back."""

@@ -8,7 +8,7 @@ A kind is a name and what its kernels are compiled or computed differently for:
 from collections.abc import Hashable
 from typing import NamedTuple
 
-Kind = tuple[Hashable, ...]
+KernelKey = tuple[Hashable, ...]
 
 # The family of the kernels in core.
 CORE = "core"
@@ -25,7 +25,7 @@ _FAMILIES = {
 }
 
 
-class Trait(NamedTuple):
+class FeatureRule(NamedTuple):
     """Kinds of this name with all of `given` among their words have these triggers of faults."""
 
     name: str
@@ -37,41 +37,48 @@ _16 = ("float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _MATMUL = ("matmul.triton", "matmul.sm90")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
-TRAITS = (
-    Trait("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots", "tensor_descriptor")),
-    Trait("linear.triton", ("float32",), ("fp32_tma_dot",)),
-    Trait("linear.triton", ("none", "channel"), ("disable_licm",)),
-    Trait("linear.sm90", (), ("dot", "chained_64_dots")),
-    Trait("attention.triton", (), ("dot", "chained_64_dots")),
-    Trait("attention.decode", (), ("dot", "chained_64_dots")),
-    Trait("attention.sm90", (), ("dot", "chained_64_dots")),
-    Trait("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
-    *(Trait(x, (), ("dot", "dependent_launch")) for x in _MATMUL),
-    *(Trait(x, (y,), ("dot16",)) for x in _MATMUL for y in _16),
-    *(Trait(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
-    Trait("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
+FEATURE_RULES = (
+    FeatureRule(
+        "linear.triton", (), ("dot", "decayed_dot", "chained_64_dots", "tensor_descriptor")
+    ),
+    FeatureRule("linear.triton", ("float32",), ("fp32_tma_dot",)),
+    FeatureRule("linear.triton", ("none", "channel"), ("disable_licm",)),
+    FeatureRule("linear.sm90", (), ("dot", "chained_64_dots")),
+    FeatureRule("attention.triton", (), ("dot", "chained_64_dots")),
+    FeatureRule("attention.decode", (), ("dot", "chained_64_dots")),
+    FeatureRule("attention.sm90", (), ("dot", "chained_64_dots")),
+    FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
+    *(FeatureRule(x, (), ("dot", "dependent_launch")) for x in _MATMUL),
+    *(FeatureRule(x, (y,), ("dot16",)) for x in _MATMUL for y in _16),
+    *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
+    FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
 )
 
 
-def family(kind: Kind) -> str:
+def family(kind: KernelKey) -> str:
     """ "linear" of ("linear.triton", ...): a folder of slipstream/kernels, or CORE."""
     name = str(kind[0]).partition(".")[0]
     return _FAMILIES.get(name, name)
 
 
-def in_words(kind: Kind) -> str:
+def describe(kind: KernelKey) -> str:
     """ "linear.triton delta bfloat16 128 128" """
     return " ".join(_words(kind))
 
 
-def _words(kind: Kind) -> list[str]:
+def _words(kind: KernelKey) -> list[str]:
     return [str(x).removeprefix("torch.") for x in kind if x not in (None, False, "")]
 
 
-def triggers(kind: Kind) -> frozenset[str]:
+def features_of(kind: KernelKey) -> frozenset[str]:
     """What compiler/known_bugs.py calls the features of such kernels."""
     words = _words(kind)
-    found = {y for x in TRAITS if x.name == words[0] and {*x.given} <= {*words} for y in x.triggers}
+    found = {
+        y
+        for x in FEATURE_RULES
+        if x.name == words[0] and {*x.given} <= {*words}
+        for y in x.triggers
+    }
     if "dot" in found and "bfloat16" in words:
         found.add("interpreted_bf16")
     return frozenset(found)

@@ -21,7 +21,7 @@ NEWEST = (999,)
 
 
 @dataclass(frozen=True)
-class Fault:
+class KnownBug:
     """triton, ptxas: first and last release affected, inclusive; None: every one.
 
     trigger: the feature of a kernel, as compiler/kernel_key.py names it. effect: "crash", "wrong
@@ -51,8 +51,8 @@ _BEFORE_AMPERE = ("sm_70", "sm_75")
 # Not an architecture: the kernels under TRITON_INTERPRET=1.
 INTERPRETER = "interpreter"
 
-FAULTS = (
-    Fault(
+KNOWN_BUGS = (
+    KnownBug(
         "narrow-dot",
         _SM90,
         None,
@@ -64,7 +64,7 @@ FAULTS = (
         "ptxas 13 (pip install slipstream[cuda]), or tiles of 64 and more",
         avoided=True,
     ),
-    Fault(
+    KnownBug(
         "transposed-dot",
         _SM90,
         ("3.4.0", "3.7.0"),
@@ -76,7 +76,7 @@ FAULTS = (
         "Triton 3.7.1, or compute the transposed product",
         avoided=True,
     ),
-    Fault(
+    KnownBug(
         "chained-dots",
         _SM90,
         ("3.4.0", "3.7.1"),
@@ -89,7 +89,7 @@ FAULTS = (
         probed=True,
         sound=(("3.6.0", "13.0.88"),),
     ),
-    Fault(
+    KnownBug(
         "overwritten-tile",
         _SM90,
         None,
@@ -101,7 +101,7 @@ FAULTS = (
         "num_stages=1 for the loop, or a product after that one whose result the turn needs",
         avoided=True,
     ),
-    Fault(
+    KnownBug(
         "fp8-scaled-mm",
         _SM90,
         ("3.8.0", "3.8.0"),
@@ -112,7 +112,7 @@ FAULTS = (
         "triton-lang/triton#10787",
         "Triton 3.7.1 or 3.9.0",
     ),
-    Fault(
+    KnownBug(
         "rounding-mode",
         _BEFORE_AMPERE,
         ("3.3.0", "3.3.1"),
@@ -124,7 +124,7 @@ FAULTS = (
         "Triton 3.4 or later, or operands in float32",
         cured_by_float32=True,
     ),
-    Fault(
+    KnownBug(
         "mixed-encodings",
         _BEFORE_AMPERE,
         ("3.3.0", "3.3.1"),
@@ -135,7 +135,7 @@ FAULTS = (
         "slipstream matrix: arith.mulf requires the same encoding for all operands and results",
         "Triton 3.4 or later",
     ),
-    Fault(
+    KnownBug(
         "volta-bf16",
         _BEFORE_AMPERE,
         ("3.2.0", "3.2.0"),
@@ -147,7 +147,7 @@ FAULTS = (
         "Triton 3.4 or later, or operands in float32",
         cured_by_float32=True,
     ),
-    Fault(
+    KnownBug(
         "fma-dots",
         _BEFORE_AMPERE,
         ("3.4.0", "999"),
@@ -158,7 +158,7 @@ FAULTS = (
         "triton-lang/triton, release 3.3",
         "none; results are right",
     ),
-    Fault(
+    KnownBug(
         "wgmma-fp32-shape",
         _SM90,
         ("3.2.0", "3.2.0"),
@@ -169,7 +169,7 @@ FAULTS = (
         "WGMMA type or shape is not supported",
         "Triton 3.3 or later, or the operand as [N, K]",
     ),
-    Fault(
+    KnownBug(
         "blackwell-dot-3.2",
         ("sm_100", "sm_120"),
         ("3.2.0", "3.2.0"),
@@ -180,7 +180,7 @@ FAULTS = (
         "getMMAVersionSafe assertion",
         "Triton 3.4 or later",
     ),
-    Fault(
+    KnownBug(
         "blackwell-dot-3.3",
         ("sm_120",),
         ("3.3.0", "3.3.0"),
@@ -191,7 +191,7 @@ FAULTS = (
         "assertion caught as RuntimeError",
         "Triton 3.3.1 or later",
     ),
-    Fault(
+    KnownBug(
         "two-axis-sum",
         ("sm_100",),
         ("3.6.0", "3.6.0"),
@@ -203,7 +203,7 @@ FAULTS = (
         "reduce a flat tensor",
         avoided=True,
     ),
-    Fault(
+    KnownBug(
         "pipelined-store",
         ("sm_100",),
         ("3.6.0", "3.6.0"),
@@ -215,7 +215,7 @@ FAULTS = (
         "num_stages=1",
         avoided=True,
     ),
-    Fault(
+    KnownBug(
         "ptxas13-volta",
         ("sm_70",),
         None,
@@ -226,7 +226,7 @@ FAULTS = (
         "ptxas: sm_70 is not defined",
         "unset TRITON_PTXAS_PATH: Triton's own ptxas 12 takes sm_70",
     ),
-    Fault(
+    KnownBug(
         "no-rocm-linker",
         ("gfx942",),
         ("3.2.0", "3.4.0"),
@@ -237,7 +237,7 @@ FAULTS = (
         "ROCm ld.lld not found",
         "Triton 3.5.1 or later, or an installed ROCm",
     ),
-    Fault(
+    KnownBug(
         "tf32x3-on-hip",
         ("gfx942",),
         None,
@@ -248,7 +248,7 @@ FAULTS = (
         "triton.compiler.errors.CompilationError",
         "input_precision='ieee'",
     ),
-    Fault(
+    KnownBug(
         "no-dependent-launch",
         tuple(ARCHS),
         ("3.2.0", "3.3.1"),
@@ -259,7 +259,7 @@ FAULTS = (
         "slipstream matrix: AttributeError",
         "Triton 3.4 or later",
     ),
-    Fault(
+    KnownBug(
         "no-host-descriptors",
         _FROM_SM90,
         ("3.2.0", "3.3.1"),
@@ -270,7 +270,7 @@ FAULTS = (
         "ImportError",
         "Triton 3.4 or later",
     ),
-    Fault(
+    KnownBug(
         "no-licm-option",
         tuple(ARCHS),
         ("3.2.0", "3.4.0"),
@@ -281,7 +281,7 @@ FAULTS = (
         "slipstream matrix: TypeError",
         "Triton 3.5.1 or later",
     ),
-    Fault(
+    KnownBug(
         "interpreter-bf16",
         (INTERPRETER,),
         ("3.6.0", "3.9.0"),
@@ -315,29 +315,33 @@ def _within(text: str | None, bounds: tuple[str, str] | None) -> bool:
     return first <= found and found[: len(last)] <= last
 
 
-def applying(arch: str, triton: str, ptxas: str | None = None) -> tuple[Fault, ...]:
+def applying(arch: str, triton: str, ptxas: str | None = None) -> tuple[KnownBug, ...]:
     """The faults of this architecture (or INTERPRETER), Triton release and ptxas."""
     names = (arch, like(arch))
     return tuple(
         x
-        for x in FAULTS
+        for x in KNOWN_BUGS
         if any(y in x.archs for y in names)
         and _within(triton, x.triton)
         and _within(ptxas, x.ptxas)
     )
 
 
-def blocking(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
+def blocking(
+    arch: str, triton: str, ptxas: str | None, features: Collection[str]
+) -> KnownBug | None:
     """The first fault that a kernel with these features meets; "any" is a feature of every one."""
     found = (x for x in applying(arch, triton, ptxas) if _blocks(x))
     return next((x for x in found if x.trigger == "any" or x.trigger in features), None)
 
 
-def _blocks(x: Fault) -> bool:
+def _blocks(x: KnownBug) -> bool:
     return not (x.avoided or x.probed or x.effect == "slow")
 
 
-def suspected(arch: str, triton: str, ptxas: str | None, features: Collection[str]) -> Fault | None:
+def suspected(
+    arch: str, triton: str, ptxas: str | None, features: Collection[str]
+) -> KnownBug | None:
     """The first fault that a kernel with these features may meet, as only its results can show."""
     found = (x for x in applying(arch, triton, ptxas) if x.probed and x.trigger in features)
     return next((x for x in found if (triton, ptxas) not in x.sound), None)

@@ -35,7 +35,7 @@ class _Op(NamedTuple):
     loop: int  # which loop, by the line that begins it; -1: none
 
 
-def lost(text: str) -> list[str]:
+def find_hazard(text: str) -> list[str]:
     """What may be lost, in words. text: Triton's GPU IR of a kernel."""
     ops = list(_ops(text))
     by_name = {x.name: x for x in ops if x.name}

@@ -22,7 +22,7 @@ from slipstream.compiler.toolchain import ptxas_of
 STATUSES = ("ok", "slow", "refused", "hang", "crash")
 # Bytes of stack a thread beyond which a kernel counts as slow: walks keep a state in registers and
 # spill some of it outside of their loops.
-SPILLS = 1280
+MAX_SPILL_BYTES = 1280
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run(
         worker = Worker(path, env)
         try:
             while (task := waiting.get()) is not None and not errors:
-                row = attempt(worker, task, timeout)
+                row = compile_row(worker, task, timeout)
                 with one_at_a_time:
                     rows.append(row)
                     done(task[0], row)
@@ -110,7 +110,7 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda x: (x.arch, x.kernel, str(x.constants)))
 
 
-def attempt(worker: Worker, task: Task, timeout: float) -> Row:
+def compile_row(worker: Worker, task: Task, timeout: float) -> Row:
     """One row; where shared memory does not suffice, the nearest number of stages that fits."""
     job, operators = task
     outcome = worker.compile(job, timeout)
@@ -150,7 +150,7 @@ def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
     except ValueError as error:
         return "refused", str(error)
     reasons = [_missing(arch, got, job)] if got.dots else []
-    if got.stack > SPILLS:
+    if got.stack > MAX_SPILL_BYTES:
         reasons.append(f"spills {got.stack} bytes a thread")
     said = "; ".join(x for x in reasons if x)
     return ("slow" if said else "ok"), said

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Needs:
+class TileRequirements:
     """size: bytes an element. products: M, N, K of each. loads: elements of the blocks that a step
     brings into shared memory. held: elements that stay in it where wgmma multiplies. sums: float32
     that a program keeps in registers. boxes: what TMA brings at once, the last dimension inmost.
@@ -36,7 +36,7 @@ class Needs:
     boxes: tuple[tuple[int, ...], ...] = ()
 
 
-def objection(n: Needs, arch: Arch) -> str | None:
+def violation(n: TileRequirements, arch: Arch) -> str | None:
     """What of a tile the architecture cannot do, or None."""
     most = arch.threads // arch.warp
     if not _is_power(n.warps) or n.warps > most:
@@ -49,7 +49,7 @@ def objection(n: Needs, arch: Arch) -> str | None:
     return _of_products(n, arch) or _of_boxes(n, arch) or _of_room(n, arch)
 
 
-def _of_products(n: Needs, arch: Arch) -> str | None:
+def _of_products(n: TileRequirements, arch: Arch) -> str | None:
     narrow = [x for x in n.products if len(n.products) > 1 and x[1] in (16, 32)]
     for shape in narrow:
         if arch.wgmma and instruction(arch, shape[0], n.warps) == "wgmma":
@@ -57,7 +57,7 @@ def _of_products(n: Needs, arch: Arch) -> str | None:
     return None
 
 
-def _of_boxes(n: Needs, arch: Arch) -> str | None:
+def _of_boxes(n: TileRequirements, arch: Arch) -> str | None:
     for box in n.boxes:
         if not arch.tma:
             return f"{arch.name} has no TMA"
@@ -68,7 +68,7 @@ def _of_boxes(n: Needs, arch: Arch) -> str | None:
     return None
 
 
-def _of_room(n: Needs, arch: Arch) -> str | None:
+def _of_room(n: TileRequirements, arch: Arch) -> str | None:
     threads = n.warps * arch.warp
     if n.sums > threads * arch.registers:
         return f"{n.sums // threads} sums a thread do not fit its {arch.registers} registers"
@@ -78,7 +78,7 @@ def _of_room(n: Needs, arch: Arch) -> str | None:
     return None
 
 
-def shared_bytes(n: Needs, arch: Arch) -> int:
+def shared_bytes(n: TileRequirements, arch: Arch) -> int:
     """No tile gets by with less: one of its stages may stay in registers."""
     wgmma = any(instruction(arch, M, n.warps) == "wgmma" for M, _, _ in n.products)
     held = n.held if wgmma else 0
@@ -94,7 +94,7 @@ def instruction(arch: Arch, rows: int, warps: int) -> str | None:
     return "mma.sync"
 
 
-def nearest(
+def closest_legal(
     tile: Any,
     changed: Callable[..., T],
     refuses: Callable[[T], str | None],
@@ -115,22 +115,22 @@ def nearest(
     return best
 
 
-def expect(
+def check_tile(
     what: str,
     tile: Any,
     arch: Arch,
     changed: Callable[..., Any],
-    needs_of: Callable[[Any], Sequence[Needs]],
+    needs_of: Callable[[Any], Sequence[TileRequirements]],
     sizes: Mapping[str, Sequence[Any]],
 ) -> None:
     """Raises ValueError if a tile cannot run on `arch`."""
 
     def refuses(tile: Any) -> str | None:
-        return next((y for x in needs_of(tile) if (y := objection(x, arch))), None)
+        return next((y for x in needs_of(tile) if (y := violation(x, arch))), None)
 
     if (reason := refuses(tile)) is None:
         return
-    raise ValueError(f"{what}: {reason}; {way_out(nearest(tile, changed, refuses, sizes))}")
+    raise ValueError(f"{what}: {reason}; {way_out(closest_legal(tile, changed, refuses, sizes))}")
 
 
 def way_out(near: object) -> str:

@@ -78,7 +78,7 @@ def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | Non
         found = ptxas_version(str(path))
         if found is None or (driver is not None and version(found)[0] > driver):
             continue
-        if cured := _cures(archs, triton, found):
+        if cured := _cured_bugs(archs, triton, found):
             os.environ[VARIABLE] = str(path)
             return f"ptxas {found} of {_origin(path)}: {', '.join(sorted(cured))}"
     return None
@@ -92,7 +92,7 @@ def _drop_broken(variable: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def _cures(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
+def _cured_bugs(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
     """The faults that a later ptxas has not; none if it has others, or is no later."""
     cured: set[str] = set()
     for arch in archs:
@@ -100,7 +100,7 @@ def _cures(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
         if own is None or int(arch[3:]) >= 100:
             continue
         own_version = ptxas_version(own)
-        before, after = (_faults(arch, triton, x) for x in (own_version, other))
+        before, after = (_known_bugs(arch, triton, x) for x in (own_version, other))
         if after - before or version(other) <= version(own_version or ""):
             return set()
         cured |= before - after
@@ -127,7 +127,7 @@ def driver() -> int | None:
     return ask() // 1000 if ask is not None and torch.cuda.is_available() else None
 
 
-def _faults(arch: str, triton: str, ptxas: str | None) -> set[str]:
+def _known_bugs(arch: str, triton: str, ptxas: str | None) -> set[str]:
     """Names of those that this ptxas has; none if it is unknown."""
     if ptxas is None:
         return set()

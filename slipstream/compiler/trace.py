@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.compiler import triton_hooks
 from slipstream.compiler.aot import Job, gpu_target, job_of
 from slipstream.compiler.arch import Arch, named
-from slipstream.compiler.compiler_state import Machine, elsewhere
+from slipstream.compiler.compiler_state import CompilerState, state_for
 from slipstream.runtime import custom_op, guarded_launch
 from slipstream.runtime.custom_op import NAMESPACE
 
@@ -56,7 +56,7 @@ def trace(
     Raises whatever the call raises for such tensors, PlainTorch where it compiles nothing.
     """
     jobs: dict[str, Job] = {}
-    here = elsewhere(arch, remembers, compilers)
+    here = state_for(arch, remembers, compilers)
     with _pretending(named(arch), jobs, here) as (device, functions):
         with torch.enable_grad() if backward else torch.no_grad():
             call(device)
@@ -137,7 +137,7 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def _pretending(
-    arch: Arch, jobs: dict[str, Job], here: Machine
+    arch: Arch, jobs: dict[str, Job], here: CompilerState
 ) -> Iterator[tuple[torch.device, list]]:
     from triton.runtime import driver
 
@@ -182,10 +182,14 @@ def _pretending(
             (torch.cuda, "get_device_capability", lambda device=None: arch.capability),
             (torch.cuda, "get_device_properties", lambda device=None: _properties(arch)),
             (torch.version, "hip", None if arch.warp == 32 else "6.4"),
-            (guarded_launch, "machine", lambda device: here if device.type == "cuda" else None),
+            (
+                guarded_launch,
+                "compiler_state",
+                lambda device: here if device.type == "cuda" else None,
+            ),
             (custom_op, "TRACING", True),
             (driver, "_active" if hasattr(driver, "_active") else "active", _Driver(arch.name)),
-            (*triton_hooks.compilation(), note),
+            (*triton_hooks.compile_hook(), note),
         ):
             enter(mock.patch.object(target, name, value, create=True))
         fake = enter(FakeTensorMode())

@@ -43,7 +43,7 @@ def _state(root: Path) -> str:
 
 
 @cache
-def recall() -> None:
+def reuse() -> None:
     """From then on Triton has its digest; what goes wrong here only takes time."""
     with contextlib.suppress(Exception):
         import triton

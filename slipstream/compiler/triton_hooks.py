@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def compilation() -> tuple[Any, str]:
+def compile_hook() -> tuple[Any, str]:
     """The object, and the attribute of it that is called before the JIT compiles a kernel."""
     try:
         from triton import knobs
@@ -18,7 +18,7 @@ def compilation() -> tuple[Any, str]:
 def before_compiling(hook: Callable[..., Any]) -> Callable[[], None]:
     """hook(fn=, compile=, ...) is called too, after the one that is there unless that one stops
     the compilation by returning True. Returns the way back."""
-    where, name = compilation()
+    where, name = compile_hook()
     before = getattr(where, name)
 
     def both(**told: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.runtime.custom_op import direct
+from slipstream.runtime.custom_op import is_plain_call
 
 
 def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:
@@ -18,7 +18,7 @@ def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:
     """
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    if not direct(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not is_plain_call(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _made(v.shape[2], v.device, dtype, make, more)
     return _kept(v.shape[2], v.device, dtype, make, more)
 

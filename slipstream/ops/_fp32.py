@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common.autocast import autocast_dtype
-from slipstream.kernels.linear.dispatch import Options, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
@@ -24,8 +24,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def run_wide(
-    terms: Terms,
-    options: Options,
+    terms: LinearInputs,
+    options: LinearOptions,
     *,
     recurrent: bool,
     names: Mapping[str, str] | None = None,

@@ -11,7 +11,7 @@ from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.attention.dispatch import run
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,10 @@ def attention(
     factor = scale_of(scale, q)
     check_softcap(softcap)
     seed = _seed(dropout_p, q)
-    terms = Terms(q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed)
-    options = Options(factor, left, right, float(softcap or 0.0), float(dropout_p))
+    terms = AttentionInputs(
+        q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed
+    )
+    options = AttentionOptions(factor, left, right, float(softcap or 0.0), float(dropout_p))
     o, lse = run(terms, options, return_lse, impl)
     return o if lse is None else (o, lse)
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear.dispatch import Options, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._preprocess import beta_or_ones, maybe_l2_norm
 
 
@@ -51,7 +51,7 @@ def chunk_comba(
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -64,7 +64,7 @@ def chunk_comba(
     """
     return run(
         _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
         recurrent=False,
     )
 
@@ -93,7 +93,7 @@ def fused_recurrent_comba(
     """
     return run(
         _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
         recurrent=True,
     )
 
@@ -108,7 +108,7 @@ def _terms(
     l2_norm: bool,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> Terms:
+) -> LinearInputs:
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     beta = beta_or_ones(beta, v)
@@ -116,4 +116,6 @@ def _terms(
     q, k = maybe_l2_norm(l2_norm, q=q, k=k)
     if p is not None:
         (p,) = maybe_l2_norm(l2_norm, p=p)
-    return Terms(q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return LinearInputs(
+        q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )

@@ -69,7 +69,9 @@ def short_convolution(
     checks.expect_floating({"initial_state": initial_state, "residual": residual})
     given = {"x": x, "residual": residual, "initial_state": initial_state}
     checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
-    impl = choose_impl(impl, x, op.refuses, weight, bias, residual, initial_state, cu_seqlens)
+    impl = choose_impl(
+        impl, x, op.unsupported_reason, weight, bias, residual, initial_state, cu_seqlens
+    )
     given = (x, weight, bias, residual, initial_state, cu_seqlens, activation is not None)
     if is_triton(impl):
         y = op.convolution(*given, impl)
@@ -133,7 +135,7 @@ def short_convolution_update(
     if residual is not None:
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
-    impl = choose_impl(impl, x, op.refuses_update, weight, bias, residual, state)
+    impl = choose_impl(impl, x, op.update_unsupported_reason, weight, bias, residual, state)
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
     # which states there are is not known to a trace, or on meta

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear.dispatch import Options, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._preprocess import beta_or_ones, maybe_l2_norm
 
 
@@ -43,7 +43,7 @@ def chunk_delta_rule(
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -58,8 +58,8 @@ def chunk_delta_rule(
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     return run(
-        Terms(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
         recurrent=False,
     )
 
@@ -92,7 +92,7 @@ def fused_recurrent_delta_rule(
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
     beta = beta_or_ones(beta, v)
     return run(
-        Terms(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
         recurrent=True,
     )

@@ -10,9 +10,9 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.attention import op
-from slipstream.kernels.attention.cache import Cache, check_values, gathered, present
+from slipstream.kernels.attention.cache import Cache, check_values, gather, present
 from slipstream.kernels.attention.dispatch import decode, plan_cache
-from slipstream.kernels.attention.inputs import Options
+from slipstream.kernels.attention.inputs import AttentionOptions
 from slipstream.ops.attention import attention, check_slopes, check_softcap, scale_of, window_of
 from slipstream.ops.rotary import rotary_embedding
 
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
         queries = q.new_empty(block_table.shape[0], 0, *q.shape[1:])
         cache = Cache(queries, k, v, cu_seqlens_k.diff(), table=block_table)
         check_values(cache)
-        _, k, v, *_ = gathered(cache)
+        _, k, v, *_ = gather(cache)
         lengths, offsets = present(cache), None
     o, lse = attention(
         q[None],
@@ -222,7 +222,7 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos: wants k and v beside it, got None")
     scale = scale_of(softmax_scale, q)
     cache = cache._replace(q=q, lengths=lengths)
-    o, lse = decode(cache, Options(scale, left, right, float(softcap or 0.0)), impl)
+    o, lse = decode(cache, AttentionOptions(scale, left, right, float(softcap or 0.0)), impl)
     return (o, lse) if return_softmax_lse else o
 
 

@@ -4,14 +4,14 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
-from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, Options, check, plan_for, run
+from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for, run
 from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.householder import at_step
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._preprocess import maybe_l2_norm
-from slipstream.runtime.validation_cache import Remembered, signature
+from slipstream.runtime.validation_cache import ValidationCache, signature
 
-_PLANS = Remembered()
+_PLANS = ValidationCache()
 
 
 @checks.operator
@@ -58,7 +58,7 @@ def chunk_gated_delta_product(
         cu_seqlens: offsets [N+1] in tokens of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, steps a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -71,7 +71,7 @@ def chunk_gated_delta_product(
     Householder Products" (2025).
     """
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
-    options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=False)
 
@@ -100,13 +100,13 @@ def fused_recurrent_gated_delta_product(
     the other.
     """
     q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
-    options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=True)
 
 
 def _run(
-    given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, *, recurrent: bool
+    given: Steps, n: int, cu_seqlens: Tensor | None, options: LinearOptions, *, recurrent: bool
 ) -> tuple[Tensor, Tensor | None]:
     checks.expect_tensor("q", given.q)
     if not isinstance(n, int) or n < 1:  # a list is no key
@@ -126,7 +126,7 @@ def _run(
 
 
 def _impl(
-    given: Steps, n: int, cu_seqlens: Tensor | None, options: Options, recurrent: bool
+    given: Steps, n: int, cu_seqlens: Tensor | None, options: LinearOptions, recurrent: bool
 ) -> str:
     """Of the steps as one operator, or "" where they are laid out in torch; looks at no values."""
     _check(given, n)
@@ -140,7 +140,7 @@ def _impl(
     return plan_for(laid, options.impl).tries
 
 
-def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> Terms:
+def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> LinearInputs:
     """Every Householder step as a token of the gated delta rule.
 
     The first step of a token decays, its last reads. Time turned back would turn the steps of a
@@ -156,7 +156,7 @@ def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> Te
     if cu_seqlens is not None:
         checks.expect_tensor("cu_seqlens", cu_seqlens)
         cu_seqlens = cu_seqlens * n
-    return Terms(q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=cu_seqlens)
+    return LinearInputs(q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=cu_seqlens)
 
 
 def _reads(o: Tensor, n: int, reverse: bool) -> Tensor:

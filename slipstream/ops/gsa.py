@@ -7,13 +7,13 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
-from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, Options, check, plan_for
-from slipstream.kernels.linear.gsa import Slots, attend
+from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for
+from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
-from slipstream.runtime.validation_cache import Remembered, signature
+from slipstream.runtime.validation_cache import ValidationCache, signature
 
 States = tuple[Tensor, Tensor]
-_PLANS = Remembered()
+_PLANS = ValidationCache()
 
 
 @checks.operator
@@ -59,7 +59,7 @@ def chunk_gsa(
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HQ, V] in q's dtype, and the final states, a tuple like initial_state, or None.
@@ -73,7 +73,7 @@ def chunk_gsa(
     Source: Zhang and others, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling"
     (2024); without g, Peng and others, "ABC: Attention with Bounded-memory Control" (2022).
     """
-    options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
     return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=False)
 
 
@@ -97,7 +97,7 @@ def fused_recurrent_gsa(
 
     Arguments, result and errors as chunk_gsa. Cost: 4 T HQ M (K + V) flops, one after the other.
     """
-    options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
     return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=True)
 
 
@@ -109,7 +109,7 @@ def _run(
     g: Tensor | None,
     initial_state: States | None,
     cu_seqlens: Tensor | None,
-    options: Options,
+    options: LinearOptions,
     *,
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
@@ -117,7 +117,7 @@ def _run(
     if initial_state is not None:
         _expect_two(initial_state)
     states = initial_state or (None, None)
-    given = Slots(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
+    given = GSAInputs(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
     key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:
         dtype = result_dtype(q)
@@ -136,7 +136,9 @@ def _run(
     return o, (keys, values) if group == 1 else (keys[:, ::group], values[:, ::group])
 
 
-def _plan(given: Slots, options: Options, recurrent: bool) -> tuple[str, str, bool] | tuple[()]:
+def _plan(
+    given: GSAInputs, options: LinearOptions, recurrent: bool
+) -> tuple[str, str, bool] | tuple[()]:
     """The implementations of both passes where only the scores are float32, and whether they take
     the tensors as they are; else (). Looks at no values."""
     _check(given, options)
@@ -151,7 +153,7 @@ def _plan(given: Slots, options: Options, recurrent: bool) -> tuple[str, str, bo
     return first, second, laid is given
 
 
-def _narrowed(given: Slots, dtype: torch.dtype) -> Slots:
+def _narrowed(given: GSAInputs, dtype: torch.dtype) -> GSAInputs:
     """With everything but gates and states in dtype, and for each head of q."""
     if given.q.shape[2] != given.k.shape[2]:
         given = _grouped(given)
@@ -160,7 +162,7 @@ def _narrowed(given: Slots, dtype: torch.dtype) -> Slots:
     return given
 
 
-def _grouped(given: Slots) -> Slots:
+def _grouped(given: GSAInputs) -> GSAInputs:
     group = given.q.shape[2] // given.k.shape[2]
     for names, dim in (("kvsg", 2), (("keys", "values"), 1)):
         every = {n: x for n in names if (x := getattr(given, n)) is not None}
@@ -170,7 +172,7 @@ def _grouped(given: Slots) -> Slots:
 
 
 def _run_wide(
-    given: Slots, options: Options, recurrent: bool
+    given: GSAInputs, options: LinearOptions, recurrent: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """In float32 throughout."""
     q, group = given.q, given.q.shape[2] // given.k.shape[2]
@@ -189,7 +191,7 @@ def _run_wide(
     return o, (keys[:, ::group], values[:, ::group])
 
 
-def _stays_narrow(given: Slots, dtype: torch.dtype, options: Options) -> bool:
+def _stays_narrow(given: GSAInputs, dtype: torch.dtype, options: LinearOptions) -> bool:
     """Whether only the scores are float32 (kernels/linear/gsa.py)."""
     plain = not (options.reverse or options.state_v_first or options.impl == "reference")
     plain = plain and given.g is not None and given.q.is_cuda
@@ -207,7 +209,7 @@ def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
     return (s - z).exp(), g
 
 
-def _check(given: Slots, options: Options) -> None:
+def _check(given: GSAInputs, options: LinearOptions) -> None:
     q, k, v, s, g, keys, values, cu_seqlens = given
     checks.expect_rank("q", q, 4, "[B, T, HQ, K]")
     checks.expect_rank("k", k, 4, "[B, T, H, K]")

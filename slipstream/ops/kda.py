@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear.dispatch import Options, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._preprocess import check_lower_bound, delta_gate, maybe_l2_norm, maybe_sigmoid
 
 
@@ -61,7 +61,7 @@ def chunk_kda(
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -81,8 +81,8 @@ def chunk_kda(
     g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
-        Terms(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
         recurrent=False,
     )
 
@@ -120,8 +120,8 @@ def fused_recurrent_kda(
     g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
-        Terms(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
         recurrent=True,
     )
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear.dispatch import Options, check, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.dispatch import LinearOptions, check, run
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 
@@ -59,7 +59,7 @@ def chunk_linear_attn(
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state, of the form of initial_state, or None.
@@ -73,7 +73,7 @@ def chunk_linear_attn(
     Source: Katharopoulos, Vyas, Pappas, Fleuret, "Transformers are RNNs: Fast Autoregressive
     Transformers with Linear Attention" (2020).
     """
-    options = Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
     return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=False)
 
 
@@ -97,7 +97,7 @@ def fused_recurrent_linear_attn(
     Arguments, result and errors as chunk_linear_attn, but that normalize is False by default.
     Cost: 4 T HV K V flops, one after the other.
     """
-    options = Options(scale, output_final_state, state_v_first, reverse, None, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
     return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=True)
 
 
@@ -107,12 +107,12 @@ def _run(
     v: Tensor,
     initial_state: State | None,
     cu_seqlens: Tensor | None,
-    options: Options,
+    options: LinearOptions,
     normalize: bool,
     *,
     recurrent: bool,
 ) -> tuple[Tensor, State | None]:
-    terms = Terms(q, k, v, cu_seqlens=cu_seqlens)
+    terms = LinearInputs(q, k, v, cu_seqlens=cu_seqlens)
     if normalize:
         return _normalized(terms, initial_state, options, recurrent)
     if isinstance(initial_state, tuple):
@@ -121,7 +121,7 @@ def _run(
 
 
 def _normalized(
-    terms: Terms, initial_state: State | None, options: Options, recurrent: bool
+    terms: LinearInputs, initial_state: State | None, options: LinearOptions, recurrent: bool
 ) -> tuple[Tensor, State | None]:
     """The sum of the weights is what a value of 1 would come out as: one more column of v, or a run
     with few columns where that costs less."""
@@ -151,7 +151,11 @@ Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _in_one(
-    terms: Terms, kv: Tensor | None, z: Tensor | None, options: Options, recurrent: bool
+    terms: LinearInputs,
+    kv: Tensor | None,
+    z: Tensor | None,
+    options: LinearOptions,
+    recurrent: bool,
 ) -> Parts:
     """o, the sums of the weights, kv [N, HV, K, V] and z [N, HV, K, at least 1]."""
     ones = terms.v.new_ones(*terms.v.shape[:3], 1)
@@ -163,7 +167,11 @@ def _in_one(
 
 
 def _in_two(
-    terms: Terms, kv: Tensor | None, z: Tensor | None, options: Options, recurrent: bool
+    terms: LinearInputs,
+    kv: Tensor | None,
+    z: Tensor | None,
+    options: LinearOptions,
+    recurrent: bool,
 ) -> Parts:
     """As _in_one, in 16 bits: that of o and of the sums is then not the only rounding."""
     ones = terms.v.new_ones(*terms.v.shape[:3], COLUMNS)
@@ -186,7 +194,7 @@ class _WithQuery(Function):
 
     @staticmethod
     def forward(ctx: Any, scale: float, reverse: bool, o: Tensor, *given: Any) -> Tensor:
-        ctx.options = Options(scale=scale, reverse=reverse)
+        ctx.options = LinearOptions(scale=scale, reverse=reverse)
         ctx.save_for_backward(*given)
         return o.view_as(o)
 
@@ -199,15 +207,19 @@ class _WithQuery(Function):
         ones = d.new_full((*d.shape[:3], COLUMNS), COLUMNS**-0.5)
         each = None if z is None else (widen(z) * COLUMNS**-0.5).mT.expand(-1, -1, COLUMNS, -1)
         kv = None if kv is None else widen(kv).mT
-        x = _walk(Terms(d, widen(v), k, initial_state=kv, cu_seqlens=cu_seqlens), ctx.options)
-        z = _walk(Terms(ones, ones, k, initial_state=each, cu_seqlens=cu_seqlens), ctx.options)
+        x = _walk(
+            LinearInputs(d, widen(v), k, initial_state=kv, cu_seqlens=cu_seqlens), ctx.options
+        )
+        z = _walk(
+            LinearInputs(ones, ones, k, initial_state=each, cu_seqlens=cu_seqlens), ctx.options
+        )
         x, z = (y.unflatten(2, (q.shape[2], -1)) for y in (x, z))
         wide = widen(q).unsqueeze(3)
         share = (x * wide).sum(-1, keepdim=True) / ((z * wide).sum(-1, keepdim=True) + LEAST)
         return None, None, do, None, (x - z * share).sum(3).to(q.dtype), *(None,) * 5
 
 
-def _walk(terms: Terms, options: Options) -> Tensor:
+def _walk(terms: LinearInputs, options: LinearOptions) -> Tensor:
     with torch.autocast(terms.q.device.type, enabled=False):
         return run(terms, options, recurrent=False)[0]
 

@@ -9,7 +9,7 @@ from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.loss import op
 from slipstream.kernels.loss.launch import kind
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import choose_impl
 
@@ -165,7 +165,7 @@ def linear_cross_entropy(
 def _refuses(x: Tensor, size: int) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    return guarded_launch.objection(lambda: kind(x.dtype, size), x.device)
+    return guarded_launch.known_failure(lambda: kind(x.dtype, size), x.device)
 
 
 def _check_reduction(reduction: str) -> None:
@@ -181,7 +181,7 @@ def _terms(
     softcap: float | None,
     z_loss: float,
     logit_scale: float,
-) -> Terms:
+) -> LossInputs:
     checks.expect_shape("target", target, shape)
     if target.dtype != torch.int64:
         raise TypeError(f"target: want torch.int64, got {target.dtype}")
@@ -189,7 +189,7 @@ def _terms(
         raise ValueError(f"label_smoothing: want a number in [0, 1], got {label_smoothing}")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap: want None or a number above 0, got {softcap}")
-    return Terms(
+    return LossInputs(
         ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss),
         float(logit_scale),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import MatmulConfig as MatmulConfig
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, FP8, PRECISIONS, Terms
+from slipstream.kernels.matmul.inputs import ACTIVATIONS, FP8, PRECISIONS, MatmulInputs
 
 
 @checks.operator
@@ -84,7 +84,7 @@ def matmul(
     elif out_dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"out_dtype: want float16, bfloat16, float32 or float64, got {out_dtype}")
     rows = a if a.dim() == 2 else a.flatten(0, -2)
-    t = Terms(rows, b, bias, residual, *scales, activation or "", precision, out_dtype)
+    t = MatmulInputs(rows, b, bias, residual, *scales, activation or "", precision, out_dtype)
     return op.matmul(t, config, impl).view(shape)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.norm.dispatch import run
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
@@ -79,7 +79,7 @@ def rms_norm(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, eq. 4.
     """
     _check(x, weight, bias, residual)
-    n = Norm(eps, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm)
+    n = NormOptions(eps, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm)
     y, h = run(x, weight, bias, None, residual, n, impl)
     return (y, h) if prenorm else y
 
@@ -134,7 +134,9 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
     """
     _check(x, weight, bias, residual)
-    n = Norm(eps, centre=True, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm)
+    n = NormOptions(
+        eps, centre=True, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm
+    )
     y, h = run(x, weight, bias, None, residual, n, impl)
     return (y, h) if prenorm else y
 
@@ -159,7 +161,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Tensor:
     Cost: 3 reads or writes of x's size forward.
     """
     _check(x, None, None, None)
-    return run(x, None, None, None, None, Norm(eps, l2=True), impl)[0]
+    return run(x, None, None, None, None, NormOptions(eps, l2=True), impl)[0]
 
 
 @checks.operator
@@ -198,7 +200,7 @@ def group_norm(
     """
     _check(x, weight, bias, None)
     checks.expect_multiple("x: features", x.shape[-1], "num_groups", num_groups)
-    n = Norm(eps, centre=not rms, groups=num_groups)
+    n = NormOptions(eps, centre=not rms, groups=num_groups)
     return run(x, weight, bias, None, None, n, impl)[0]
 
 
@@ -250,7 +252,7 @@ def rms_norm_gated(
     if group_size is not None:
         checks.expect_multiple("x: features", x.shape[-1], "group_size", group_size)
     groups = 0 if group_size in (None, x.shape[-1]) else x.shape[-1] // group_size
-    n = Norm(
+    n = NormOptions(
         eps,
         groups=groups,
         activation=ACTIVATIONS[activation],

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.linear.decode import Pool, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 
 @checks.operator
@@ -65,7 +65,7 @@ def recurrent_step(
         use_qk_l2norm_in_kernel: normalise q, k and p to norm 1 first.
         state_v_first: the pool is [slots, HV, V, K].
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        impl: "triton" or "eager" to insist on one; chosen if None.
+        impl: None chooses; "triton" or "eager" is used or refused.
 
     Returns:
         o [B, T, HV, V] in q's dtype.
@@ -76,6 +76,6 @@ def recurrent_step(
 
     Cost: 4 to 8 T HV K V flops; HV K V numbers of state read and written for each sequence.
     """
-    terms = Terms(q, k, v, g=g, gv=gv, beta=beta, p=p, a=a, b=b, u=u, cu_seqlens=cu_seqlens)
+    terms = LinearInputs(q, k, v, g=g, gv=gv, beta=beta, p=p, a=a, b=b, u=u, cu_seqlens=cu_seqlens)
     pool = Pool(state, state_indices, state_v_first)
     return run(terms, pool, scale, use_qk_l2norm_in_kernel, impl)

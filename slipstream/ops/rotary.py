@@ -6,11 +6,11 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.pointwise.rotary import (
-    refuses,
     rotary,
     rotary_reference,
     table_rows,
     turned,
+    unsupported_reason,
 )
 from slipstream.runtime.backends import choose_impl, is_triton
 from slipstream.runtime.token_ids import clamped, expect_ids
@@ -63,7 +63,7 @@ def rotary_embedding(
     positions = _check_rows(cos, x, positions)
     if impl is None and torch.compiler.is_compiling():
         impl = "eager"  # torch.compile makes one kernel of it and of what is around it
-    impl = choose_impl(impl, x, refuses, cos.shape[-1], interleaved)
+    impl = choose_impl(impl, x, unsupported_reason, cos.shape[-1], interleaved)
     if is_triton(impl):
         return turned(x, cos, sin, positions, interleaved, impl)
     if positions is not None and not torch.compiler.is_compiling():

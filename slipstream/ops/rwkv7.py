@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear.dispatch import Options, run
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops.dplr_delta_rule import check_promised_bound
 
 _NAMES = {"q": "r", "g": "w"}
@@ -54,7 +54,7 @@ def chunk_rwkv7(
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
-        impl: "triton", "eager" or "reference" to insist on one; chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
         o [B, T, HV, V] in r's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -68,8 +68,8 @@ def chunk_rwkv7(
     check_promised_bound(lower_bound)
     checks.expect_rank("w", w, 4, "[B, T, HV, K]")
     return run(
-        Terms(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        LinearInputs(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
         recurrent=False,
         names=_NAMES,
     )
@@ -99,8 +99,8 @@ def fused_recurrent_rwkv7(
     """
     checks.expect_rank("w", w, 4, "[B, T, HV, K]")
     return run(
-        Terms(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        Options(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearInputs(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
         recurrent=True,
         names=_NAMES,
     )

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.runtime.custom_op import fake
-from slipstream.runtime.device_guard import on as on
-from slipstream.runtime.dispatch import OR_PLAIN, Candidate, choose
+from slipstream.runtime.custom_op import is_fake
+from slipstream.runtime.device_guard import device_of as device_of
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, Candidate, choose
 
 
 def _release() -> tuple[int, ...]:
@@ -32,10 +32,12 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # The releases under which the kernels in Gluon are used. 3.9 compiles them all, but spills in their
 # loops, up to 648 bytes a thread (docs/facts.md): not before it is measured.
-GLUON = ((3, 6), (3, 8))
+GLUON_RELEASES = ((3, 6), (3, 8))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_NAMED = (
-    Candidate("triton", "portable Triton kernels, on CUDA", lambda call: _refuses(*call)),
+_CANDIDATES = (
+    Candidate(
+        "triton", "portable Triton kernels, on CUDA", lambda call: _unsupported_reason(*call)
+    ),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
 )
@@ -54,13 +56,13 @@ def choose_impl(
             if they can.
     """
     if impl is not None:
-        return choose(_NAMED, (x, refuses, given), impl).tries
+        return choose(_CANDIDATES, (x, refuses, given), impl).tries
     if not x.is_cuda:
         return "eager"
-    if _refuses(x, refuses, given) is None:
-        return OR_PLAIN
+    if _unsupported_reason(x, refuses, given) is None:
+        return TRITON_OR_EAGER
     family = refuses.__module__.split(".")[2]
-    return choose(_NAMED, (x, refuses, given), None, family, x).tries
+    return choose(_CANDIDATES, (x, refuses, given), None, family, x).tries
 
 
 def is_triton(impl: str) -> bool:
@@ -68,13 +70,13 @@ def is_triton(impl: str) -> bool:
     return impl.startswith("triton")
 
 
-def _refuses(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
-    if fake(x):
+def _unsupported_reason(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
+    if is_fake(x):
         return "the tensors are fake"
-    return unfit(x, "the input") or refuses(x, *given)
+    return triton_unsupported(x, "the input") or refuses(x, *given)
 
 
-def unfit(x: Tensor, name: str) -> str | None:
+def triton_unsupported(x: Tensor, name: str) -> str | None:
     """Why no Triton kernel can take a call on x, or None."""
     if not HAVE_TRITON:
         return "Triton is not installed"
@@ -93,8 +95,8 @@ def sm90_unsupported(x: Tensor) -> str | None:
         return f"it runs on sm_90, and the tensors are on {x.device.type}"
     if torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "it is written for sm_90"
-    if not GLUON[0] <= RELEASE <= GLUON[1]:
-        found, first, last = (".".join(map(str, x)) for x in (RELEASE, *GLUON))
+    if not GLUON_RELEASES[0] <= RELEASE <= GLUON_RELEASES[1]:
+        found, first, last = (".".join(map(str, x)) for x in (RELEASE, *GLUON_RELEASES))
         reason = f"its language, Gluon, is not that of Triton {found} (it is of {first} to {last})"
         _warn(f"the kernels for sm_90 are not used, slower portable ones run: {reason}")
         return reason
@@ -104,24 +106,24 @@ def sm90_unsupported(x: Tensor) -> str | None:
 @cache
 def _warn(text: str) -> None:
     """Once a process."""
-    from slipstream.compiler.compiler_state import Guarded
+    from slipstream.compiler.compiler_state import KernelDisabledWarning
 
-    warnings.warn(text, Guarded, stacklevel=2)
+    warnings.warn(text, KernelDisabledWarning, stacklevel=2)
 
 
-def precision() -> str:
+def fp32_dot_precision() -> str:
     """Of float32 products: the fastest that is right to float32 and that the backend has."""
     return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
 
 
 @cache
-def processors(index: int) -> int:
+def sm_count(index: int) -> int:
     """Multiprocessors of a CUDA device; two for -1, the CPU, where the interpreter runs."""
     return 2 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @cache
-def shared_memory(index: int) -> int:
+def shared_memory_bytes(index: int) -> int:
     """Bytes of it that a program may use."""
     if index < 0:
         return 1 << 16

@@ -28,7 +28,7 @@ class Launch(Protocol):
 Together = Callable[[Sequence[tuple[Any, Sequence[int]]]], Launch]
 
 
-def one_by_one(launches: Sequence[tuple[Launch, Sequence[int]]]) -> Launch:
+def run_sequentially(launches: Sequence[tuple[Launch, Sequence[int]]]) -> Launch:
     def run(pointers: Sequence[int]) -> None:
         for launch, places in launches:
             launch([pointers[i] for i in places])
@@ -41,31 +41,31 @@ class Recorder(Protocol):
         self,
         tensors: Sequence[Tensor],
         again: Launch | None,
-        together: Together = one_by_one,
+        together: Together = run_sequentially,
     ) -> None:
         """Of a kernel, with these; None if it can't be done again."""
         ...
 
 
-def recorder() -> Recorder | None:
+def active_recorder() -> Recorder | None:
     """This thread's, to be told of a launch."""
     return getattr(_THREAD, "recorder", None)
 
 
-class Place(NamedTuple):
+class ValueRef(NamedTuple):
     """A value of the record, or memory within it."""
 
     number: int
     offset: int = 0
 
 
-class Launched(NamedTuple):
+class LaunchStep(NamedTuple):
     again: Launch
     together: Together
-    places: tuple[Place, ...]
+    places: tuple[ValueRef, ...]
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """reads, makes: numbers of values. run(values, addresses): makes them, and says where they are.
 
     A launch, which reads only addresses, has `launch` instead; fresh: bytes of the memory that is
@@ -76,7 +76,7 @@ class Step(NamedTuple):
     makes: tuple[int, ...] = ()
     run: Run | None = None
     view: bool = False
-    launch: Launched | None = None
+    launch: LaunchStep | None = None
     fresh: int | None = None
 
 
@@ -84,13 +84,13 @@ class Unrecordable(Exception):
     pass
 
 
-class Taken(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[RecordedStep] = []
         self.failed, self.launches, self.operations = False, 0, 0
         self._numbers: dict[int, tuple[Any, int]] = {}
-        self._views: dict[int, Place] = {}
+        self._views: dict[int, ValueRef] = {}
         self._fresh: set[int] = set()  # addresses of memory of this call
         self.constants: dict[int, Tensor] = {}
         self.count, self.device = 0, inputs[0].device
@@ -99,7 +99,7 @@ class Taken(TorchDispatchMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with told(None):  # what it launches is part of it
+        with use_recorder(None):  # what it launches is part of it
             out = func(*args, **kwargs)
         try:
             self._operation(func, args, kwargs, out)
@@ -111,7 +111,7 @@ class Taken(TorchDispatchMode):
         self,
         tensors: Sequence[Tensor],
         again: Launch | None,
-        together: Together = one_by_one,
+        together: Together = run_sequentially,
     ) -> None:
         self.launches += 1
         try:
@@ -121,8 +121,8 @@ class Taken(TorchDispatchMode):
         if again is None:
             self.failed = True
             return
-        launch = Launched(again, together, places)
-        self.steps.append(Step(tuple(n for n, _ in places), launch=launch))
+        launch = LaunchStep(again, together, places)
+        self.steps.append(RecordedStep(tuple(n for n, _ in places), launch=launch))
 
     def number(self, x: Tensor) -> int:
         if self._known(x):
@@ -148,9 +148,9 @@ class Taken(TorchDispatchMode):
         self._fresh.add(x.untyped_storage().data_ptr())
         return self._new(x)
 
-    def _place(self, x: Tensor) -> Place:
+    def _place(self, x: Tensor) -> ValueRef:
         number = self.number(x)
-        return self._views.get(number, Place(number))
+        return self._views.get(number, ValueRef(number))
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name
@@ -158,7 +158,7 @@ class Taken(TorchDispatchMode):
             made, size = self._made(out), out.untyped_storage().nbytes()
             like: Any = {"dtype": out.dtype, "device": out.device}
             run = allocation(made, tuple(out.shape), out.stride(), **like)
-            self.steps.append(Step((), (made,), run, fresh=size))
+            self.steps.append(RecordedStep((), (made,), run, fresh=size))
             return
         flat, spec = tree_flatten((args, kwargs))
         reads = {i: self.number(x) for i, x in enumerate(flat) if isinstance(x, Tensor)}
@@ -170,7 +170,7 @@ class Taken(TorchDispatchMode):
         if view:
             number, offset = self._place(flat[0])
             begin = flat[0].data_ptr() - offset
-            self._views |= {n: Place(number, x.data_ptr() - begin) for n, x in zip(makes, outs)}
+            self._views |= {n: ValueRef(number, x.data_ptr() - begin) for n, x in zip(makes, outs)}
         else:
             self.operations += 1
         plain = sum(isinstance(x, Tensor) for x in args) == len(reads) and isinstance(out, Tensor)
@@ -178,11 +178,11 @@ class Taken(TorchDispatchMode):
         run = _nested(func, flat, spec, reads, makes)
         if plain:
             run = _plain(func, args, kwargs, tuple(reads.values()), makes[0])
-        self.steps.append(Step(tuple(reads.values()), makes, run, view))
+        self.steps.append(RecordedStep(tuple(reads.values()), makes, run, view))
 
 
 # Not in the class, where torch would wrap it in what first imports torch._dynamo, for seconds.
-Taken.__torch_dispatch__ = Taken.dispatch
+CallRecorder.__torch_dispatch__ = CallRecorder.dispatch
 
 
 def _plain(func: Any, args: Any, kwargs: Any, reads: tuple[int, ...], made: int) -> Run:
@@ -232,19 +232,19 @@ def allocation(made: int, size: tuple[int, ...], stride: tuple[int, ...], **opti
 
 
 @contextmanager
-def told(whom: Recorder | None) -> Iterator[None]:
+def use_recorder(whom: Recorder | None) -> Iterator[None]:
     """This thread's recorder is another."""
-    kept, _THREAD.recorder = recorder(), whom
+    kept, _THREAD.recorder = active_recorder(), whom
     try:
         yield
     finally:
         _THREAD.recorder = kept
 
 
-class Launches:
+class LaunchCounter:
     """Counts what Triton launches from this thread."""
 
-    def __enter__(self) -> "Launches":
+    def __enter__(self) -> "LaunchCounter":
         self.count, self._thread = 0, threading.get_ident()
         knobs: Any = sys.modules.get("triton.knobs")  # not before Triton 3.4
         self._hooks = None if knobs is None else knobs.runtime.launch_enter_hook
@@ -253,7 +253,7 @@ class Launches:
         return self
 
     def _launch(self, metadata: Any) -> None:
-        if threading.get_ident() == self._thread and recorder() is not None:
+        if threading.get_ident() == self._thread and active_recorder() is not None:
             self.count += 1
 
     def __exit__(self, *_: object) -> None:

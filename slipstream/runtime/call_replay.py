@@ -24,39 +24,39 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.runtime.call_recorder import (
+    CallRecorder,
     Launch,
-    Launched,
-    Launches,
-    Place,
+    LaunchCounter,
+    LaunchStep,
+    RecordedStep,
     Run,
-    Step,
-    Taken,
     Unrecordable,
+    ValueRef,
     allocation,
-    told,
+    use_recorder,
 )
 
 Key = tuple
-ON = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
+ENABLED = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
 # Operations of torch in a record besides fresh memory and views, each of which takes as long as a
 # launch: so many, or half as many as there are launches.
-MOST_OPERATIONS = 6
+MAX_OPERATIONS = 6
 # Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
-MOST_ROOM = 1 << 23
+MAX_WORKSPACE_BYTES = 1 << 23
 _ALIGNED = 512  # as torch's allocator does
 # Keys of an operator: past this it starts anew.
-MOST_KEYS = 1024
+MAX_KEYS = 1024
 _PLAIN = (Tensor, Parameter)
 # most of what else there is: isinstance takes longer
 _NO_TENSOR = frozenset((type(None), bool, int, float, str))
 
 
-def wanted(x: Tensor) -> bool:
+def is_enabled(x: Tensor) -> bool:
     """Of a call on x: elsewhere nothing is launched, and what is done may depend on values."""
-    return ON and x.is_cuda
+    return ENABLED and x.is_cuda
 
 
-def key_of(args: Sequence[Any]) -> Key | None:
+def call_key(args: Sequence[Any]) -> Key | None:
     """None for what can't be a key. All tensors are on the first one's device."""
     parts: list[Any] = [args[0].get_device()]
     for x in args:
@@ -70,7 +70,7 @@ def key_of(args: Sequence[Any]) -> Key | None:
     return tuple(parts)
 
 
-def kind_of(args: Sequence[Any]) -> Key:
+def compile_class_key(args: Sequence[Any]) -> Key:
     """What calls of different numbers of sequences, tokens and heads have in common."""
     parts: list[Any] = []
     for x in args:
@@ -79,23 +79,23 @@ def kind_of(args: Sequence[Any]) -> Key:
     return tuple(parts)
 
 
-class Record:
+class RecordedCall:
     """What a call does, to be done again."""
 
-    def __init__(self, taken: Taken, inputs: int, result: Any) -> None:
+    def __init__(self, taken: CallRecorder, inputs: int, result: Any) -> None:
         """result: what it returns, values as places: one, or a tuple or a list."""
         self.operations = taken.operations
-        returned = {x.number for x in ((result,) if type(result) is Place else result)}
-        steps = _needed(taken.steps, returned)
-        self._room, places = _in_one_room(steps, returned)
+        returned = {x.number for x in ((result,) if type(result) is ValueRef else result)}
+        steps = _drop_dead_views(taken.steps, returned)
+        self._room, places = _pack_workspace(steps, returned)
         stays = returned
         if self._room:
             stays = returned | {taken.count}  # until the end: it is small
-            steps = _within(steps, places, taken.count)
+            steps = _rebase(steps, places, taken.count)
             shape = ((self._room,), (1,))
             run = allocation(taken.count, *shape, dtype=torch.uint8, device=taken.device)
-            steps.insert(0, Step((), (taken.count,), run, fresh=self._room))
-        self._runs = _joined(_memory_first(_with_drops(steps, stays, inputs)))
+            steps.insert(0, RecordedStep((), (taken.count,), run, fresh=self._room))
+        self._runs = _group_launches(_hoist_allocations(_add_liveness(steps, stays, inputs)))
         # values that are there before the first step, and their addresses
         self._space = [taken.constants.get(n) for n in range(inputs, taken.count + 1)]
         self._at = [0 if x is None else x.data_ptr() for x in self._space]
@@ -111,12 +111,12 @@ class Record:
             for n in drops:
                 values[n] = None
         result: Any = self._result
-        if type(result) is Place:
+        if type(result) is ValueRef:
             return values[result.number]
         return type(result)([values[x.number] for x in result])
 
 
-def _needed(steps: Sequence[Step], returned: set[int]) -> list[Step]:
+def _drop_dead_views(steps: Sequence[RecordedStep], returned: set[int]) -> list[RecordedStep]:
     """All but the views that only launches read."""
     needed, kept = set(returned), []
     for step in reversed(steps):
@@ -127,7 +127,9 @@ def _needed(steps: Sequence[Step], returned: set[int]) -> list[Step]:
     return kept[::-1]
 
 
-def _in_one_room(steps: Sequence[Step], returned: set[int]) -> tuple[int, dict[int, int]]:
+def _pack_workspace(
+    steps: Sequence[RecordedStep], returned: set[int]
+) -> tuple[int, dict[int, int]]:
     """Bytes for all fresh memory that only launches read, and where in it each is.
 
     The largest come first, each at the lowest place that nobody has while it is in use.
@@ -147,30 +149,30 @@ def _in_one_room(steps: Sequence[Step], returned: set[int]) -> tuple[int, dict[i
             at = max(at, start + size)
         places[n] = at
     room = max((at + sizes[n] for n, at in places.items()), default=0)
-    return (room, places) if room <= MOST_ROOM else (0, {})
+    return (room, places) if room <= MAX_WORKSPACE_BYTES else (0, {})
 
 
-def _within(steps: Sequence[Step], places: dict[int, int], room: int) -> list[Step]:
+def _rebase(steps: Sequence[RecordedStep], places: dict[int, int], room: int) -> list[RecordedStep]:
     """The steps, with memory in the value `room` for what has a place in it."""
 
-    def moved(place: Place) -> Place:
+    def moved(place: ValueRef) -> ValueRef:
         at = places.get(place.number)
-        return place if at is None else Place(room, at + place.offset)
+        return place if at is None else ValueRef(room, at + place.offset)
 
-    found: list[Step] = []
+    found: list[RecordedStep] = []
     for step in steps:
         if step.launch is not None:
             launch = step.launch._replace(places=tuple(map(moved, step.launch.places)))
-            step = Step(tuple(n for n, _ in launch.places), launch=launch)
+            step = RecordedStep(tuple(n for n, _ in launch.places), launch=launch)
         if not places.keys() & set(step.makes):
             found.append(step)
     return found
 
 
-Dropping = tuple[Step, tuple[int, ...]]
+Dropping = tuple[RecordedStep, tuple[int, ...]]
 
 
-def _with_drops(steps: Sequence[Step], stays: set[int], inputs: int) -> list[Dropping]:
+def _add_liveness(steps: Sequence[RecordedStep], stays: set[int], inputs: int) -> list[Dropping]:
     """Each step, and the values that nothing later reads."""
     later, found = set(stays), []
     for step in reversed(steps):
@@ -180,7 +182,7 @@ def _with_drops(steps: Sequence[Step], stays: set[int], inputs: int) -> list[Dro
     return found[::-1]
 
 
-def _memory_first(steps: Sequence[Dropping]) -> list[Dropping]:
+def _hoist_allocations(steps: Sequence[Dropping]) -> list[Dropping]:
     """Fresh memory and views come before launches after which nothing is let go: so more launches
     are in a row, and no more memory is in use at once."""
     found: list[Dropping] = []
@@ -195,7 +197,7 @@ def _memory_first(steps: Sequence[Dropping]) -> list[Dropping]:
     return found
 
 
-def _joined(steps: Sequence[Dropping]) -> list[tuple[Run, tuple[int, ...]]]:
+def _group_launches(steps: Sequence[Dropping]) -> list[tuple[Run, tuple[int, ...]]]:
     """What is run, and the values that are let go after it: launches in a row are one."""
     found: list[tuple[Run, tuple[int, ...]]] = []
     for together, group in groupby(steps, lambda x: x[0].launch and x[0].launch.together):
@@ -203,12 +205,12 @@ def _joined(steps: Sequence[Dropping]) -> list[tuple[Run, tuple[int, ...]]]:
         if together is None:
             found += [(step.run, drops) for step, drops in row if step.run is not None]
         else:
-            run = _in_a_row([step.launch for step, _ in row if step.launch is not None])
+            run = _fuse_launches([step.launch for step, _ in row if step.launch is not None])
             found.append((run, tuple(n for _, drops in row for n in drops)))
     return found
 
 
-def _in_a_row(launches: Sequence[Launched]) -> Run:
+def _fuse_launches(launches: Sequence[LaunchStep]) -> Run:
     places = list(dict.fromkeys(place for x in launches for place in x.places))
     known = {place: i for i, place in enumerate(places)}
     each = [(x.again, [known[place] for place in x.places]) for x in launches]
@@ -221,22 +223,22 @@ def _in_a_row(launches: Sequence[Launched]) -> Run:
     return run
 
 
-def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Record | None]:
+def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, RecordedCall | None]:
     """call(*args), and how to do the same again, if that is possible."""
     # each a tensor of its own, also where one is given twice
     mine = [x.detach() if isinstance(x, Tensor) else x for x in args]
     tensors = [x for x in mine if isinstance(x, Tensor)]
-    taking, seen = Taken(tensors), Launches()
-    with seen, taking, told(taking):
+    taking, seen = CallRecorder(tensors), LaunchCounter()
+    with seen, taking, use_recorder(taking):
         result = call(*mine)
-    most = max(MOST_OPERATIONS, taking.launches // 2)
+    most = max(MAX_OPERATIONS, taking.launches // 2)
     if taking.failed or seen.count != taking.launches or taking.operations > most:
         return result, None
     try:
         if isinstance(result, Tensor):
-            places: Any = Place(taking.number(result))
+            places: Any = ValueRef(taking.number(result))
         else:
-            places = type(result)([Place(taking.number(x)) for x in result])
+            places = type(result)([ValueRef(taking.number(x)) for x in result])
     except Unrecordable:
         return result, None
-    return result, Record(taking, len(tensors), places)
+    return result, RecordedCall(taking, len(tensors), places)

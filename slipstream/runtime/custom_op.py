@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from slipstream.runtime import call_replay, gradient, parallel_compile
-from slipstream.runtime.device_guard import on
+from slipstream.runtime.device_guard import device_of
 from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # overload -> device -> implementation
-_INSIDE: dict[Any, dict[str, Callable]] = {}
+_IMPLEMENTATIONS: dict[Any, dict[str, Callable]] = {}
 
 
-def direct(x: Any) -> bool:
+def is_plain_call(x: Any) -> bool:
     """Whether nobody looks at what a call on x does: no tracer, mode, transform, subclass."""
     return (
         not torch.compiler.is_compiling()
@@ -41,7 +41,7 @@ def direct(x: Any) -> bool:
 TRACING = False
 
 
-def fake(x: torch.Tensor) -> bool:
+def is_fake(x: torch.Tensor) -> bool:
     """Whether x has no memory that a kernel could be given."""
     return type(x) not in _PLAIN and isinstance(x, FakeTensor) and not TRACING
 
@@ -58,7 +58,7 @@ def _without_autocast(impl: Callable, device: str) -> Callable:
     return call
 
 
-def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
+def register_op(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     """Registers slipstream::name and returns its overload.
 
     Args:
@@ -73,11 +73,11 @@ def define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     _LIBRARY.impl(name, gradient.autograd_kernel(overload), "Autograd", with_keyset=True)
-    _INSIDE[overload] = inside
+    _IMPLEMENTATIONS[overload] = inside
     return overload
 
 
-def shortcut(
+def bypass_dispatcher(
     overload: Any,
     *,
     replays: bool = False,
@@ -91,24 +91,24 @@ def shortcut(
         follows: given the arguments and the results, calls what such a call is followed by, its
             gradient, so that the kernels of both are compiled at once.
     """
-    inside = _INSIDE[overload]
+    inside = _IMPLEMENTATIONS[overload]
 
     def call(*args: Any) -> Any:
         # what has no implementation of its own, such as meta, goes by the dispatcher
-        device_impl = inside.get(args[0].device.type) if direct(args[0]) else None
+        device_impl = inside.get(args[0].device.type) if is_plain_call(args[0]) else None
         return overload(*args) if device_impl is None else device_impl(*args)
 
-    return _replayed(call, inside["cuda"], follows) if replays else call
+    return _with_replay(call, inside["cuda"], follows) if replays else call
 
 
-def replayed(impl: Callable, follows: Callable[[tuple, Any], object] | None = None) -> Callable:
+def with_replay(impl: Callable, follows: Callable[[tuple, Any], object] | None = None) -> Callable:
     """shortcut(..., replays=True) of what is no operator, for calls of CUDA tensors alone that
     nobody looks at."""
     call = _without_autocast(impl, "cuda")
-    return _replayed(call, call, follows)
+    return _with_replay(call, call, follows)
 
 
-def _replayed(
+def _with_replay(
     call: Callable, inside: Callable, follows: Callable[[tuple, Any], object] | None = None
 ) -> Callable:
     # key -> True where the next call is recorded, then the record, or False if there is none
@@ -123,17 +123,17 @@ def _replayed(
 
     def again(*args: Any) -> Any:
         x = args[0]
-        if TRACING or not call_replay.wanted(x) or not direct(x):
+        if TRACING or not call_replay.is_enabled(x) or not is_plain_call(x):
             return call(*args)
-        key = call_replay.key_of(args)
+        key = call_replay.call_key(args)
         if key is None:
             return call(*args)
         found = known.get(key)
         if found is None:
-            if len(known) >= call_replay.MOST_KEYS:
+            if len(known) >= call_replay.MAX_KEYS:
                 known.clear()
             known[key] = True
-            kind = call_replay.kind_of(args)
+            kind = call_replay.compile_class_key(args)
             if kind not in kinds:
                 kinds.add(kind)
                 parallel_compile.compile_kernels(first, args)
@@ -146,7 +146,7 @@ def _replayed(
         if found.operations and torch.is_autocast_enabled(x.device.type):
             return call(*args)
         raise_pending()
-        with on(x.device):
+        with device_of(x.device):
             return found.play(args)
 
     return again

@@ -9,7 +9,7 @@ _NOWHERE = nullcontext()
 _THREAD = threading.local()
 
 
-def on(device: torch.device) -> AbstractContextManager:
+def device_of(device: torch.device) -> AbstractContextManager:
     """Triton launches on the current device."""
     if not hasattr(_THREAD, "bound"):
         _bind(device)

@@ -16,7 +16,7 @@ from typing import Any
 
 FALLBACK = "SLIPSTREAM_FALLBACK"
 PLAIN = ("eager", "reference")
-OR_PLAIN = "triton|eager"
+TRITON_OR_EAGER = "triton|eager"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Selection:
     """impl: the one chosen; why; rejected: those preferred to it, each with its reason.
 
     rest: those after it that take the call, for when the machine's compilers turn out to fail at
@@ -69,7 +69,7 @@ def fallback_is_error() -> bool:
     return value == "error"
 
 
-def report_fallback(plan: Plan, family: str, x: Any) -> None:
+def report_fallback(plan: Selection, family: str, x: Any) -> None:
     """Warns, once for each family and reason, if a plan for a call on a GPU is plain torch.
 
     Not where x is empty, or stands for another tensor, as while a graph is traced.
@@ -79,9 +79,9 @@ def report_fallback(plan: Plan, family: str, x: Any) -> None:
     """
     if plan.impl not in PLAIN or not plan.rejected:
         return
-    from slipstream.runtime.custom_op import direct  # which imports this
+    from slipstream.runtime.custom_op import is_plain_call  # which imports this
 
-    if not direct(x) or x.numel() == 0:
+    if not is_plain_call(x) or x.numel() == 0:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.rejected)
     if fallback_is_error():
@@ -92,13 +92,21 @@ def report_fallback(plan: Plan, family: str, x: Any) -> None:
         warnings.warn(f"{text}; {FALLBACK}=error raises instead", FallbackWarning, stacklevel=4)
 
 
+def current_name(impl: str) -> str:
+    """The implementation's name today: "hopper" was what "sm90" is."""
+    if impl != "hopper":
+        return impl
+    warnings.warn('impl="hopper" is called "sm90" now', DeprecationWarning, stacklevel=4)
+    return "sm90"
+
+
 def choose(
     candidates: Sequence[Candidate],
     call: Any,
     impl: str | None,
     family: str = "",
     x: Any = None,
-) -> Plan:
+) -> Selection:
     """Picks the first candidate that takes the call, or the one named.
 
     Args:
@@ -109,20 +117,21 @@ def choose(
         NotImplementedError: the one named, or every one, refuses the call.
     """
     if impl is not None:
+        impl = current_name(impl)
         named = next((c for c in candidates if c.name == impl), None)
         if named is None:
             names = ", ".join(repr(c.name) for c in candidates)
             raise ValueError(f"impl: want None or one of {names}, got {impl!r}")
         if reason := named.refuses(call):
             raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
-        return Plan(impl, "asked for by name")
+        return Selection(impl, "asked for by name")
     rejected = []
     by_itself = [c for c in candidates if not c.by_name_only]
     for i, candidate in enumerate(by_itself):
         reason = candidate.refuses(call)
         if reason is None:
             rest = tuple(c.name for c in by_itself[i + 1 :] if c.refuses(call) is None)
-            plan = Plan(candidate.name, candidate.why, tuple(rejected), rest)
+            plan = Selection(candidate.name, candidate.why, tuple(rejected), rest)
             if x is not None and x.is_cuda:
                 report_fallback(plan, family, x)
             return plan

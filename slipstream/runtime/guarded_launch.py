@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.compiler import compiler_state as machines
-from slipstream.compiler.compiler_state import Guarded, Kind, Machine, Unusable, in_words, machine
+from slipstream.compiler.compiler_state import (
+    CompilerState,
+    KernelDisabledWarning,
+    KernelKey,
+    Unusable,
+    compiler_state,
+    describe,
+)
 from slipstream.compiler.known_bugs import applying
 from slipstream.runtime import dispatch
 from slipstream.runtime.token_ids import WrongId, raise_pending
@@ -23,24 +30,24 @@ from slipstream.runtime.token_ids import WrongId, raise_pending
 T = TypeVar("T")
 
 
-def objection(kind_of: Callable[[], Kind], device: torch.device) -> str | None:
+def known_failure(kind_of: Callable[[], KernelKey], device: torch.device) -> str | None:
     """Why the kernels of a kind are known not to work on a device: for plans. Cheap."""
     if torch.compiler.is_compiling():
         return None  # `attempt` looks when the graph runs
-    here = machine(device)
+    here = compiler_state(device)
     if here is None:
-        return machines.interpreted(kind_of)
+        return machines.interpreter_failure(kind_of)
     return None if here.quiet else here.unusable(kind_of())
 
 
-def widens(x: torch.Tensor) -> bool:
+def needs_fp32_operands(x: torch.Tensor) -> bool:
     """Whether products of x's dtype are computed from float32 operands on its device."""
-    here = machine(x.device)
+    here = compiler_state(x.device)
     return here is not None and x.dtype in here.wide
 
 
-def attempt(
-    kind_of: Callable[[], Kind],
+def run_guarded(
+    kind_of: Callable[[], KernelKey],
     device: torch.device,
     run: Callable[..., T],
     instead: Callable[..., T] | None,
@@ -61,19 +68,19 @@ def attempt(
         ValueError: as core.ids.raise_pending.
     """
     raise_pending()
-    here = machine(device)
+    here = compiler_state(device)
     if here is None:
         return run(*args)
-    kind: Kind = ()
+    kind: KernelKey = ()
     lasting = True
     try:
         if not here.quiet:
             kind = kind_of()
             if kind not in here.admitted and kind not in here.probing:
-                _admit(here, kind, device, probe)
+                _verify(here, kind, device, probe)
         return run(*args)
     except Exception as error:
-        reason = _blame(error)
+        reason = _compiler_error(error)
         kind = kind or kind_of()
         if reason is None or kind in here.probing:
             raise
@@ -82,14 +89,14 @@ def attempt(
     if here.unusable(kind) is None:
         here.demote(kind, reason, lasting)
     if instead is None:
-        raise NotImplementedError(f"{in_words(kind)}: {reason}; impl=None chooses another")
+        raise NotImplementedError(f"{describe(kind)}: {reason}; impl=None chooses another")
     if dispatch.fallback_is_error():
-        raise NotImplementedError(f"{in_words(kind)}: {reason}; {dispatch.FALLBACK}=error")
+        raise NotImplementedError(f"{describe(kind)}: {reason}; {dispatch.FALLBACK}=error")
     here.say(kind, reason)
     return instead(*args)
 
 
-def _blame(error: Exception) -> str | None:
+def _compiler_error(error: Exception) -> str | None:
     """What a compiler did, None if it was not the compiler."""
     if isinstance(error, Unusable):
         return str(error)
@@ -102,8 +109,11 @@ def _blame(error: Exception) -> str | None:
     return None
 
 
-def _admit(
-    here: Machine, kind: Kind, device: torch.device, probe: Callable[[], str | None] | None
+def _verify(
+    here: CompilerState,
+    kind: KernelKey,
+    device: torch.device,
+    probe: Callable[[], str | None] | None,
 ) -> None:
     """Unusable if something is known against a kind, or found out now; else never looks again."""
     if reason := here.unusable(kind):
@@ -113,27 +123,27 @@ def _admit(
             return
         here.probing.add(kind)
         try:
-            found = apart(probe, device)
+            found = run_isolated(probe, device)
         except WrongId:
             raise  # of an earlier call, found meanwhile
         except Exception as error:
-            if reason := _blame(error):
+            if reason := _compiler_error(error):
                 lasting = getattr(error, "lasting", not isinstance(error, OSError))
                 raise Unusable(reason, lasting) from error
             found = None  # no memory for it, say: the call itself may still run
-            text = f"{in_words(kind)} could not be probed: {type(error).__name__}: {error}"
-            warnings.warn(text, Guarded, stacklevel=4)
+            text = f"{describe(kind)} could not be probed: {type(error).__name__}: {error}"
+            warnings.warn(text, KernelDisabledWarning, stacklevel=4)
         else:
             if found is None:
                 here.probed(kind)
         finally:
             here.probing.discard(kind)
         if found is not None:
-            raise Unusable(f"wrong result: {found}{_suspects(here)}")
+            raise Unusable(f"wrong result: {found}{_suspected_bugs(here)}")
     here.admitted.add(kind)
 
 
-def apart(run: Callable[[], T], device: torch.device) -> T:
+def run_isolated(run: Callable[[], T], device: torch.device) -> T:
     """run() in a thread of its own, where none of the caller's modes reach: it may be below
     autograd, in inference mode, under autocast. Random numbers go on as if it had not been."""
     done: list[Any] = []
@@ -156,14 +166,14 @@ def apart(run: Callable[[], T], device: torch.device) -> T:
     return result
 
 
-def _suspects(here: Machine) -> str:
+def _suspected_bugs(here: CompilerState) -> str:
     found = applying(here.arch, here.triton, here.ptxas or None)
     names = [f"{x.name} ({x.way_out})" for x in found if x.effect == "wrong result"]
     return f"; known of these compilers: {', '.join(names)}" if names else ""
 
 
-def forget() -> None:
+def clear_verdicts() -> None:
     """Everything learnt on this computer."""
     machines.verdicts_file().unlink(missing_ok=True)
-    machines.machine.cache_clear()
+    machines.compiler_state.cache_clear()
     machines._of_arch.cache_clear()

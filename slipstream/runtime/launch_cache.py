@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.call_recorder import Recorder, recorder
-from slipstream.runtime.launch_replay import Again, Maps, Together, unwrapped
-from slipstream.runtime.parallel_compile import compiling
+from slipstream.runtime.call_recorder import Recorder, active_recorder
+from slipstream.runtime.launch_replay import LaunchBatch, ReplayedLaunch, TensorMapCache, c_launcher
+from slipstream.runtime.parallel_compile import in_warmup
 
 Pick = Callable[[tuple], tuple]
 # In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
@@ -28,13 +28,13 @@ RUNS = "3.6."
 _DESCRIPTOR = "TensorDescriptor"
 _dtype = attrgetter("dtype")
 # by the identity of kernels, which it keeps alive
-_KEPT: dict[int, Any] = {}
+_CACHED: dict[int, Any] = {}
 
 
-def kept(kernel: Any) -> Any:
+def cached(kernel: Any) -> Any:
     """The kernel, but for the time that a launch takes."""
     try:
-        return _KEPT[id(kernel)]
+        return _CACHED[id(kernel)]
     except KeyError:
         pass
     if INTERPRETED or not HAVE_TRITON or torch.version.hip:
@@ -43,10 +43,10 @@ def kept(kernel: Any) -> Any:
 
     if not isinstance(kernel, JITFunction):
         return kernel
-    return _KEPT.setdefault(id(kernel), Kept(kernel))
+    return _CACHED.setdefault(id(kernel), CachedKernel(kernel))
 
 
-class Places(NamedTuple):
+class ArgLayout(NamedTuple):
     """Positional arguments by what counts of them, for given types of all."""
 
     tensors: Pick
@@ -56,7 +56,7 @@ class Places(NamedTuple):
     described: Pick
 
 
-class Found:
+class CompiledEntry:
     """What Triton compiled for some arguments; `rest` are the last of them, constexprs."""
 
     def __init__(self, compiled: Any, rest: tuple = ()) -> None:
@@ -110,17 +110,17 @@ def _scratch(launcher: Any) -> int:
     return launcher.global_scratch_size + launcher.profile_scratch_size
 
 
-def found(compiled: Any, rest: tuple = ()) -> Found | None:
+def wrap_compiled(compiled: Any, rest: tuple = ()) -> CompiledEntry | None:
     """None where there is nothing to keep: compiler/trace.py or a hook has stopped the launch, or
     it was not compiled for what its key says (kept)."""
     if not HAVE_TRITON or INTERPRETED or torch.version.hip:
         return None
     from triton.compiler import CompiledKernel
 
-    return Found(compiled, rest) if type(compiled) is CompiledKernel else None
+    return CompiledEntry(compiled, rest) if type(compiled) is CompiledKernel else None
 
 
-class Kept:
+class CachedKernel:
     """A JIT function, and what it was compiled to by key_of the arguments."""
 
     def __init__(self, kernel: Any) -> None:
@@ -128,18 +128,18 @@ class Kept:
 
         self.kernel = kernel
         self._driver: Any = driver
-        self._places: dict[tuple, Places | None] = {}
-        self._found: dict[tuple, Found] = {}
+        self._places: dict[tuple, ArgLayout | None] = {}
+        self._found: dict[tuple, CompiledEntry] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, **named: Any) -> None:
             key = self.key_of(args, named)
             kept = None if key is None else self._found.get(key)
-            if compiling():
+            if in_warmup():
                 if kept is None:
                     self.kernel.warmup(*args, grid=grid, **named)
                 return
-            taking = recorder()
+            taking = active_recorder()
             if taking is not None:
                 self._taken(taking, (*grid, 1, 1)[:3], args, named, kept)
             if kept is not None:
@@ -152,17 +152,19 @@ class Kept:
         return run
 
     def _taken(
-        self, taking: Recorder, grid: tuple, args: tuple, named: dict, kept: Found | None
+        self, taking: Recorder, grid: tuple, args: tuple, named: dict, kept: CompiledEntry | None
     ) -> None:
         given = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) or _is_descriptor(x)}
         memory = [x if isinstance(x, Tensor) else x.base for x in given.values()]
         again = None
         if kept is not None and kept.run is not None and memory:
             maps = [x for x in given.values() if not isinstance(x, Tensor)]
-            run, known = unwrapped(kept.run)
+            run, known = c_launcher(kept.run)
             if len(known) == len(maps) and None not in known:
-                again = Again(kept, run, grid, args, set(given), list(map(Maps, maps, known)))
-        taking.launched(memory, again, Together)
+                again = ReplayedLaunch(
+                    kept, run, grid, args, set(given), list(map(TensorMapCache, maps, known))
+                )
+        taking.launched(memory, again, LaunchBatch)
 
     def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
         """Of all that decides which kernel it is; None where this does not tell."""
@@ -191,8 +193,8 @@ class Kept:
             *named.values(),
         )
 
-    def _places_of(self, types: tuple[type, ...]) -> Places | None:
-        places: dict[str, list[int]] = {name: [] for name in Places._fields}
+    def _places_of(self, types: tuple[type, ...]) -> ArgLayout | None:
+        places: dict[str, list[int]] = {name: [] for name in ArgLayout._fields}
         for i, (kind, param) in enumerate(zip(types, self.kernel.params)):
             if param.is_constexpr:
                 places["values"].append(i)
@@ -204,11 +206,11 @@ class Kept:
                 places["described"].append(i)
             elif kind not in (float, type(None)):
                 return None
-        return Places(**{name: _picking(x) for name, x in places.items()})
+        return ArgLayout(**{name: _picking(x) for name, x in places.items()})
 
     def _keep(self, key: tuple, compiled: Any, given: int, named: dict[str, Any]) -> None:
         last = self.last(given, named)
-        kept = None if last is None else found(compiled, last)
+        kept = None if last is None else wrap_compiled(compiled, last)
         if kept is not None:
             self._found[key] = kept
 

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slipstream.runtime.launch_cache import Found
+    from slipstream.runtime.launch_cache import CompiledEntry
 
 # Descriptors that are kept of a launch's argument.
-MOST_MAPS = 256
+MAX_MAPS = 256
 # Of the stream among a launcher's arguments: after the grid's three sizes.
 _STREAM = 3
 
 
-class Again:
+class ReplayedLaunch:
     """A launch for other memory at the same places: runtime/call_recorder.py's Launch."""
 
     def __init__(
         self,
-        kept: "Found",
+        kept: "CompiledEntry",
         run: Callable[..., Any],
         grid: tuple[int, ...],
         args: tuple,
         given: Collection[int],
-        maps: Sequence["Maps"],
+        maps: Sequence["TensorMapCache"],
     ) -> None:
         """given: places of memory in args; maps: of those that are descriptors, in order."""
         self.run, self.stream, self.watched = run, kept.stream_of(), kept.watched
@@ -63,10 +63,10 @@ class Again:
         self.run(*args)
 
 
-class Together:
+class LaunchBatch:
     """Launches in a row, each with the places of its pointers among all that are given."""
 
-    def __init__(self, launches: Sequence[tuple[Again, Sequence[int]]]) -> None:
+    def __init__(self, launches: Sequence[tuple[ReplayedLaunch, Sequence[int]]]) -> None:
         first = launches[0][0]
         self.launches, self._stream, self._watched = launches, first.stream, first.watched
         pointers = 1 + max(i for _, places in launches for i in places)
@@ -101,7 +101,7 @@ class Together:
             run(*pick(given))
 
 
-class Maps(dict[int, Any]):
+class TensorMapCache(dict[int, Any]):
     """TMA's descriptors, by address: those of memory that is allocated again are made."""
 
     def __init__(self, like: Any, meta: Any) -> None:
@@ -112,7 +112,7 @@ class Maps(dict[int, Any]):
     def __missing__(self, pointer: int) -> Any:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        if len(self) >= MOST_MAPS:
+        if len(self) >= MAX_MAPS:
             self.clear()
         base = SimpleNamespace(data_ptr=lambda: pointer)
         made = make_tensordesc_arg(SimpleNamespace(base=base, **self._like), self._meta)
@@ -120,7 +120,7 @@ class Maps(dict[int, Any]):
         return made[0]
 
 
-def unwrapped(run: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+def c_launcher(run: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The launcher that takes maps for TMA, and what there is to know of each; they are made in
     Python, by a function around it."""
     if type(run) is not FunctionType:

@@ -31,7 +31,7 @@ def mismatch(
     pairs = [(f"output {i}", x, y, output_bar) for i, (x, y) in enumerate(zip(got[0], want[0]))]
     pairs += [(f"gradient of {n}", got[2][n], want[2][n], gradient_bar) for n in want[2]]
     for name, x, y, bar in pairs:
-        error = relative(x, y)
+        error = relative_error(x, y)
         if not error <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
@@ -61,12 +61,12 @@ def _leaf(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
 
 
-def relative(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor) -> float:
     """nan, which is no less than any bar, where got has one."""
     size = want.float().square().mean().sqrt().clamp(min=1e-20)
     return ((got.float() - want.float()).square().mean().sqrt() / size).item()
 
 
-def fresh(x: Tensor, *shape: int) -> Tensor:
+def random_like(x: Tensor, *shape: int) -> Tensor:
     """Normal numbers of x's dtype, on its device."""
     return torch.randn(*shape, device=x.device).to(x.dtype)

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves
 from slipstream.compiler import triton_cache_key
 
 # Of a call and its gradient, that take long to compile: there are at most about fifteen.
-MOST_THREADS = 16
+MAX_THREADS = 16
 _THREAD = threading.local()
 
 
-def compiling() -> bool:
+def in_warmup() -> bool:
     """Whether a launch is only to compile its kernel, by its `warmup`, which may begin now."""
     ready: Future | None = getattr(_THREAD, "ready", None)
     if ready is None:
@@ -65,11 +65,11 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     nested = getattr(_THREAD, "ready", None) is not None
     if captures or nested or active_mode.get() is not None:
         return
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
-        _THREAD.ready = pool.submit(triton_cache_key.recall)
+        _THREAD.ready = pool.submit(triton_cache_key.reuse)
         try:
-            with contextlib.suppress(Exception), _OwnMemory():
+            with contextlib.suppress(Exception), _ProtectInputs():
                 call(*args)
         finally:
             _THREAD.ready = None
@@ -79,14 +79,14 @@ def _compiled(compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:
     """compile_fn(), which waits for `before` where it would hold the lock; then `done`."""
     with contextlib.suppress(Exception):
         src = getclosurevars(compile_fn).nonlocals["src"]
-        src.make_ir = partial(_in_turn, src.make_ir, before, done)
+        src.make_ir = partial(_serialised, src.make_ir, before, done)
     try:
         return _with_launcher(compile_fn())
     finally:
         done.set()
 
 
-def _in_turn(make_ir: Callable[..., Any], before: Any, done: Any, *args: Any) -> Any:
+def _serialised(make_ir: Callable[..., Any], before: Any, done: Any, *args: Any) -> Any:
     before.wait()
     try:
         return make_ir(*args)
@@ -104,7 +104,7 @@ def _with_launcher(kernel: Any) -> Any:
     return kernel
 
 
-class _OwnMemory(TorchDispatchMode):
+class _ProtectInputs(TorchDispatchMode):
     """Operations do not write to memory that was there before."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class _OwnMemory(TorchDispatchMode):
 
 
 # Not in the class, where torch would wrap it in what first imports torch._dynamo, for seconds.
-_OwnMemory.__torch_dispatch__ = _OwnMemory.dispatch
+_ProtectInputs.__torch_dispatch__ = _ProtectInputs.dispatch
 
 
 def _address(x: Tensor) -> int:

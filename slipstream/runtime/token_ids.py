@@ -163,9 +163,9 @@ def _error(name: str, i: int, where: tuple[int, ...], size: int) -> WrongId:
 def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
     from slipstream.runtime import custom_op, guarded_launch
 
-    if not custom_op.fake(ids):
+    if not custom_op.is_fake(ids):
         args = (name, ids, size, ignore_index)
-        guarded_launch.attempt(
+        guarded_launch.run_guarded(
             lambda: ("ids.triton", ids.dtype, ignore_index is not None),
             ids.device,
             _kernels().scan,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Calls that differ in shapes are few, but a server's lengths are not: past this it starts anew.
-_MOST = 4096
+_MAX_ENTRIES = 4096
 
 
 def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None:
@@ -30,7 +30,7 @@ def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None
     return tuple(parts)
 
 
-class Remembered:
+class ValidationCache:
     """Results by signature."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Remembered:
             return make()
         found = self._by_key.get(key)
         if found is None:
-            if len(self._by_key) >= _MOST:
+            if len(self._by_key) >= _MAX_ENTRIES:
                 self._by_key.clear()
             found = self._by_key[key] = make()
         return found

@@ -10,12 +10,12 @@ from unittest import mock
 import torch
 
 from slipstream.compiler.aot import Job
-from slipstream.compiler.compiler_state import Guarded, elsewhere
+from slipstream.compiler.compiler_state import KernelDisabledWarning, state_for
 from slipstream.compiler.known_bugs import blocking, version
 from slipstream.compiler.support_matrix import Task
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime import backends
-from slipstream.runtime.dispatch import Plan
+from slipstream.runtime.dispatch import Selection
 from slipstream.tools.catalog import Sample, Shape
 
 # Asked for by name: kernels that are not chosen by themselves are compiled, too.
@@ -25,7 +25,7 @@ _FAILED = "not traced:"
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedKernels:
     """jobs: by implementation, None for the one that is chosen. refused: why the others are not.
 
     plan: of the choice, where the operator has one to make. besides: others that it makes, such as
@@ -34,22 +34,22 @@ class Traced:
 
     jobs: dict[str | None, list[Job]]
     refused: dict[str | None, str]
-    plan: Plan | None
-    besides: tuple[Plan, ...] = ()
+    plan: Selection | None
+    besides: tuple[Selection, ...] = ()
 
     @property
     def all(self) -> list[Job]:
         return list({job.key: job for jobs in self.jobs.values() for job in jobs}.values())
 
 
-def traced(
+def trace_operator(
     sample: Sample,
     shape: Shape,
     arch: str,
     backward: bool = True,
     remembers: bool = False,
     compilers: Mapping[str, str] | None = None,
-) -> Traced:
+) -> TracedKernels:
     """The kernels of one operator for one shape, on an architecture that need not be there.
 
     Args:
@@ -58,7 +58,7 @@ def traced(
     """
     jobs: dict[str | None, list[Job]] = {}
     refused: dict[str | None, str] = {}
-    plans: list[Plan] = []
+    plans: list[Selection] = []
     for impl in (None, *IMPLS) if "impl" in sample.takes else (None,):
         if impl is not None and {x.impl for x in plans} == {impl}:
             continue  # what was chosen, by its name
@@ -68,12 +68,12 @@ def traced(
 
         try:
             with (
-                _noting(plans) if impl is None else nullcontext(),
+                _recording_selections(plans) if impl is None else nullcontext(),
                 _release(compilers),
                 warnings.catch_warnings(),
             ):
                 # what is not used there is told by what is traced instead
-                warnings.simplefilter("ignore", Guarded)
+                warnings.simplefilter("ignore", KernelDisabledWarning)
                 jobs[impl] = trace(call, arch, backward, remembers, compilers)
         except PlainTorch:
             jobs[impl] = []
@@ -82,7 +82,7 @@ def traced(
         except Exception as error:  # what cannot be traced must not hide the rest
             refused[impl] = f"{_FAILED} {type(error).__name__}: {error}"
     first, *others = dict.fromkeys(plans) or (None,)
-    return Traced(jobs, refused, first, tuple(others))
+    return TracedKernels(jobs, refused, first, tuple(others))
 
 
 @contextmanager
@@ -96,19 +96,19 @@ def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _noting(plans: list[Plan]) -> Iterator[None]:
+def _recording_selections(plans: list[Selection]) -> Iterator[None]:
     """Every plan that is made is added to `plans`."""
-    make = Plan.__init__
+    make = Selection.__init__
 
-    def noted(plan: Plan, *args: Any, **kwargs: Any) -> None:
+    def noted(plan: Selection, *args: Any, **kwargs: Any) -> None:
         make(plan, *args, **kwargs)
         plans.append(plan)
 
-    with mock.patch.object(Plan, "__init__", noted):
+    with mock.patch.object(Selection, "__init__", noted):
         yield
 
 
-class Found(NamedTuple):
+class KernelsFound(NamedTuple):
     """tasks: jobs with the operators that want them, each once. without: why an operator has none.
 
     failures: calls that raised what no call should, in words.
@@ -119,22 +119,22 @@ class Found(NamedTuple):
     failures: list[str]
 
 
-def find(
+def find_kernels(
     samples: Iterable[Sample],
     shapes: Sequence[Shape],
     arch: str,
     backward: bool = True,
     compilers: Mapping[str, str] | None = None,
-) -> Found:
+) -> KernelsFound:
     """The kernels of these operators for these shapes, under these compilers."""
     jobs: dict[str, Job] = {}
     wanted: dict[str, list[str]] = {}
-    found = Found([], {}, [])
+    found = KernelsFound([], {}, [])
     for sample in samples:
         reasons: dict[str | None, str] = {}
         told: set[str] = set()
         for shape in shapes:
-            got = traced(sample, shape, arch, backward, compilers=compilers)
+            got = trace_operator(sample, shape, arch, backward, compilers=compilers)
             reasons |= got.refused
             for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - told:
                 told.add(reason)
@@ -145,14 +145,14 @@ def find(
                     wanted[job.key].append(sample.op)
         if not any(sample.op in x for x in wanted.values()):
             reason = reasons.get("triton", "plain torch").removeprefix("impl='triton': ")
-            why = _stopped(arch, compilers) or reason.partition("; impl=None")[0]
+            why = _blocking_bug(arch, compilers) or reason.partition("; impl=None")[0]
             found.without[sample.op] = why
     found.tasks.extend((job, tuple(wanted[key])) for key, job in jobs.items())
     return found
 
 
-def _stopped(arch: str, compilers: Mapping[str, str] | None) -> str:
+def _blocking_bug(arch: str, compilers: Mapping[str, str] | None) -> str:
     """Why no kernel at all compiles there, if none does."""
-    here = elsewhere(arch, compilers=compilers)
+    here = state_for(arch, compilers=compilers)
     fault = blocking(arch, here.triton, here.ptxas or None, ())
     return f"{fault.pattern}: {fault.name}; {fault.way_out}" if fault else ""

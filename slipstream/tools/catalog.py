@@ -269,7 +269,7 @@ SAMPLES = [
 ]
 
 # One for each kind of kernel.
-QUICK = (
+QUICK_OPERATORS = (
     "chunk_simple_gla",
     "chunk_gla",
     "chunk_gated_delta_rule",

@@ -20,7 +20,7 @@ from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.compiler.known_bugs import INTERPRETER, applying
 from slipstream.runtime import guarded_launch
-from slipstream.tools.backend_query import find
+from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 from slipstream.tools.precompile_cache import stale
 
@@ -66,7 +66,7 @@ def from_json(row: Mapping[str, Any]) -> Check:
 def about() -> dict[str, Any]:
     """Versions, device, compilers, faults that apply, places."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    here = guarded_launch.machine(device) if device is not None else None
+    here = guarded_launch.compiler_state(device) if device is not None else None
     triton = toolchain.triton_version()
     return {
         "slipstream": __version__,
@@ -89,7 +89,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     return {
         "name": torch.cuda.get_device_name(device),
-        "arch": compiler_state.of_device(device).name,
+        "arch": compiler_state.arch_of_device(device).name,
         "driver": _driver(),
         "memory": {"free": free, "total": total},
     }
@@ -104,12 +104,12 @@ def _driver() -> str | None:
     return out[0] if out else None
 
 
-def _ptxas(here: compiler_state.Machine) -> dict[str, Any]:
+def _ptxas(here: compiler_state.CompilerState) -> dict[str, Any]:
     path = toolchain.ptxas_path(here.arch)
     return {"path": path, "version": here.ptxas, "whose": toolchain.selected()}
 
 
-def _faults(here: compiler_state.Machine | None, triton: str | None) -> Sequence[Any]:
+def _faults(here: compiler_state.CompilerState | None, triton: str | None) -> Sequence[Any]:
     if triton is None:
         return ()
     if here is None:
@@ -132,7 +132,7 @@ def examine(
     device = torch.device("cuda" if gpu else "cpu")
     impls = ["eager", "triton", "sm90"] if gpu else ["triton"] if INTERPRETED else ["eager"]
     if gpu:
-        _compile_first(samples, full, compiler_state.of_device(device).name)
+        _compile_first(samples, full, compiler_state.arch_of_device(device).name)
     for sample in samples:
         for shape in _shapes(gpu, full):
             for check in examine_one(sample, shape, device, impls):
@@ -152,7 +152,7 @@ def _compile_first(samples: Sequence[Sample], full: bool, arch: str) -> None:
 
 
 def compile_all(names: list[str], full: bool, arch: str) -> None:
-    found = find(chosen(list(dict.fromkeys(names))), _shapes(True, full), arch)
+    found = find_kernels(chosen(list(dict.fromkeys(names))), _shapes(True, full), arch)
     support_matrix.run(found.tasks, processes=len(os.sched_getaffinity(0)))
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from slipstream.compiler import toolchain
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import named
-from slipstream.compiler.compiler_state import Machine
+from slipstream.compiler.compiler_state import CompilerState
 from slipstream.compiler.known_bugs import applying
-from slipstream.tools.backend_query import IMPLS, traced
+from slipstream.tools.backend_query import IMPLS, trace_operator
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
 
@@ -37,7 +37,7 @@ def lines(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
         return
     row = named(arch)
     toolchain.select_ptxas((arch,))
-    got = traced(sample, shape, arch, remembers=True)
+    got = trace_operator(sample, shape, arch, remembers=True)
     default = got.jobs.get(None)
     chosen = got.plan.impl if got.plan else "GPU kernels" if default else "plain torch"
     if None in got.refused:
@@ -74,7 +74,7 @@ def _compilers(arch: str) -> Iterator[str]:
         return
     path = toolchain.ptxas_path(arch)
     ptxas = (path and toolchain.ptxas_version(path)) or ""
-    how = Machine(arch, triton, ptxas, passive=True, remembers=False).trust
+    how = CompilerState(arch, triton, ptxas, passive=True, remembers=False).trust
     whose = f" ({toolchain.selected()})" if ptxas else ""
     yield f"  Triton {triton}, ptxas {ptxas or 'none'}{whose}: {how}"
     for fault in applying(arch, triton, ptxas or None):

@@ -15,7 +15,7 @@ from slipstream.compiler.compiler_state import cache_dir
 from slipstream.compiler.support_matrix import Row, Task, as_json
 
 
-class Rows:
+class RowCache:
     """Those under the compilers that `about` (of a Worker) names; none if `anew`."""
 
     def __init__(self, about: Mapping[str, str], anew: bool = False) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.runtime.files import write_text
-from slipstream.tools.backend_query import find
+from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import LONG, Sample, Shape
 
 MANIFEST = "slipstream.json"
@@ -79,7 +79,7 @@ def fill(
     selected = toolchain.select_ptxas((arch,))
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
-    found = find(samples, shapes, arch, backward)
+    found = find_kernels(samples, shapes, arch, backward)
     with console.status(f"compiling {len(found.tasks)} kernels for {arch}"):
         rows = support_matrix.run(found.tasks, processes=jobs)
     failed = [x for x in rows if x.status not in ("ok", "slow")]

@@ -22,9 +22,9 @@ from slipstream.compiler.compile_worker import Worker
 from slipstream.compiler.known_bugs import applying, version
 from slipstream.compiler.triton_releases import install
 from slipstream.runtime.files import write_text
-from slipstream.tools.backend_query import Found, find
+from slipstream.tools.backend_query import KernelsFound, find_kernels
 from slipstream.tools.catalog import REPRESENTATIVE, Sample, Shape
-from slipstream.tools.matrix_cache import Rows
+from slipstream.tools.matrix_cache import RowCache
 from slipstream.tools.variant_cover import cover, resolved
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ _WIDTH = 130
 _COLOURS = {"ok": "green", "slow": "yellow", "refused": "blue", "hang": "red", "crash": "red"}
 
 
-class Run:
+class MatrixRun:
     """The kernels of some operators, for some architectures, under one release after another.
 
     without: of the last one, (release, arch) -> operator -> why it compiles nothing.
@@ -70,7 +70,7 @@ class Run:
             else [str(install(release, compiler_state.cache_dir() / "releases"))]
         )
         about = compilers(path)
-        kept, failed = Rows(about, anew), []
+        kept, failed = RowCache(about, anew), []
         self.without, before = {}, os.times()
         known: list[support_matrix.Row] = []
         with self._progress() as progress, TemporaryDirectory() as cache:
@@ -102,7 +102,7 @@ class Run:
                 done=done,
             )
         self.console.print(
-            f"{len(rows)} compiled, {len(known)} kept from earlier runs; {_spent(before)}"
+            f"{len(rows)} compiled, {len(known)} kept from earlier runs; {_elapsed(before)}"
         )
         rows = support_matrix.ordered(rows + known)
         out = Console()
@@ -114,8 +114,8 @@ class Run:
             )
         return rows
 
-    def _find(self, arch: str, about: Mapping[str, str]) -> Found:
-        found = find(self.samples, self.shapes, arch, self.backward, about)
+    def _find(self, arch: str, about: Mapping[str, str]) -> KernelsFound:
+        found = find_kernels(self.samples, self.shapes, arch, self.backward, about)
         self.without[about["triton"], arch] = found.without
         for failure in found.failures:
             self.console.print(f"[red]failed[/] {escape(failure)}")
@@ -138,7 +138,7 @@ class Run:
         return table
 
 
-def _spent(before: os.times_result) -> str:
+def _elapsed(before: os.times_result) -> str:
     """By the clock, and of processors, ours and the compilers'."""
     *processors, clock = (now - then for now, then in zip(os.times(), before))
     return f"{clock / 60:.1f} minutes, {sum(processors) / 60:.1f} of processor time"
@@ -161,7 +161,7 @@ def line(row: support_matrix.Row) -> str:
     return f"{row.status:8}{about}: {sizes} {row.seconds:.1f} s {row.reason}"
 
 
-def record(rows: Sequence[support_matrix.Row], run: Run) -> None:
+def record(rows: Sequence[support_matrix.Row], run: MatrixRun) -> None:
     """Adds the rows to docs/support.json and writes what is made from it."""
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
     for (release, arch), without in run.without.items():
@@ -177,17 +177,17 @@ def record(rows: Sequence[support_matrix.Row], run: Run) -> None:
         data.setdefault(release, {})[arch] = {**about, "operators": cells}
     write_text(DATA, json.dumps(data, indent=1, sort_keys=True) + "\n")
     write_text(PAGE, page(json.loads(DATA.read_text())))
-    _trust(rows)
+    _record_verified(rows)
 
 
-def _trust(rows: Sequence[support_matrix.Row]) -> None:
+def _record_verified(rows: Sequence[support_matrix.Row]) -> None:
     """Writes down the families of kernels that came out sound, with digests of their sources."""
     trusted = {
         (x["arch"], x["triton"], x["ptxas"]): x["families"]
         for x in json.loads(VERIFIED.read_text())
     }
     for compiler, families in support_matrix.verified(rows).items():
-        now = compiler_state.families(compiler_state.takes_gluon(*compiler[:2]))
+        now = compiler_state.families(compiler_state.uses_gluon(*compiler[:2]))
         trusted[compiler] = {x: now[x] for x in sorted(families)}
     write_verified(trusted)
 

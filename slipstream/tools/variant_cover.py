@@ -60,10 +60,10 @@ def _of_kernel(tasks: list[Task], variants: str, known: Callable[[Job], bool]) -
         wanted.append(own)
     taken = [i for i, (job, _) in enumerate(tasks) if known(job)]
     left = set[Hashable]().union(*wanted).difference(*(wanted[i] for i in taken))
-    return [tasks[i] for i in (*taken, *fewest([x & left for x in wanted]))]
+    return [tasks[i] for i in (*taken, *smallest_cover([x & left for x in wanted]))]
 
 
-def fewest(sets: list[set[Hashable]]) -> list[int]:
+def smallest_cover(sets: list[set[Hashable]]) -> list[int]:
     """Indices of those that together have everything: what adds most each time, or, if a search
     finds them, fewer."""
     everything = set[Hashable]().union(*sets)

@@ -82,11 +82,11 @@ def test_the_matrix_records_and_fails_where_a_compiler_died(
     recorded: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def compile(self: support_page.Run, release: Any, *args: Any) -> list[Row]:
+    def compile(self: support_page.MatrixRun, release: Any, *args: Any) -> list[Row]:
         self.without = {("3.6.0", x): {"squared_relu": "too plain"} for x in ("sm_80", "gfx942")}
         return [row(status)]
 
-    monkeypatch.setattr(support_page.Run, "compile", compile)
+    monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
     result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80,gfx942", "--record", "--kernels"])
     assert result.exit_code == exit_status
     assert f"{status:8}sm_80 some_kernel" in result.output
@@ -102,11 +102,11 @@ def test_the_matrix_records_and_fails_where_a_compiler_died(
 def test_the_matrix_records_nothing_that_is_not_whole(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile(self: support_page.Run, *args: Any) -> list[Row]:
+    def compile(self: support_page.MatrixRun, *args: Any) -> list[Row]:
         self.failures.append("rms_norm: not traced")
         return [row("ok")]
 
-    monkeypatch.setattr(support_page.Run, "compile", compile)
+    monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
     result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80", "--record"])
     assert result.exit_code == 1 and "not recorded" in result.output
     assert recorded["DATA"].read_text() == "{}"

@@ -133,9 +133,9 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(toolchain.VARIABLE, str(tmp_path / "bin/ptxas"))
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(compiler_state, "of_device", lambda device: arch.named("sm_90"))
-    here = compiler_state.Machine("sm_90", "3.6.0", "12.8.93", passive=True, remembers=False)
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
+    monkeypatch.setattr(compiler_state, "arch_of_device", lambda device: arch.named("sm_90"))
+    here = compiler_state.CompilerState("sm_90", "3.6.0", "12.8.93", passive=True, remembers=False)
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "planted H100")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
@@ -182,7 +182,7 @@ def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
     import torch
 
     from slipstream.tools import doctor_checks
-    from slipstream.tools.catalog import QUICK
+    from slipstream.tools.catalog import QUICK_OPERATORS
 
     asked: list[list[str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -197,7 +197,7 @@ def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
         assert status == 0, text
     everything = [x.op for x in SAMPLES]
     attention = [x for x in everything if x == "attention"]
-    assert asked == [list(QUICK), everything, attention]
+    assert asked == [list(QUICK_OPERATORS), everything, attention]
 
 
 @needs_compiler
@@ -218,7 +218,7 @@ def test_doctor_names_what_it_does_not_know() -> None:
 def test_explain_names_kernels_tiles_and_reasons() -> None:
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_80", "--shape", "K=64,V=64")
     assert status == 0
-    assert "linear_walk_kernel [" in text and "warps=" in text and "166912 bytes" in text
+    assert "scalar_decay_chunk_kernel [" in text and "warps=" in text and "166912 bytes" in text
     status, text = invoke("explain", "chunk_simple_gla", "--shape", "K=512")
     assert status == 0 and "at most 256" in text
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_91")
@@ -244,7 +244,7 @@ def test_explain_says_what_was_learnt_here(
         "rms_norm": ("norm.triton", torch.bfloat16, 2 * width, torch.bfloat16),
     }
     shape = f"K={width},V={width}"
-    compiler_state.elsewhere("sm_80").demote(kinds[operator], "killed by SIGABRT")
+    compiler_state.state_for("sm_80").demote(kinds[operator], "killed by SIGABRT")
     status, text = invoke("explain", operator, "--arch", "sm_80", "--shape", shape)
     assert status == 0 and "chosen: eager" in text
     assert "rejected: triton, killed by SIGABRT" in text
@@ -304,7 +304,7 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
     run += ["--no-packed", "--no-state", "--no-grouped", "--jobs", "1", "--cache", str(tmp_path)]
     status, text = invoke(*run)
     assert status == 0, text
-    assert list(tmp_path.glob("*/linear_walk_kernel.cubin"))
+    assert list(tmp_path.glob("*/scalar_decay_chunk_kernel.cubin"))
     from slipstream.tools.precompile_cache import stale
 
     assert stale(tmp_path, "sm_80") is None

@@ -11,18 +11,18 @@ from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.compile_worker import Outcome
-from slipstream.compiler.kernel_key import triggers
-from slipstream.compiler.known_bugs import FAULTS, INTERPRETER, applying, suspected
+from slipstream.compiler.kernel_key import features_of
+from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, suspected
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools import explain_text
-from slipstream.tools.backend_query import Traced, traced
+from slipstream.tools.backend_query import TracedKernels, trace_operator
 from slipstream.tools.catalog import Shape, chosen
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
-BY_NAME = {x.name: x for x in FAULTS}
+BY_NAME = {x.name: x for x in KNOWN_BUGS}
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -87,10 +87,10 @@ def compilers(triton: str, ptxas: str) -> dict[str, str]:
     return {"triton": triton, "ptxas_sm_90": ptxas, "ptxas_sm_100": ptxas}
 
 
-def plan_of(met: Met, triton: str, ptxas: str) -> Traced:
+def plan_of(met: Met, triton: str, ptxas: str) -> TracedKernels:
     shape = Shape(K=64, V=64, dtype=met.dtype)
     sample = chosen([met.op])[0]
-    return traced(sample, shape, met.arch, False, compilers=compilers(triton, ptxas))
+    return trace_operator(sample, shape, met.arch, False, compilers=compilers(triton, ptxas))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -117,7 +117,7 @@ def test_the_plan_refuses_kernels_with_the_fault(
 def test_products_of_16_bits_are_widened_or_refused(name: str) -> None:
     """Attention multiplies float32 instead; a matmul, which cannot, is refused."""
     arch, *versions = WIDENED[name]
-    here = compiler_state.Machine(arch, *versions, passive=True, remembers=False)
+    here = compiler_state.CompilerState(arch, *versions, passive=True, remembers=False)
     assert BY_NAME[name] in applying(arch, *versions)
     assert {HALF, BF16} <= here.wide and not here.quiet
     assert here.unusable(("attention.triton", BF16, 64, 64)) is None
@@ -134,16 +134,16 @@ def test_products_of_16_bits_are_widened_or_refused(name: str) -> None:
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_kernels_with_the_fault_are_not_launched(name: str) -> None:
     arch, triton, ptxas, kind = LAUNCHED[name]
-    here = compiler_state.Machine(arch, triton, ptxas, passive=True, remembers=False)
-    with mock.patch.object(guarded_launch, "machine", return_value=here):
-        assert name in (guarded_launch.objection(lambda: kind, torch.device("cuda")) or "")
+    here = compiler_state.CompilerState(arch, triton, ptxas, passive=True, remembers=False)
+    with mock.patch.object(guarded_launch, "compiler_state", return_value=here):
+        assert name in (guarded_launch.known_failure(lambda: kind, torch.device("cuda")) or "")
         device = torch.device("cpu")
-        with pytest.warns(guarded_launch.Guarded, match=name):
-            out = guarded_launch.attempt(
+        with pytest.warns(guarded_launch.KernelDisabledWarning, match=name):
+            out = guarded_launch.run_guarded(
                 lambda: kind, device, lambda: "kernel", lambda: "torch", ()
             )
     assert out == "torch"
-    later = compiler_state.Machine(arch, "3.6.0", ptxas or "", passive=True, remembers=False)
+    later = compiler_state.CompilerState(arch, "3.6.0", ptxas or "", passive=True, remembers=False)
     other = kind[:-1] if name == "tf32x3-on-hip" else kind
     assert later.unusable(other) is None
 
@@ -159,7 +159,7 @@ def test_no_default_precision_meets_tf32x3_on_hip() -> None:
 @pytest.mark.parametrize("name", AVOIDED)
 def test_what_is_avoided_refuses_nothing(name: str) -> None:
     fault = BY_NAME[name]
-    assert not any(fault.trigger in triggers(kind) for kind in KINDS)
+    assert not any(fault.trigger in features_of(kind) for kind in KINDS)
 
 
 KINDS: list[tuple[Any, ...]] = [
@@ -178,11 +178,11 @@ def test_what_only_results_show_is_compared_though_verified(
     for variable in ("SLIPSTREAM_PROBE", "SLIPSTREAM_GUARD"):
         monkeypatch.delenv(variable, raising=False)
     everything = frozenset(compiler_state.families())
-    found: dict[str, compiler_state.Machine] = {}
+    found: dict[str, compiler_state.CompilerState] = {}
     for ptxas in ("12.8.93", "13.0.88", "13.1.80"):
         where = {("sm_90", "3.6.0", ptxas): everything}
         monkeypatch.setattr(compiler_state, "verified", lambda where=where: where)
-        found[ptxas] = compiler_state.Machine("sm_90", "3.6.0", ptxas, remembers=False)
+        found[ptxas] = compiler_state.CompilerState("sm_90", "3.6.0", ptxas, remembers=False)
     faulty, passed, cured = found.values()
     assert not faulty.guards and faulty.probes and not faulty.quiet
     assert all(faulty.wants_probe(kind) for kind in KINDS if "matmul" not in kind[0])
@@ -200,7 +200,9 @@ def test_what_is_slow_is_marked_by_the_matrix(name: str) -> None:
     made = Compiled(0, 0, 0, none, dots=1, seconds=0.0, hash="", asm={})
     status, why = support_matrix.judge(job, Outcome("ok", compiled=made))
     assert status == "slow" and "no tensor cores" in why
-    here = compiler_state.Machine(fault.archs[0], "3.6.0", "12.8.93", passive=True, remembers=False)
+    here = compiler_state.CompilerState(
+        fault.archs[0], "3.6.0", "12.8.93", passive=True, remembers=False
+    )
     assert fault in applying(here.arch, here.triton, here.ptxas) and here.quiet
 
 
@@ -210,13 +212,13 @@ def test_the_interpreter_gets_no_products_that_it_gets_wrong(
 ) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
-    assert guarded_launch.objection(lambda: KINDS[0], cpu) is None
+    assert guarded_launch.known_failure(lambda: KINDS[0], cpu) is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert name in (guarded_launch.objection(lambda: ("linear.triton", BF16, 64), cpu) or "")
-    assert guarded_launch.objection(lambda: ("linear.triton", HALF, 64), cpu) is None
-    assert guarded_launch.objection(lambda: ("norm.triton", BF16, 64), cpu) is None
+    assert name in (guarded_launch.known_failure(lambda: ("linear.triton", BF16, 64), cpu) or "")
+    assert guarded_launch.known_failure(lambda: ("linear.triton", HALF, 64), cpu) is None
+    assert guarded_launch.known_failure(lambda: ("norm.triton", BF16, 64), cpu) is None
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.10.0")
-    assert guarded_launch.objection(lambda: ("linear.triton", BF16, 64), cpu) is None
+    assert guarded_launch.known_failure(lambda: ("linear.triton", BF16, 64), cpu) is None
 
 
 @pytest.mark.parametrize(("later", "row"), [("sm_121", "sm_120"), ("sm_103", "sm_100")])

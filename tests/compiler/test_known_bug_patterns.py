@@ -10,8 +10,8 @@ import torch
 from slipstream.compiler import kernel_key
 from slipstream.compiler import trace as tracing
 from slipstream.compiler.aot import Job
-from slipstream.compiler.compiler_state import Machine
-from slipstream.compiler.known_bugs import FAULTS
+from slipstream.compiler.compiler_state import CompilerState
+from slipstream.compiler.known_bugs import KNOWN_BUGS
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Sample, Shape, chosen
@@ -25,7 +25,7 @@ slow = pytest.mark.slow
 # those that the IR shows; the others are found by compiling (slipstream matrix)
 SHOWN = ("narrow_dot", "transposed_dot")
 KNOWN = ("dot", "fp8_dot", "fp32_tma_dot", "chained_64_dots", "tf32x3")
-AVOIDED = {x.trigger: x for x in FAULTS if x.avoided}
+AVOIDED = {x.trigger: x for x in KNOWN_BUGS if x.avoided}
 
 
 def row_of(op: str) -> int:
@@ -43,16 +43,16 @@ def found(arch: str, row: int, shape: Shape, impl: str | None) -> tuple[frozense
     compilers = {"triton": "3.6.0", "ptxas_sm_90": "13.1.80", "ptxas_sm_100": "13.1.80"}
     here = _Noting(arch, "3.6.0", "13.1.80", passive=True, remembers=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracing, "elsewhere", lambda *args: here)
+        patch.setattr(tracing, "state_for", lambda *args: here)
         try:
             jobs = trace(_call(sample, shape, impl), arch, True, compilers=compilers)
         except PlainTorch:
             return frozenset(), set()
     has = frozenset().union(*(_patterns(x) for x in jobs))
-    return has, {y for x in here.admitted for y in kernel_key.triggers(x)}
+    return has, {y for x in here.admitted for y in kernel_key.features_of(x)}
 
 
-class _Noting(Machine):
+class _Noting(CompilerState):
     """Looks at every kind, and lets each pass."""
 
     def _settle(self) -> None:
@@ -89,7 +89,7 @@ def test_kernels_have_no_pattern_that_is_avoided(arch: str, row: int) -> None:
     """And of the others only those that their kinds own up to, so that plans know of them."""
     for shape in FEW:
         has, said = found(arch, row, shape, None)
-        on = {x.trigger for x in FAULTS if arch in x.archs}
+        on = {x.trigger for x in KNOWN_BUGS if arch in x.archs}
         assert not has & {*AVOIDED} & on & {*SHOWN}, str(shape)
         assert (has & {*KNOWN}) - {"tf32x3", *said} == set(), str(shape)
         assert "tf32x3" not in has or arch != "gfx942"
@@ -143,10 +143,10 @@ def test_patterns_tell_precisions_and_descriptors() -> None:
 def test_every_kind_has_a_family_of_kernels() -> None:
     from slipstream.compiler.compiler_state import families
 
-    for name in {x.name for x in kernel_key.TRAITS}:
+    for name in {x.name for x in kernel_key.FEATURE_RULES}:
         assert kernel_key.family((name,)) in families()
-    known = {x.trigger for x in FAULTS}
-    assert {y for x in kernel_key.TRAITS for y in x.triggers} <= known
+    known = {x.trigger for x in KNOWN_BUGS}
+    assert {y for x in kernel_key.FEATURE_RULES for y in x.triggers} <= known
 
 
 @slow

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.compiler.arch import ARCHS
-from slipstream.compiler.known_bugs import FAULTS, INTERPRETER, applying, blocking, version
+from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, blocking, version
 
 
 def names(*where: str) -> set[str]:
@@ -11,8 +11,8 @@ def names(*where: str) -> set[str]:
 
 
 def test_every_fault_is_complete() -> None:
-    assert len({x.name for x in FAULTS}) == len(FAULTS)
-    for x in FAULTS:
+    assert len({x.name for x in KNOWN_BUGS}) == len(KNOWN_BUGS)
+    for x in KNOWN_BUGS:
         assert x.effect in ("crash", "wrong result", "refusal", "slow")
         assert set(x.archs) <= {*ARCHS, INTERPRETER}
         assert x.pattern and x.source and x.way_out

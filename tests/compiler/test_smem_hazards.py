@@ -8,7 +8,7 @@ import torch
 
 from slipstream.compiler.aot import Job
 from slipstream.compiler.compile_worker import Worker
-from slipstream.compiler.smem_hazards import lost
+from slipstream.compiler.smem_hazards import find_hazard
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Shape, chosen
@@ -31,7 +31,7 @@ def planted_job(both: bool, stages: int) -> Job:
 @pytest.mark.parametrize(("both", "stages", "found"), [(True, 2, 1), (False, 2, 0), (True, 1, 0)])
 def test_a_tile_that_is_overwritten_is_found(both: bool, stages: int, found: int) -> None:
     """x, read by registers and the product: it gets one slot, and is loaded a turn ahead."""
-    assert len(lost(kernel_ir(planted_job(both, stages), gpu_too=True))) == found
+    assert len(find_hazard(kernel_ir(planted_job(both, stages), gpu_too=True))) == found
 
 
 def test_a_kernel_that_overwrites_tiles_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_slots_turns_and_waits_are_counted(
     slots: int, early: int, pending: int, raced: bool
 ) -> None:
     text = LOOP.format(slots=slots, before=COPY * early, pending=pending)
-    assert bool(lost(text)) == raced
+    assert bool(find_hazard(text)) == raced
 
 
 def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
@@ -107,7 +107,7 @@ def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
         assert impl is not None
         return {}
     jobs = [x for x in jobs if x.stages > 1 or ".hopper." in x.kernel]
-    return {x.key: lost(kernel_ir(x, gpu_too=True)) for x in jobs}
+    return {x.key: find_hazard(kernel_ir(x, gpu_too=True)) for x in jobs}
 
 
 @pytest.mark.parametrize("op", ["chunk_dplr_delta_rule", "chunk_simple_gla", "chunk_delta_rule"])
@@ -141,7 +141,7 @@ ENDS = [
     ],
 )
 def test_every_barrier_of_a_ring_counts(after: list[str], left: bool) -> None:
-    assert bool(lost(RING + "\n".join(after))) == left
+    assert bool(find_hazard(RING + "\n".join(after))) == left
 
 
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_kda"])

@@ -16,7 +16,7 @@ from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.compile_worker import Outcome
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import backends
-from slipstream.tools.variant_cover import cover, fewest, resolved
+from slipstream.tools.variant_cover import cover, resolved, smallest_cover
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -74,7 +74,7 @@ class _Worker:
 def test_attempt_names_the_nearest_configuration_that_runs() -> None:
     answers = {3: outcome(shared=150000), 2: outcome(shared=110000), 1: outcome(shared=70000)}
     worker: Any = _Worker(answers)
-    row = support_matrix.attempt(worker, (replace(JOB, arch="sm_86"), ("op",)), 1.0)
+    row = support_matrix.compile_row(worker, (replace(JOB, arch="sm_86"), ("op",)), 1.0)
     assert row.status == "refused" and row.shared == 150000
     assert "some_kernel with 3 stages: needs 150000" in row.reason
     assert "with 1 stages it needs 70000 and runs" in row.reason
@@ -83,7 +83,9 @@ def test_attempt_names_the_nearest_configuration_that_runs() -> None:
 def test_attempt_names_the_known_fault_behind_a_crash() -> None:
     """bf16 retention on sm_70 under Triton 3.3: an LLVM error, and the way out."""
     worker: Any = _Worker({3: Outcome("crash", "the compiler's process died: LLVM ERROR")})
-    row = support_matrix.attempt(worker, (replace(JOB, arch="sm_70"), ("chunk_retention",)), 1.0)
+    row = support_matrix.compile_row(
+        worker, (replace(JOB, arch="sm_70"), ("chunk_retention",)), 1.0
+    )
     assert (row.status, row.ptxas) == ("crash", "12.4.99")
     assert "rounding-mode: Triton 3.4 or later, or operands in float32" in row.reason
     table = support_matrix.by_operator([row, replace(row, status="ok", reason="")])
@@ -227,8 +229,8 @@ def test_cover_has_every_value_of_every_flag() -> None:
 
 def test_cover_takes_the_fewest() -> None:
     """Beginning with the one that has the most takes three."""
-    assert fewest([{1, 2, 3, 4}, {1, 2, 5}, {3, 4, 6}]) == [1, 2]
-    assert fewest([]) == [] and fewest([{1}, {1, 2}]) == [1]
+    assert smallest_cover([{1, 2, 3, 4}, {1, 2, 5}, {3, 4, 6}]) == [1, 2]
+    assert smallest_cover([]) == [] and smallest_cover([{1}, {1, 2}]) == [1]
 
 
 def test_cover_counts_a_type_that_is_not_the_first_tensors() -> None:
@@ -257,27 +259,27 @@ def test_rows_hold_until_the_kernel_or_a_compiler_changes(
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     about = {"triton": "3.6.0", "ptxas_sm_90": "12.8.93", "ptxas_sm_100": "12.9.86"}
     job = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel")
-    kept = rows.Rows(about)
+    kept = rows.RowCache(about)
     assert kept.split([(job, ("rms_norm",))]) == ([], [(job, ("rms_norm",))])
-    row = support_matrix.attempt(_Worker({3: outcome()}), (job, ("rms_norm",)), 1.0)  # type: ignore
+    row = support_matrix.compile_row(_Worker({3: outcome()}), (job, ("rms_norm",)), 1.0)  # type: ignore
     kept.add(job, row)
-    again, rest = rows.Rows(about).split([(job, ("layer_norm",))])
+    again, rest = rows.RowCache(about).split([(job, ("layer_norm",))])
     assert rest == [] and again == [replace(row, operators=("layer_norm",))]
     for changed in (
-        rows.Rows({**about, "triton": "3.7.1"}),
-        rows.Rows(about, anew=True),
+        rows.RowCache({**about, "triton": "3.7.1"}),
+        rows.RowCache(about, anew=True),
     ):
         assert changed.split([(job, ("rms_norm",))])[0] == []
-    assert rows.Rows(about).split([(replace(job, stages=2), ("rms_norm",))])[0] == []
+    assert rows.RowCache(about).split([(replace(job, stages=2), ("rms_norm",))])[0] == []
     other, (file,) = replace(job, stages=2), (tmp_path / "matrix").iterdir()
     file.write_text(file.read_text() + '{"digest": "half of a l')  # a run that was killed
-    rows.Rows(about).add(other, row)
-    both = rows.Rows(about).split([(job, ("rms_norm",)), (other, ("rms_norm",))])
+    rows.RowCache(about).add(other, row)
+    both = rows.RowCache(about).split([(job, ("rms_norm",)), (other, ("rms_norm",))])
     assert len(both[0]) == 2 and both[1] == []
     kernel = rows.load(job.kernel)
     monkeypatch.setattr(rows, "load", lambda path: SimpleNamespace(cache_key="other source"))
     assert kernel.cache_key != "other source"
-    assert rows.Rows(about).split([(job, ("rms_norm",))])[0] == []
+    assert rows.RowCache(about).split([(job, ("rms_norm",))])[0] == []
 
 
 def test_a_changed_family_is_no_longer_verified(
@@ -290,13 +292,13 @@ def test_a_changed_family_is_no_longer_verified(
     worker: Any = _Worker({3: outcome()})
     kernels = ("norm.triton.norm:a", "linear.triton.walk:b")
     jobs = [replace(JOB, kernel=f"slipstream.kernels.{x}") for x in kernels]
-    found = [support_matrix.attempt(worker, (x, ("op",)), 1.0) for x in jobs]
-    support_page._trust([found[0], replace(found[1], status="hang")])
+    found = [support_matrix.compile_row(worker, (x, ("op",)), 1.0) for x in jobs]
+    support_page._record_verified([found[0], replace(found[1], status="hang")])
     (entry,) = json.loads(support_page.VERIFIED.read_text())
     assert entry["families"] == {"norm": compiler_state.families(False)["norm"]}  # 3.3.1
     here = ("sm_90", "3.3.1", "12.4.99")
     monkeypatch.setattr(compiler_state, "verified", lambda: {here: frozenset({"norm"})})
-    trusted = compiler_state.Machine(*here, remembers=False)
+    trusted = compiler_state.CompilerState(*here, remembers=False)
     assert trusted.guards and not trusted.quiet
     assert not trusted.wants_probe(("norm.triton",)) and trusted.wants_probe(("linear.step",))
     assert trusted.trust.startswith("verified by the matrix but for conv")
@@ -313,21 +315,21 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
     portable = compiler_state.families(False)
     alike = {name for name, digest in found.items() if portable[name] == digest}
     assert set(portable) == set(found) and alike == set(found) - {"linear", "softmax", "matmul"}
-    takes = [compiler_state.takes_gluon("sm_90", x) for x in ("3.5.1", "3.6.0", "3.8.0", "3.9.0")]
-    assert takes == [False, True, True, False] and not compiler_state.takes_gluon("sm_100", "3.6.0")
-    assert compiler_state._GLUON == backends.GLUON
+    takes = [compiler_state.uses_gluon("sm_90", x) for x in ("3.5.1", "3.6.0", "3.8.0", "3.9.0")]
+    assert takes == [False, True, True, False] and not compiler_state.uses_gluon("sm_100", "3.6.0")
+    assert compiler_state._GLUON == backends.GLUON_RELEASES
     assert compiler_state.family_of("slipstream.runtime.token_ids_kernel") == "core"
 
 
 @compiles
 def test_every_family_has_kernels_in_the_matrix() -> None:
     """Else nothing would ever verify it, and everything would be watched."""
-    from slipstream.tools.backend_query import find
+    from slipstream.tools.backend_query import find_kernels
     from slipstream.tools.catalog import REPRESENTATIVE, chosen
 
     ops = ["retention", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
     samples = [x for name in [*ops, "short_convolution"] for x in chosen([name])]
-    found = find(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
+    found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
     assert not found.failures
     families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
     assert families == set(compiler_state.families())
@@ -337,7 +339,7 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
 def test_every_kernel_is_reached_by_the_matrix() -> None:
     """One that no sample reaches would be trusted with its family, though nobody compiled it."""
     import slipstream.kernels
-    from slipstream.tools.backend_query import find
+    from slipstream.tools.backend_query import find_kernels
     from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES
 
     root = Path(slipstream.kernels.__file__).parent
@@ -346,7 +348,7 @@ def test_every_kernel_is_reached_by_the_matrix() -> None:
     assert len(written) > 60
     reached: set[str] = set()
     for arch, shapes in {"sm_90": REPRESENTATIVE, "sm_80": REPRESENTATIVE[:1]}.items():
-        found = find(SAMPLES, shapes, arch)
+        found = find_kernels(SAMPLES, shapes, arch)
         assert not found.failures
         reached |= {job.name for job, _ in found.tasks}
     assert written - reached == set()

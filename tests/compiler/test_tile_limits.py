@@ -10,7 +10,7 @@ import pytest
 from slipstream.compiler import tile_limits as checked
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS, MATRICES, Arch
-from slipstream.compiler.tile_limits import Needs, instruction, objection
+from slipstream.compiler.tile_limits import TileRequirements, instruction, violation
 from slipstream.kernels.attention import tile_limits as softmax
 from slipstream.kernels.attention.triton import tiles as softmax_tiles
 from slipstream.kernels.linear import tile_limits as linear
@@ -38,7 +38,7 @@ def test_every_tile_of_linear_attention_can_run(arch: Arch, size: int) -> None:
         for V in WIDTHS:
             walks = [tiles.choose(family, K, V, size, gated) for gated in (False, True)]
             channel = vector_decay_tiles.choose(family, K, size)
-            walks.append(vector_decay_tiles.choose_walk(family, K, V, size, channel.C))
+            walks.append(vector_decay_tiles.choose_chunk_tile(family, K, V, size, channel.C))
             for tile, BD in walks:
                 linear.check(tile, BD, size, arch)
             linear.check(channel, K, size, arch)
@@ -51,7 +51,7 @@ def test_every_tile_of_linear_attention_can_run(arch: Arch, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_tile_of_attention_can_run(arch: Arch, size: int) -> None:
     family = softmax_tiles.family(arch.capability, arch.name == "gfx942")
-    widest = softmax_tiles.WIDEST_FLOAT32 if family in softmax_tiles.NARROWEST else 256
+    widest = softmax_tiles.MAX_HEAD_DIM_FP32 if family in softmax_tiles.MIN_HEAD_DIM else 256
     for D in WIDTHS:
         for DV in (x for x in WIDTHS if size == 2 or max(D, x) <= widest):
             for busy in (False, True):
@@ -84,7 +84,7 @@ def test_tiles_that_cannot_run_are_refused_with_the_nearest_that_can() -> None:
     ):
         linear.check(plain, 128, 2, ARCHS["sm_86"])
     tile, BK = triton_delta_tiles.choose("sm_90", 128, 128, 2)
-    tile = replace(tile, solve=triton_delta_tiles.Part(64, 6, 1))
+    tile = replace(tile, solve=triton_delta_tiles.KernelTile(64, 6, 1))
     with pytest.raises(ValueError, match="solve: warps: want a power of two up to 32, got 6"):
         linear.check(tile, BK, 2, ARCHS["sm_90"])
     with pytest.raises(
@@ -102,15 +102,15 @@ def test_tiles_that_cannot_run_are_refused_with_the_nearest_that_can() -> None:
 
 
 def test_what_tma_and_stages_may_be() -> None:
-    box = Needs(2, 4, 2, boxes=((64, 512),))
-    assert "5 dimensions of up to 256" in (objection(box, ARCHS["sm_90"]) or "")
+    box = TileRequirements(2, 4, 2, boxes=((64, 512),))
+    assert "5 dimensions of up to 256" in (violation(box, ARCHS["sm_90"]) or "")
     assert "multiples of 16 bytes" in (
-        objection(replace(box, boxes=((64, 4),)), ARCHS["sm_90"]) or ""
+        violation(replace(box, boxes=((64, 4),)), ARCHS["sm_90"]) or ""
     )
-    assert objection(replace(box, boxes=((64, 64),)), ARCHS["sm_120"]) is None
-    assert "no TMA" in (objection(replace(box, boxes=((64, 64),)), ARCHS["sm_80"]) or "")
-    assert "stages: want 1 to 8" in (objection(Needs(2, 4, 9), ARCHS["sm_90"]) or "")
-    assert checked.nearest(0, lambda x: x, lambda x: "never", {}) is None
+    assert violation(replace(box, boxes=((64, 64),)), ARCHS["sm_120"]) is None
+    assert "no TMA" in (violation(replace(box, boxes=((64, 64),)), ARCHS["sm_80"]) or "")
+    assert "stages: want 1 to 8" in (violation(TileRequirements(2, 4, 9), ARCHS["sm_90"]) or "")
+    assert checked.closest_legal(0, lambda x: x, lambda x: "never", {}) is None
 
 
 def test_every_architecture_says_what_its_matrix_instruction_takes() -> None:

@@ -39,7 +39,7 @@ def test_trace_finds_what_the_jit_would_compile(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(tracing, "job_of", note)
     jobs = tracing.trace(gated_delta_rule, arch)
-    assert {"delta_walk_kernel", "delta_grads_kernel"} <= {x.name for x in jobs}
+    assert {"delta_chunk_fwd_kernel", "delta_dqkg_kernel"} <= {x.name for x in jobs}
     assert [x.key for x in jobs] == list(told)
     assert {x.arch for x in jobs} == {arch}
     for job, compile in zip(jobs, told.values()):
@@ -52,7 +52,7 @@ def test_trace_leaves_gradients_out_if_told() -> None:
     from slipstream.compiler.trace import trace
 
     names = {x.name for x in trace(gated_delta_rule, "sm_90", backward=False)}
-    assert "delta_walk_kernel" in names and "delta_grads_kernel" not in names
+    assert "delta_chunk_fwd_kernel" in names and "delta_dqkg_kernel" not in names
 
 
 def test_trace_of_plain_torch_says_so_and_puts_everything_back() -> None:

@@ -32,15 +32,15 @@ def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def fresh() -> str:
         """As in a new process."""
         monkeypatch.setattr(cache, "triton_key", triton_key)
-        triton_cache_key.recall.cache_clear()
-        triton_cache_key.recall()
+        triton_cache_key.reuse.cache_clear()
+        triton_cache_key.reuse()
         return cache.triton_key()
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(real, "__file__", str(root / "__init__.py"))
     made.fresh = fresh
     yield made
-    triton_cache_key.recall.cache_clear()
+    triton_cache_key.reuse.cache_clear()
 
 
 def test_digest_is_remembered(triton: Any) -> None:

@@ -84,14 +84,14 @@ def test_the_matrix_compiles_under_another_release(
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton")
 def test_what_stops_every_kernel_of_a_release_is_said_of_each_operator() -> None:
-    from slipstream.tools.backend_query import find
+    from slipstream.tools.backend_query import find_kernels
     from slipstream.tools.catalog import REPRESENTATIVE, chosen
 
     old = {"triton": "3.4.0", "ptxas_sm_90": "12.8.93", "ptxas_sm_100": "12.8.93"}
     samples = chosen(["embedding", "retention"])
-    found = find(samples, REPRESENTATIVE[:1], "gfx942", compilers=old)
+    found = find_kernels(samples, REPRESENTATIVE[:1], "gfx942", compilers=old)
     assert (found.tasks, found.failures) == ([], [])
     assert set(found.without) == {x.op for x in samples}
     reason = "any kernel, where ROCm is not installed: no-rocm-linker; Triton 3.5.1 or later"
     assert all(x.startswith(reason) for x in found.without.values())
-    assert find(samples, REPRESENTATIVE[:1], "sm_90", compilers=old).without == {}
+    assert find_kernels(samples, REPRESENTATIVE[:1], "sm_90", compilers=old).without == {}

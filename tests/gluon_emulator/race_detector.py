@@ -25,7 +25,7 @@ from types import FrameType
 import numpy as np
 
 # Functions of kernels of attention that every part calls for itself, with one outcome.
-SAME = {"clean"}
+SAME = {"zero_tail_rows"}
 MOST = 160  # agents of a program
 CLOCK = 32  # bits of a clock; an agent is above
 

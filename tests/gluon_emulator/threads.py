@@ -220,7 +220,7 @@ def _copy_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
     later(finish, buffer)
 
 
-def _reduce_out(desc: Descriptor, at: list, buffer: Buffer) -> None:
+def _tma_reduce_add(desc: Descriptor, at: list, buffer: Buffer) -> None:
     def finish() -> None:
         part = desc.part(at)
         assert not np.isnan(part).any()
@@ -239,19 +239,19 @@ def _fence() -> None:
     _LOCAL.part.fences()
 
 
-def _turn_done(p: Pointer, value: Any) -> None:
+def _semaphore_release(p: Pointer, value: Any) -> None:
     _store_wait()
     _store(p, value)
 
 
-def _turn_of(p: Pointer) -> Any:
+def _semaphore_acquire(p: Pointer) -> Any:
     time.sleep(1e-4)
     if _LOCAL.errors:
         raise TimeoutError("a turn does not come")
     return tensor(p.data[p.at])
 
 
-def _take_slot(p: Pointer, first: Any, count: Any) -> Any:
+def _lock_workspace(p: Pointer, first: Any, count: Any) -> Any:
     end = time.monotonic() + _WAIT
     while time.monotonic() < end:
         with _SLOTS:
@@ -264,7 +264,7 @@ def _take_slot(p: Pointer, first: Any, count: Any) -> Any:
     raise AssertionError("waits for a slot for ever")
 
 
-def _leave_slot(p: Pointer) -> None:
+def _unlock_workspace(p: Pointer) -> None:
     assert p.data[int(p.at)] == 1
     p.data[int(p.at)] = 0
 
@@ -419,10 +419,12 @@ def emulated() -> Iterator[None]:
         "warpgroup_mma_wait": _mma_wait,
     }
     triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
-    turns = ModuleType("turns")
-    vars(turns).update(
-        reduce_out=_reduce_out, turn_of=_turn_of, turn_done=_turn_done, landed=_store_wait,
-        settled=_nothing, take_slot=_take_slot, leave_slot=_leave_slot,
+    semaphore = ModuleType("semaphore")
+    vars(semaphore).update(
+        tma_reduce_add=_tma_reduce_add, semaphore_acquire=_semaphore_acquire,
+        semaphore_release=_semaphore_release,
+        wait_bulk_stores=_store_wait, proxy_fence=_nothing, lock_workspace=_lock_workspace,
+        unlock_workspace=_unlock_workspace,
     )  # fmt: skip
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
@@ -432,7 +434,7 @@ def emulated() -> Iterator[None]:
         "triton.language": language,
         "slipstream.kernels.primitives.gluon_compat": gluon,
     }
-    fake["slipstream.kernels.primitives.semaphore"] = turns
+    fake["slipstream.kernels.primitives.semaphore"] = semaphore
     kept = dict(sys.modules)
     try:
         for name in [n for n in sys.modules if n.startswith(_ANEW)]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -22,26 +22,26 @@ def offsets(lengths: tuple[int, ...] | None) -> Tensor | None:
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
-def gradients_of_results(terms: Terms) -> tuple[Tensor, Tensor]:
+def gradients_of_results(terms: LinearInputs) -> tuple[Tensor, Tensor]:
     """Some, of o and of the final state."""
     return torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
 
 
-def reference(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def reference(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     """o, the final state and the gradients of everything given, in float64."""
     wide = {
         name: x.cpu() if name == "cu_seqlens" else x.cpu().double().requires_grad_()
         for name, x in terms._asdict().items()
         if x is not None
     }
-    o, final = linear_reference(Terms(**wide), SCALE)
+    o, final = linear_reference(LinearInputs(**wide), SCALE)
     loss = (o * do.cpu()).sum() + (final * dfinal.cpu()).sum()
     live = {name: x for name, x in wide.items() if name != "cu_seqlens"}
     grads = torch.autograd.grad(loss, list(live.values()))
     return {"o": o.detach(), "final": final.detach(), **dict(zip(live, grads, strict=True))}
 
 
-def run(launch: Any, terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def run(launch: Any, terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     """What a module of launches makes forward and backward."""
     o, final = launch.forward(terms, SCALE)
     return {"o": o, "final": final, **launch.backward(terms, do, dfinal, SCALE)}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.ops.attention import attention
 
@@ -113,7 +113,7 @@ def test_errors_are_at_most_those_of_torch(
         pytest.skip(str(error))
     peers = with_gradients(lambda q, k, v: torchs(q, k, v, seen, scale), q, k, v, do)
     want = with_gradients(
-        lambda *x: softmax_reference(Terms(*x), Options(scale, left, right))[0],
+        lambda *x: softmax_reference(AttentionInputs(*x), AttentionOptions(scale, left, right))[0],
         q.double(), k.double(), v.double(), do.double(),
     )  # fmt: skip
     held_beside_torch(ours, peers, want, f"{name} {D}/{DV} {impl}")
@@ -147,8 +147,9 @@ def test_packed_errors_are_at_most_those_of_torch(
     )  # fmt: skip
     peers = with_gradients(lambda q, k, v: torchs(q, k, v, seen, scale), q, k, v, do)
     terms: dict[str, Tensor] = {"cu_q": cu_q, "cu_k": cu_k}
+    options = AttentionOptions(scale, *window)
     want = with_gradients(
-        lambda *x: softmax_reference(Terms(*x, **terms), Options(scale, *window))[0],
+        lambda *x: softmax_reference(AttentionInputs(*x, **terms), options)[0],
         q.double(), k.double(), v.double(), do.double(),
     )  # fmt: skip
     held_beside_torch(ours, peers, want, f"packed {D} {impl} {window}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.latent import latent_attention, plain
+from slipstream.kernels.attention.latent import eager_latent_attention, latent_attention
 from slipstream.layers.mla import MLA
 
 pytestmark = [
@@ -53,7 +53,7 @@ def test_latent_attention_matches_reference(name: str, dtype: torch.dtype) -> No
     q, latent = q.to(dtype), latent.to(dtype)
     options = {"width": width, "scale": 0.06, "table": table}
     first, second = (latent_attention(q, latent, lengths, **options, impl="triton") for _ in "ab")
-    want, _ = plain(q.double(), latent.double(), lengths, table, width, 0.06)
+    want, _ = eager_latent_attention(q.double(), latent.double(), lengths, table, width, 0.06)
     assert error(first, want.cpu()) <= 0.4 * torch.finfo(dtype).eps
     assert torch.equal(first, second)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slipstream.kernels.attention.inputs import Options, Terms
-from slipstream.kernels.attention.sm90.plan import refuses
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.sm90.plan import unsupported_reason
 from tests.support.attention_calls import Call, check, got, incoming, want
 
 pytestmark = [
@@ -26,10 +26,10 @@ CALLS = [
 ]
 
 
-def on_gpu(call: Call, D: int) -> Terms:
+def on_gpu(call: Call, D: int) -> AttentionInputs:
     terms = Call(**{**vars(call), "D": D, "DV": D, "scale": D**-0.5}).terms(torch.bfloat16)
-    moved = Terms(*(None if x is None else x.cuda() for x in terms))
-    if reason := refuses(moved, call.options):
+    moved = AttentionInputs(*(None if x is None else x.cuda() for x in terms))
+    if reason := unsupported_reason(moved, call.options):
         pytest.skip(reason)
     return moved
 
@@ -40,8 +40,11 @@ def test_kernels_match_reference(call: Call, D: int) -> None:
     from slipstream.kernels.attention.sm90 import launch
 
     terms = on_gpu(call, D)
-    do, dlse = (x.cuda() for x in incoming(Terms(*(None if x is None else x.cpu() for x in terms))))
-    options = Options(D**-0.5, *call.options[1:])
+    do, dlse = (
+        x.cuda()
+        for x in incoming(AttentionInputs(*(None if x is None else x.cpu() for x in terms)))
+    )
+    options = AttentionOptions(D**-0.5, *call.options[1:])
     right = want(terms, options, do, dlse)
     found = got(launch, terms, options, do, dlse)
     check(found, right, 2e-2, call.name)
@@ -54,8 +57,8 @@ def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
     from slipstream.kernels.attention.sm90 import launch
 
     call = Call("pair", B=2, T=333, S=333, H=2, HKV=2, right=0)
-    terms, options = on_gpu(call, D), Options(D**-0.5, -1, 0)
-    alone = Terms(*(x[:1].clone() for x in terms[:3]))
+    terms, options = on_gpu(call, D), AttentionOptions(D**-0.5, -1, 0)
+    alone = AttentionInputs(*(x[:1].clone() for x in terms[:3]))
     do = torch.randn_like(terms.q)
     for x in (*terms[:3], do):
         x[1] = torch.nan
@@ -69,7 +72,7 @@ def test_graph_replays_with_other_lengths(D: int) -> None:
     from slipstream.kernels.attention.sm90 import launch
 
     packed = next(x for x in CALLS if x.name == "packed")
-    terms, options = on_gpu(packed, D), Options(D**-0.5, -1, 0)
+    terms, options = on_gpu(packed, D), AttentionOptions(D**-0.5, -1, 0)
     do = torch.randn_like(terms.q)
     got(launch, terms, options, do, None)
     graph = torch.cuda.CUDAGraph()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.attention.inputs import Options
+from slipstream.kernels.attention.inputs import AttentionOptions
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 
 pytestmark = [
@@ -23,7 +23,7 @@ def test_kernels_match_reference(call: Call, D: int, DV: int) -> None:
     terms = here._replace(**{n: x.cuda() for n, x in here._asdict().items() if x is not None})
     do, dlse = (x.cuda() for x in incoming(here))
     sign = -1 if call.scale < 0 else bool(call.scale)
-    options = Options(sign * D**-0.5, *call.options[1:])
+    options = AttentionOptions(sign * D**-0.5, *call.options[1:])
     found = got(launch, terms, options, do, dlse)
     check(found, want(terms, options, do, dlse), 2e-2, call.name)
     for name, x in got(launch, terms, options, do, dlse).items():

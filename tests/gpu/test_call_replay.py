@@ -20,7 +20,7 @@ SHAPES = {
     "packed": Shape(B=2, T=70, H=2, K=64, V=64, packed=True, grouped=True),
     "split": Shape(B=1, T=8192, H=1, K=64, V=64),
 }
-_PLAY = call_replay.Record.play
+_PLAY = call_replay.RecordedCall.play
 LINEAR = [x for x in SAMPLES if x.op.startswith(("chunk_", "fused_recurrent_"))]
 
 
@@ -50,10 +50,10 @@ def check(sample: Sample, shape: Shape) -> None:
         torch.manual_seed(turn)
         args = sample.inputs(shape, torch.device("cuda"))
         with mock.patch.object(
-            call_replay.Record, "play", autospec=True, side_effect=_PLAY
+            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
         ) as play:
             got = results(sample, args)
-        with mock.patch.object(call_replay, "ON", False):
+        with mock.patch.object(call_replay, "ENABLED", False):
             want = results(sample, args)
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x, y)
@@ -68,7 +68,7 @@ def test_inference_is_one_record_of_launches(op: str) -> None:
         sample.call(args)
         sample.call(args)
         with mock.patch.object(
-            call_replay.Record, "play", autospec=True, side_effect=_PLAY
+            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
         ) as play:
             sample.call(args)
     (record, _), _ = play.call_args
@@ -114,11 +114,11 @@ def test_replayed_attention_is_the_call(name: str, D: int) -> None:
             options["g"] = (-torch.rand(B, T, H, device="cuda")).requires_grad_()
         leaves += [options[n] for n in ("sinks", "g") if n in options]
         with mock.patch.object(
-            call_replay.Record, "play", autospec=True, side_effect=_PLAY
+            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
         ) as play:
             got = with_gradients(options, leaves)
         played += play.call_count
-        with mock.patch.object(call_replay, "ON", False):
+        with mock.patch.object(call_replay, "ENABLED", False):
             want = with_gradients(options, leaves)
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x, y)
@@ -135,7 +135,7 @@ def test_replayed_steps_are_the_calls() -> None:
 
         given: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta, "state_indices": slots}
         got = ops.recurrent_step(**given, state=pools[0])
-        with mock.patch.object(call_replay, "ON", False):
+        with mock.patch.object(call_replay, "ENABLED", False):
             want = ops.recurrent_step(**given, state=pools[1])
         assert torch.equal(got, want) and torch.equal(*pools)
 
@@ -151,5 +151,5 @@ def test_replay_in_a_graph() -> None:
     for x in (q, k, v):
         x.normal_()
     graph.replay()
-    with mock.patch.object(call_replay, "ON", False):
+    with mock.patch.object(call_replay, "ENABLED", False):
         assert torch.equal(got, ops.chunk_simple_gla(q, k, v, g)[0])

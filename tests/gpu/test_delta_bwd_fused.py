@@ -41,15 +41,15 @@ def test_parts_match_reference(
     size, every, parts = given
     torch.manual_seed(0)
     terms = inputs(size, False)
-    cut = bwd_schedule.cut_into(terms, every, parts)
-    monkeypatch.setattr(backend, "cut_of", lambda terms: cut)
+    cut = bwd_schedule.make_schedule(terms, every, parts)
+    monkeypatch.setattr(backend, "choose_schedule", lambda terms: cut)
     if strength is not None:
         terms = terms._replace(g=-strength * torch.rand(*terms.v.shape[:3], device="cuda"))
     do, dfinal = gradients_of_results(terms)
     want, kept = reference(terms, do, dfinal), [True, True, False, False]
 
     def made() -> dict[str, Tensor]:
-        o, final, left = backend.forward_kept(terms, SCALE)
+        o, final, left = backend.forward_saving(terms, SCALE)
         found = left if kept.pop() else ()
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, kept=found)}
 
@@ -69,7 +69,7 @@ def test_backward_in_one_walk_matches_reference(
     from slipstream.kernels.linear.sm90.delta import backend
 
     torch.manual_seed(0)
-    monkeypatch.setattr(plan, "FUSED", 1)
+    monkeypatch.setattr(plan, "FUSED_BWD_MIN_HEADS", 1)
     terms = inputs(size, gated)
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
@@ -82,14 +82,14 @@ def test_a_graph_that_stays_keeps_the_states_of_parts(monkeypatch: pytest.Monkey
 
     torch.manual_seed(0)
     terms = inputs((1, 271, 2, 4, 128, 128, LENGTHS[:2] + (201,) + LENGTHS[3:]), True)
-    cut, left = bwd_schedule.cut_into(terms, 2), []
+    cut, left = bwd_schedule.make_schedule(terms, 2), []
 
     def marks_like(*given: Any) -> Tensor:
-        left.append(bwd_schedule.marks_like(*given))
+        left.append(bwd_schedule.empty_checkpoints(*given))
         return left[-1]
 
-    monkeypatch.setattr(backend, "cut_of", lambda terms: cut)
-    monkeypatch.setattr(backend, "marks_like", marks_like)
+    monkeypatch.setattr(backend, "choose_schedule", lambda terms: cut)
+    monkeypatch.setattr(backend, "empty_checkpoints", marks_like)
     names = ("q", "k", "v", "g", "beta")
     args = {n: getattr(terms, n).requires_grad_() for n in names}
     do = torch.randn_like(terms.v)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90 import plan
 from tests.gpu.sm90_runs import (
     LENGTHS,
@@ -33,12 +33,12 @@ SIZES = {  # B, T, H, HV, K, V, lengths of packed sequences
 LIMIT = 0.006
 
 
-def inputs(size: tuple, gated: bool) -> Terms:
+def inputs(size: tuple, gated: bool) -> LinearInputs:
     B, T, H, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.rand(B, T, HV, device="cuda")
-    return Terms(
+    return LinearInputs(
         torch.randn(B, T, H, K, **make),
         F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
         torch.randn(B, T, HV, V, **make),
@@ -49,24 +49,24 @@ def inputs(size: tuple, gated: bool) -> Terms:
     )
 
 
-def walks(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def walks(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
     from slipstream.kernels.linear.triton.delta import backend as portable
 
-    solved = portable._solve(terms)
+    solved = portable._solve_tril(terms)
     o, dv = torch.empty_like(do), torch.empty_like(do)
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
     (HV, V), K = do.shape[2:], terms.q.shape[-1]
     dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
-    sm90_delta_launch.walk(terms, *solved[:2], SCALE, o, s_in=terms.initial_state, s_out=final)
-    sm90_delta_launch.walk_back(
+    sm90_delta_launch.chunk_fwd(terms, *solved[:2], SCALE, o, s_in=terms.initial_state, s_out=final)
+    sm90_delta_launch.chunk_dstate(
         terms, do, *solved[:2], SCALE, dv, dstates, s_in=dfinal, s_out=dinitial
     )
     made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
     if V % (2 * plan.TILE_V) == 0:
         made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
         ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
-        sm90_delta_launch.walk_wide(terms, *solved[:2], SCALE, made["wide o"], **ends)
+        sm90_delta_launch.chunk_fwd_2tile(terms, *solved[:2], SCALE, made["wide o"], **ends)
     return made
 
 
@@ -75,7 +75,7 @@ def walks(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
 def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
     torch.manual_seed(0)
     terms = inputs(size, gated)
-    assert plan.refuses(terms) is None
+    assert plan.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
     want |= {"dv": want["v"], "dinitial": want["initial_state"]}
@@ -90,11 +90,11 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
 
     torch.manual_seed(0)
     terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
-    assert backend._takes_two(terms)
+    assert backend._use_2tile(terms)
     do, dfinal = gradients_of_results(terms)
 
-    def both(given: Terms, heads: slice) -> dict[str, Tensor]:
-        o, final, solved = backend.forward_kept(given, SCALE)
+    def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
+        o, final, solved = backend.forward_saving(given, SCALE)
         dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
         return {
             "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, kept=solved)
@@ -110,7 +110,7 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
             if (x := getattr(terms, name)) is not None
         },
     )
-    assert not backend._takes_two(alone)
+    assert not backend._use_2tile(alone)
     for name, want in both(alone, few).items():
         assert torch.equal(got[name], again[name]), name
         heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
@@ -134,18 +134,18 @@ def test_delta_segments_match_reference(
 ) -> None:
     from slipstream.kernels.linear.sm90.delta import backend
 
-    monkeypatch.setattr(backend, "LEAST", 1)
-    monkeypatch.setattr(backend, "WORTH", 1)
+    monkeypatch.setattr(backend, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(backend, "MIN_CHUNKS_SAVED", 1)
     torch.manual_seed(0)
     strength, lengths = split
     terms = inputs((1, 480, 1, 2, 128, 128, lengths), False)
     g = -strength * torch.rand(1, 480, 2, device="cuda")
     terms = terms._replace(g=g)
-    assert backend._split(terms) is not None
+    assert backend._segments(terms) is not None
     do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
-        o, final, solved = backend.forward_kept(terms, SCALE)
+        o, final, solved = backend.forward_saving(terms, SCALE)
         given = solved if kept else ()
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, kept=given)}
 
@@ -160,7 +160,7 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
     torch.manual_seed(0)
     terms = inputs((1, 270, 2, 2 * heads, 128, 128, LENGTHS), False)
     terms = terms._replace(g=-0.3 * torch.rand(1, 270, 2 * heads, device="cuda"))
-    assert backend._together(terms) == together
+    assert backend._heads_per_semaphore(terms) == together
     do, dfinal = gradients_of_results(terms)
     expect(lambda: run(backend, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
 
@@ -170,7 +170,7 @@ BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
 
 def channels(
     kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None, size: tuple = (2, 150, 2, 2)
-) -> Terms:
+) -> LinearInputs:
     """A gate a channel, and free a and b for dplr; strong gates are in chunks of their own ways."""
     B, T, H, HV, K = (1, 270, 1, 2, 128) if lengths else (*size, 128)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -181,7 +181,7 @@ def channels(
         g[:, 70] = -torch.inf
     cu = offsets(lengths)
     b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).bfloat16()
-    return Terms(
+    return LinearInputs(
         torch.randn(B, T, H, K, **make),
         k,
         torch.randn(B, T, HV, 128, **make),
@@ -207,8 +207,8 @@ def test_gates_a_channel_match_reference(
     torch.manual_seed(0)
     terms = channels(kind, gates, dtype, lengths)
     do, dfinal = gradients_of_results(terms)
-    assert plan.refuses(terms) is None
-    assert dplr_backend.takes_grads(terms, do)
+    assert plan.unsupported_reason(terms) is None
+    assert dplr_backend.supports_dqkg(terms, do)
     want = reference(terms, do, dfinal)
     got = expect(lambda: run(backend, terms, do, dfinal), want, BARS, 8e-3)
     assert got["g"].dtype == dtype

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.runtime.launch_cache import Kept
+from slipstream.runtime.launch_cache import CachedKernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,9 @@ def test_kept_launches_are_tritons() -> None:
     ):
         for shift in (0, 8, 1, 0):
             got = results(T, dtype, shift)
-            with mock.patch.object(Kept, "__getitem__", lambda kept, grid: kept.kernel[grid]):
+            with mock.patch.object(
+                CachedKernel, "__getitem__", lambda kept, grid: kept.kernel[grid]
+            ):
                 want = results(T, dtype, shift)
             for i, (a, b) in enumerate(zip(got, want)):
                 assert torch.equal(a, b), (i, T, dtype, shift)

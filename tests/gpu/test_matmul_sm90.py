@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.matmul import op
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, Terms
+from slipstream.kernels.matmul.inputs import ACTIVATIONS, MatmulInputs
 from slipstream.ops.matmul import MatmulConfig, matmul
 
 SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -51,8 +51,8 @@ def names_for(a: Tensor, b: Tensor, precision: str, layout: str) -> list[str | N
     """The implementations that take a call, and None, whatever is chosen; of the portable one not
     each layout with each dtype, for every one is a kernel to compile."""
     out = BF16 if a.element_size() == 1 else a.dtype
-    t = Terms(a, b, None, None, None, None, "", precision, out)
-    taken: list[str | None] = ["sm90"] if op.tma_refuses(t) is None else []
+    t = MatmulInputs(a, b, None, None, None, None, "", precision, out)
+    taken: list[str | None] = ["sm90"] if op.tma_unsupported_reason(t) is None else []
     return taken + ([None, "triton"] if a.dtype == BF16 or layout in ("nn", "tt") else [])
 
 

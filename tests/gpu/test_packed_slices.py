@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.linear import op, workspace
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime import call_replay
 from tests.gpu.sm90_runs import on_hopper
@@ -34,12 +34,19 @@ OTHER_LIMIT = 0.008
 
 @pytest.fixture(autouse=True)
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"LITTLE": 0, "SPARSE": 1, "BUSY": 1, "GROUPED": 1, "PACKED": 1, "COUNT": SPANS}
+    few = {
+        "LITTLE": 0,
+        "MIN_SLICE_TOKENS_GROUPED": 1,
+        "MIN_ACTIVE_PROGRAMS": 1,
+        "GROUPED": 1,
+        "PACKED": 1,
+        "COUNT": SPANS,
+    }
     for name, value in few.items():
         monkeypatch.setattr(workspace, name, value)
 
 
-def inputs(kind: str, states: bool) -> Terms:
+def inputs(kind: str, states: bool) -> LinearInputs:
     H, HV, V = CASES[kind]
     T, K = sum(LENGTHS), 128
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -54,15 +61,15 @@ def inputs(kind: str, states: bool) -> Terms:
         given["beta"] = torch.rand(1, T, HV, device="cuda")
     if states:
         given["initial_state"] = torch.randn(len(LENGTHS), HV, K, V, device="cuda")
-    return Terms(
+    return LinearInputs(
         q, k, torch.randn(1, T, HV, V, **make), **given, cu_seqlens=offsets(LENGTHS).int().cuda()
     )
 
 
-def results(terms: Terms, do: Tensor, dfinal: Tensor | None, run: Any) -> dict[str, Tensor]:
+def results(terms: LinearInputs, do: Tensor, dfinal: Tensor | None, run: Any) -> dict[str, Tensor]:
     given = {n: x for n, x in terms._asdict().items() if x is not None}
     live = {n: x.detach().requires_grad_() for n, x in given.items() if n in DIFFERENTIABLE}
-    o, final = run(Terms(**{**given, **live}))
+    o, final = run(LinearInputs(**{**given, **live}))
     loss = (o * do.to(o)).sum()
     if dfinal is not None:
         loss = loss + (final * dfinal.to(final)).sum()
@@ -70,7 +77,7 @@ def results(terms: Terms, do: Tensor, dfinal: Tensor | None, run: Any) -> dict[s
     return {"o": o.detach(), "final": final.detach(), **grads}
 
 
-def ours(terms: Terms) -> tuple[Tensor, Tensor]:
+def ours(terms: LinearInputs) -> tuple[Tensor, Tensor]:
     return op.linear(terms, SCALE, 64, "sm90" if on_hopper else "triton")
 
 
@@ -79,10 +86,10 @@ def ours(terms: Terms) -> tuple[Tensor, Tensor]:
 def test_spans_match_reference(kind: str, states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     terms = inputs(kind, states)
-    assert workspace.spans_of(terms, "sm90") == SPANS
+    assert workspace.num_slices(terms, "sm90") == SPANS
     do = torch.randn_like(terms.v)
     dfinal = torch.randn(terms.state_shape, device="cuda") if states else None
-    monkeypatch.setattr(call_replay, "ON", False)
+    monkeypatch.setattr(call_replay, "ENABLED", False)
     got = results(terms, do, dfinal, ours)
     again = results(terms, do, dfinal, ours)
     with torch.no_grad():
@@ -90,7 +97,7 @@ def test_spans_match_reference(kind: str, states: bool, monkeypatch: pytest.Monk
     wide = {n: x.cpu() for n, x in terms._asdict().items() if x is not None}
     wide = {n: x if n == "cu_seqlens" else x.double() for n, x in wide.items()}
     there = None if dfinal is None else dfinal.cpu()
-    want = results(Terms(**wide), do.cpu(), there, lambda x: linear_reference(x, SCALE))
+    want = results(LinearInputs(**wide), do.cpu(), there, lambda x: linear_reference(x, SCALE))
     more = {"o": alone, "final": end}
     for name, x in [*got.items(), *more.items()]:
         error = (x.cpu().double() - want[name]).norm() / want[name].norm()
@@ -104,9 +111,9 @@ def test_replay_is_the_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(turn)
         terms = inputs(kind, True)
         do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
-        monkeypatch.setattr(call_replay, "ON", True)
+        monkeypatch.setattr(call_replay, "ENABLED", True)
         got = results(terms, do, dfinal, ours)
-        monkeypatch.setattr(call_replay, "ON", False)
+        monkeypatch.setattr(call_replay, "ENABLED", False)
         for name, x in results(terms, do, dfinal, ours).items():
             assert torch.equal(got[name], x), (turn, name)
 
@@ -114,7 +121,7 @@ def test_replay_is_the_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["gated", "kda"])
 def test_a_graph_takes_new_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(call_replay, "ON", False)
+    monkeypatch.setattr(call_replay, "ENABLED", False)
     terms = inputs(kind, True)
     do, dfinal = torch.randn_like(terms.v), torch.randn(terms.state_shape, device="cuda")
     stream = torch.cuda.Stream()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.scalar_decay import schedule
 from tests.gpu.sm90_runs import (
     LENGTHS,
@@ -31,12 +31,12 @@ SIZES = {  # B, T, H, HV, lengths of packed sequences; K and V are 128
 LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 
 
-def inputs(size: tuple, gated: bool) -> Terms:
+def inputs(size: tuple, gated: bool) -> LinearInputs:
     B, T, H, HV, lengths = size
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.rand(B, T, HV, device="cuda")
-    return Terms(
+    return LinearInputs(
         torch.randn(B, T, H, 128, **make),
         F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
         torch.randn(B, T, HV, 128, **make),
@@ -53,7 +53,7 @@ def test_additive_walks_match_reference(size: tuple, gated: bool) -> None:
 
     torch.manual_seed(0)
     terms = inputs(size, gated)
-    assert schedule.refuses(terms) is None
+    assert schedule.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
     expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)

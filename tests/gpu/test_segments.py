@@ -9,33 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90 import plan
 from tests.gpu.sm90_runs import LENGTHS, MARKS, gradients_of_results, reference, run
 from tests.gpu.test_delta_sm90 import BARS, channels
 
 pytestmark = MARKS
 
-Way = Callable[[Terms, Tensor, Tensor], dict[str, Tensor]]
+Way = Callable[[LinearInputs, Tensor, Tensor], dict[str, Tensor]]
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
     """Both implementations, into segments of so many tokens."""
     from slipstream.kernels.linear.sm90.dplr import backend
     from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
-    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into
+    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
 
-    monkeypatch.setattr(backend, "split_of", lambda terms: split_into(terms, tokens))
+    monkeypatch.setattr(
+        backend, "choose_segments", lambda terms: split_into_segments(terms, tokens)
+    )
     monkeypatch.setattr(triton_delta_plan, "segment_tokens", lambda programs, T, C: tokens)
 
 
-def gluon(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def gluon(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.sm90.delta import backend as delta_backend
 
     return run(delta_backend, terms, do, dfinal)
 
 
-def portable(terms: Terms, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def portable(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.triton.dplr import backend
 
     return run(backend, terms, do, dfinal)
@@ -60,7 +62,7 @@ def test_segments_match_reference(
     if form == "iplr":
         terms = terms._replace(g=None)
     do, dfinal = gradients_of_results(terms)
-    assert plan.refuses(terms) is None
+    assert plan.unsupported_reason(terms) is None
     want = reference(terms, do, dfinal)
     ways: tuple[Way, ...] = (gluon, portable)
     for way in ways:
@@ -81,7 +83,7 @@ def test_a_long_sequence_is_as_if_it_were_whole(form: str, monkeypatch: pytest.M
 
     torch.manual_seed(0)
     terms = channels(form, "weak", torch.float32, None, (1, 5000, 1, 2))
-    assert backend.split_of(terms) is not None
+    assert backend.choose_segments(terms) is not None
     do, dfinal = gradients_of_results(terms)
     got = gluon(terms, do, dfinal)
     cut(monkeypatch, None)

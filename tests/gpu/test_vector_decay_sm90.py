@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.vector_decay import schedule
 from tests.gpu.sm90_runs import (
     LENGTHS,
@@ -32,7 +32,7 @@ SIZES = {  # B, T, H, HV, lengths of packed sequences, u; K and V are 128
 LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 
 
-def inputs(size: tuple, kind: str) -> Terms:
+def inputs(size: tuple, kind: str) -> LinearInputs:
     """Of strong gates some chunks need levels."""
     B, T, H, HV, lengths, before = size
     N = B if lengths is None else len(lengths)
@@ -41,7 +41,7 @@ def inputs(size: tuple, kind: str) -> Terms:
     g = -0.1 * x
     if kind == "strong":
         g = torch.where(x < 0.01, -torch.inf, torch.where(x < 0.2, -50 * x, g))
-    return Terms(
+    return LinearInputs(
         torch.randn(B, T, H, 128, **make),
         F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
         torch.randn(B, T, HV, 128, **make),
@@ -59,7 +59,7 @@ def test_channel_walks_match_reference(size: tuple, kind: str) -> None:
 
     torch.manual_seed(0)
     terms = inputs(size, kind)
-    assert schedule.refuses(terms) is None
+    assert schedule.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
     expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import op as linear_op
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, offsets, packed
 
 every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
@@ -61,9 +61,9 @@ def test_operator_exports_with_gradients(op: Operator) -> None:
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
-def _terms(**extra: Tensor) -> Terms:
+def _terms(**extra: Tensor) -> LinearInputs:
     q, k = torch.randn(1, 20, 2, 8), torch.randn(1, 20, 2, 8)
-    return Terms(q, k, torch.randn(1, 20, 4, 6), **extra)
+    return LinearInputs(q, k, torch.randn(1, 20, 4, 6), **extra)
 
 
 TERMS = {

@@ -7,7 +7,7 @@ import torch
 
 from slipstream import ops
 from slipstream.ops import gsa as gsa_module
-from slipstream.runtime.validation_cache import Remembered
+from slipstream.runtime.validation_cache import ValidationCache
 from tests.support.mappings import both, near, same
 from tests.support.recurrences import B, H, K, M, T, V, gsa, log_decay, randn, slots
 
@@ -35,7 +35,7 @@ def test_gsa_with_scores_alone_in_float32(fn: Callable, monkeypatch: pytest.Monk
     states = randn(B, H, K, M).float(), randn(B, H, M, V).float()
     for narrow in (False, True):
         monkeypatch.setattr(gsa_module, "_stays_narrow", lambda *_, narrow=narrow: narrow)
-        monkeypatch.setattr(gsa_module, "_PLANS", Remembered())
+        monkeypatch.setattr(gsa_module, "_PLANS", ValidationCache())
         o, ends = fn(**args, g=g, initial_state=states, output_final_state=True)
         assert o.dtype == torch.bfloat16
         loss = sum((x.float() ** 2).sum() for x in (o, *ends))

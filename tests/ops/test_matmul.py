@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import op
-from slipstream.kernels.matmul.config import Problem, check, choose, nearest, objection
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, Terms
+from slipstream.kernels.matmul.config import Problem, check, choose, closest_legal, violation
+from slipstream.kernels.matmul.inputs import ACTIVATIONS, MatmulInputs
 from slipstream.ops.matmul import MatmulConfig, matmul
 
 
@@ -135,13 +135,13 @@ def test_config_is_refused_with_the_nearest(
     here = arches.named(arch)
     with pytest.raises(ValueError, match=text) as caught:
         check(config, problem, here)
-    near = nearest(config, problem, here)
-    assert near is None or (objection(near, problem, here) is None and str(near) in str(caught))
+    near = closest_legal(config, problem, here)
+    assert near is None or (violation(near, problem, here) is None and str(near) in str(caught))
     assert (near is None) == (problem.dtype == torch.float8_e5m2)
 
 
 def test_nearest_config_changes_least() -> None:
-    near = nearest(MatmulConfig(128, 128, 512, 4, 3), BF16, arches.named("sm_90"))
+    near = closest_legal(MatmulConfig(128, 128, 512, 4, 3), BF16, arches.named("sm_90"))
     assert near is not None
     assert near.block_k == 128 and (near.block_m, near.block_n, near.num_warps) == (128, 128, 4)
 
@@ -159,14 +159,14 @@ def test_default_config_is_allowed() -> None:
                 wide = 1 << 14
                 for M, N, tma in ((64, 64, False), (wide, wide, False), (wide, 200, True)):
                     c = choose(p, arch, M, N, wide, tma and takes_tma)
-                    assert objection(c, p, arch) is None, (arch.name, p, c)
+                    assert violation(c, p, arch) is None, (arch.name, p, c)
 
 
 def test_few_tiles_are_shared() -> None:
     sm_90 = arches.named("sm_90")
     for M, N, K, programs in ((128, 4096, 4096, 256), (1, 8192, 8192, 128), (64, 512, 4096, 32)):
         c = choose(BF16, sm_90, M, N, K, False)
-        assert objection(c, BF16, sm_90) is None
+        assert violation(c, BF16, sm_90) is None
         assert -(-M // c.block_m) * -(-N // c.block_n) * c.split_k == programs
         assert c.split_k * 4 * c.block_k <= K
     for M, N, K in ((1 << 13, 1 << 13, 1 << 13), (128, 4096, 512)):
@@ -175,8 +175,8 @@ def test_few_tiles_are_shared() -> None:
 
 def test_tma_wants_rows_of_16_bytes() -> None:
     def refuses(a: Tensor, b: Tensor) -> str | None:
-        t = Terms(a, b, None, None, None, None, "", "tf32", torch.bfloat16)
-        return op.tma_refuses(t)
+        t = MatmulInputs(a, b, None, None, None, None, "", "tf32", torch.bfloat16)
+        return op.tma_unsupported_reason(t)
 
     a, b = torch.randn(32, 64).bfloat16(), torch.randn(64, 48).bfloat16()
     assert refuses(a, b) is None

@@ -67,4 +67,4 @@ def test_other_packed_spans_compile_nothing_new(sample: Sample) -> None:
 def test_packed_sequences_of_these_sizes_go_in_spans() -> None:
     sample = next(x for x in CHUNKED if x.op == "chunk_kda")
     for size in PACKED_SPANS:
-        assert "meet_state_kernel" in kernels(sample, size, True).values()
+        assert "load_carry_kernel" in kernels(sample, size, True).values()

@@ -17,7 +17,7 @@ from slipstream import ops
 from slipstream.kernels.conv import op as conv_op
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.norm import op as norm_op
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 from tests.support.blocks import BLOCKS, Block
 from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, widen
 
@@ -309,7 +309,7 @@ def test_second_derivative_of_a_norm_that_saves_no_input(
     """The kernels' Function, by plain torch: it saves x + residual, and there is no weight."""
     monkeypatch.setattr(norm_op, "_launch", lambda: norm_plain)
     x, residual = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
-    n = Norm(1e-5, keep_h=keep_h)
+    n = NormOptions(1e-5, keep_h=keep_h)
     y, _ = norm_op.norm(x, None, None, None, residual, n, "triton")
     loss = y.pow(3).sum()
     for given in (x, residual):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_replay, "wanted", lambda x: True)
+    monkeypatch.setattr(call_replay, "is_enabled", lambda x: True)
     monkeypatch.setattr(parallel_compile, "compile_kernels", lambda call, args: None)
 
 
@@ -36,7 +36,7 @@ class Toy:
             return body(*args)
 
         inside = custom_op._without_autocast(counted, "cpu")
-        self.run = custom_op._replayed(inside, inside)
+        self.run = custom_op._with_replay(inside, inside)
 
 
 def launch(x: Tensor, y: Tensor) -> None:
@@ -48,7 +48,7 @@ def launch(x: Tensor, y: Tensor) -> None:
         for i in range(n):
             target[i] = 2 * source[i]
 
-    taking = call_recorder.recorder()
+    taking = call_recorder.active_recorder()
     if taking is not None:
         taking.launched([x, y], again)
     knobs.runtime.launch_enter_hook(None)
@@ -137,7 +137,7 @@ def test_temporaries_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     for most, gone in ((0, [1, 2, 3]), (1 << 20, [])):
-        monkeypatch.setattr(call_replay, "MOST_ROOM", most)
+        monkeypatch.setattr(call_replay, "MAX_WORKSPACE_BYTES", most)
         taking = call_replay.record(body, (torch.ones(3),))[1]
         assert taking is not None
         assert sorted(n for _, drops in taking._runs for n in drops) == gone
@@ -161,7 +161,7 @@ def test_temporaries_are_places_of_one_allocation(monkeypatch: pytest.MonkeyPatc
 
     x = torch.randn(3)
     for most, room in ((1 << 20, 3 * 512), (1024, 0)):
-        monkeypatch.setattr(call_replay, "MOST_ROOM", most)
+        monkeypatch.setattr(call_replay, "MAX_WORKSPACE_BYTES", most)
         taken = call_replay.record(body, (x,))[1]
         assert taken is not None and taken._room == room
         agree(Toy(body), want, lambda: (torch.randn(3),))
@@ -191,15 +191,15 @@ def test_launches_in_a_row_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def together(launches: Any) -> call_recorder.Launch:
         rows.append(len(launches))
-        return call_recorder.one_by_one(launches)
+        return call_recorder.run_sequentially(launches)
 
-    def launched(taken: call_recorder.Taken, tensors: Any, again: Any) -> None:
+    def launched(taken: call_recorder.CallRecorder, tensors: Any, again: Any) -> None:
         told(taken, tensors, again, together)
 
-    told = call_recorder.Taken.launched
-    monkeypatch.setattr(call_recorder.Taken, "launched", launched)
+    told = call_recorder.CallRecorder.launched
+    monkeypatch.setattr(call_recorder.CallRecorder, "launched", launched)
     for most, lengths in ((1 << 20, [4, 1]), (0, [2, 1, 1, 1])):
-        monkeypatch.setattr(call_replay, "MOST_ROOM", most)
+        monkeypatch.setattr(call_replay, "MAX_WORKSPACE_BYTES", most)
         rows.clear()
         agree(Toy(body), want, lambda: (torch.randn(4),))
         assert rows == lengths
@@ -224,7 +224,7 @@ def test_what_the_host_sees_is_not_recorded() -> None:
         return x + x.sum().item()
 
     def many(x: Tensor) -> Tensor:
-        for _ in range(call_replay.MOST_OPERATIONS + 1):
+        for _ in range(call_replay.MAX_OPERATIONS + 1):
             x = x + 1
         return x
 
@@ -238,7 +238,7 @@ def test_what_the_host_sees_is_not_recorded() -> None:
 
 def test_many_launches_pay_for_more_operations() -> None:
     def body(x: Tensor) -> Tensor:
-        for _ in range(call_replay.MOST_OPERATIONS + 1):
+        for _ in range(call_replay.MAX_OPERATIONS + 1):
             y, z = torch.empty_like(x), torch.empty_like(x)
             launch(x + 1, y)
             launch(y, z)
@@ -246,7 +246,7 @@ def test_many_launches_pay_for_more_operations() -> None:
         return x
 
     def want(x: Tensor) -> Tensor:
-        for _ in range(call_replay.MOST_OPERATIONS + 1):
+        for _ in range(call_replay.MAX_OPERATIONS + 1):
             x = 4 * (x + 1)
         return x
 
@@ -309,7 +309,7 @@ def test_what_follows_is_compiled_with_the_first_call(monkeypatch: pytest.Monkey
         launch(x, y)
         return y
 
-    run = custom_op._replayed(twice, twice, lambda args, y: compiled.append((args, y)))
+    run = custom_op._with_replay(twice, twice, lambda args, y: compiled.append((args, y)))
     x = torch.arange(4.0)
     for _ in range(3):
         run(x)

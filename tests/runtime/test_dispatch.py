@@ -46,7 +46,7 @@ class Given:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Given:
-    monkeypatch.setattr(custom_op, "direct", lambda x: True)
+    monkeypatch.setattr(custom_op, "is_plain_call", lambda x: True)
     monkeypatch.setattr(plan, "_reported", set())
     monkeypatch.delenv(plan.FALLBACK, raising=False)
     return Given()

@@ -10,18 +10,18 @@ from torch import Tensor
 
 import slipstream
 from slipstream.kernels.attention import latent
-from slipstream.kernels.attention import op as softmax
+from slipstream.kernels.attention import op as attention
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.loss import cross_entropy_op, distill
 from slipstream.kernels.loss import op as loss
 from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.norm import fallback
 from slipstream.kernels.norm import op as norm
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
 from slipstream.runtime import gradient
 
@@ -45,7 +45,7 @@ class Row:
 
 
 def _linear() -> tuple:
-    terms = Terms(
+    terms = LinearInputs(
         rand(1, 5, 1, 2),
         rand(1, 5, 1, 2),
         rand(1, 5, 2, 3),
@@ -67,7 +67,7 @@ def _conv() -> tuple:
 
 def _norm() -> tuple:
     rows = rand(3, 4), rand(4), None, rand(3, 4), rand(3, 4)
-    return (*rows, *Norm(1e-5), True, "triton")
+    return (*rows, *NormOptions(1e-5), True, "triton")
 
 
 def _matmul() -> tuple:
@@ -105,7 +105,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
         scan._forward_op,
         Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),
     ),
-    "softmax": (softmax._forward_op, Row(_softmax, 2)),
+    "softmax": (attention._forward_op, Row(_softmax, 2)),
     "latent": (
         latent._op,
         Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slipstream.compiler import compiler_state, triton_hooks
-from slipstream.compiler.known_bugs import FAULTS, applying
+from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import guarded_launch
 from slipstream.runtime import token_ids as watched
@@ -28,15 +28,15 @@ CPU = torch.device("cpu")
 KIND = ("linear.triton", "delta", torch.bfloat16, 128)
 
 
-def make(monkeypatch: pytest.MonkeyPatch) -> guarded_launch.Machine:
+def make(monkeypatch: pytest.MonkeyPatch) -> guarded_launch.CompilerState:
     """A machine nobody has verified, as a new process finds it; `attempt` takes it for its own."""
-    found = guarded_launch.Machine("sm_90", "3.6.0", "1.2.3")
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: found)
+    found = guarded_launch.CompilerState("sm_90", "3.6.0", "1.2.3")
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: found)
     return found
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> guarded_launch.Machine:
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> guarded_launch.CompilerState:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     return make(monkeypatch)
 
@@ -46,16 +46,17 @@ def fails() -> str:
 
 
 def attempt(run: Callable[[], str], instead: Any = lambda: "eager", **rest: Any) -> str:
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: rest.get("kind", KIND), CPU, run, instead, (), rest.get("probe")
     )
 
 
 def test_attempt_falls_back_says_so_once_and_remembers(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.warns(
-        guarded_launch.Guarded, match="linear.triton delta bfloat16 128 is not .* SIGABRT"
+        guarded_launch.KernelDisabledWarning,
+        match="linear.triton delta bfloat16 128 is not .* SIGABRT",
     ):
         assert attempt(fails) == "eager"
     with warnings.catch_warnings():
@@ -65,26 +66,28 @@ def test_attempt_falls_back_says_so_once_and_remembers(
     assert "SIGABRT" in json.dumps(json.loads((tmp_path / "verdicts.json").read_text()))
     again = make(monkeypatch)
     assert "SIGABRT" in (again.unusable(KIND) or "")
-    assert guarded_launch.Machine("sm_90", "3.7.1", "1.2.3").unusable(KIND) is None
-    assert "SIGABRT" in (guarded_launch.objection(lambda: KIND, CPU) or "")
+    assert guarded_launch.CompilerState("sm_90", "3.7.1", "1.2.3").unusable(KIND) is None
+    assert "SIGABRT" in (guarded_launch.known_failure(lambda: KIND, CPU) or "")
     again.forget()
     assert attempt(lambda: "ran") == "ran"
 
 
 def test_a_verdict_is_on_these_kernels(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.demote(KIND, "it dies")
     monkeypatch.setattr(compiler_state, "sources", lambda: "of another day")
     assert make(monkeypatch).unusable(KIND) is None
 
 
-def test_attempt_never_replaces_what_was_asked_for_by_name(here: guarded_launch.Machine) -> None:
+def test_attempt_never_replaces_what_was_asked_for_by_name(
+    here: guarded_launch.CompilerState,
+) -> None:
     with pytest.raises(NotImplementedError, match=r"linear\.triton .*: planted_.*impl=None"):
         attempt(fails, None)
 
 
-def test_other_errors_are_not_swallowed(here: guarded_launch.Machine) -> None:
+def test_other_errors_are_not_swallowed(here: guarded_launch.CompilerState) -> None:
     def wrong() -> str:
         raise ValueError("q: want ...")
 
@@ -93,7 +96,7 @@ def test_other_errors_are_not_swallowed(here: guarded_launch.Machine) -> None:
 
 
 def test_probe_runs_once_and_demotes_a_mismatch(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
 
@@ -110,14 +113,14 @@ def test_probe_runs_once_and_demotes_a_mismatch(
     assert attempt(lambda: "ran", probe=probe("dq is off")) == "ran"
     monkeypatch.setenv("SLIPSTREAM_PROBE", "always")
     make(monkeypatch)
-    with pytest.warns(guarded_launch.Guarded, match="wrong result: dq is off"):
+    with pytest.warns(guarded_launch.KernelDisabledWarning, match="wrong result: dq is off"):
         assert attempt(lambda: "ran", probe=probe("dq is off")) == "eager"
     monkeypatch.setenv("SLIPSTREAM_PROBE", "sometimes")
     with pytest.raises(ValueError, match="SLIPSTREAM_PROBE: want once, off, always"):
         make(monkeypatch)
 
 
-def test_a_probe_leaves_random_numbers_and_modes_alone(here: guarded_launch.Machine) -> None:
+def test_a_probe_leaves_random_numbers_and_modes_alone(here: guarded_launch.CompilerState) -> None:
     def probe() -> str | None:
         x = torch.randn(3, requires_grad=True)
         (grad,) = torch.autograd.grad(x.sum(), x)
@@ -132,11 +135,13 @@ def test_a_probe_leaves_random_numbers_and_modes_alone(here: guarded_launch.Mach
     assert torch.equal(torch.rand(1), want)
 
 
-def test_a_probe_that_cannot_run_decides_nothing(here: guarded_launch.Machine) -> None:
+def test_a_probe_that_cannot_run_decides_nothing(here: guarded_launch.CompilerState) -> None:
     def probe() -> str | None:
         raise torch.OutOfMemoryError("no memory")
 
-    with pytest.warns(guarded_launch.Guarded, match="could not be probed: OutOfMemoryError"):
+    with pytest.warns(
+        guarded_launch.KernelDisabledWarning, match="could not be probed: OutOfMemoryError"
+    ):
         assert attempt(lambda: "ran", probe=probe) == "ran"
     assert here.unusable(KIND) is None
 
@@ -154,7 +159,7 @@ def test_a_probe_that_cannot_run_decides_nothing(here: guarded_launch.Machine) -
     ],
 )
 def test_a_mismatch_names_the_faults_it_may_come_from(
-    here: guarded_launch.Machine,
+    here: guarded_launch.CompilerState,
     monkeypatch: pytest.MonkeyPatch,
     arch: str,
     ptxas: str,
@@ -162,12 +167,14 @@ def test_a_mismatch_names_the_faults_it_may_come_from(
 ) -> None:
     """With the way out of each; none where the compilers have no fault that makes wrong results."""
     monkeypatch.setattr(compiler_state, "verified", dict)
-    found = guarded_launch.Machine(arch, "3.6.0", ptxas)
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: found)
-    with pytest.warns(guarded_launch.Guarded, match="wrong result: dq is off") as said:
+    found = guarded_launch.CompilerState(arch, "3.6.0", ptxas)
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: found)
+    with pytest.warns(
+        guarded_launch.KernelDisabledWarning, match="wrong result: dq is off"
+    ) as said:
         assert attempt(lambda: "ran", probe=lambda: "dq is off") == "eager"
     (text,) = (str(x.message) for x in said)
-    faults = {x.name: x.way_out for x in FAULTS}
+    faults = {x.name: x.way_out for x in KNOWN_BUGS}
     named = ", ".join(f"{x} ({faults[x]})" for x in known)
     assert text.partition("known of these compilers: ")[2].startswith(named)
     assert ("known of these compilers" in text) == bool(known)
@@ -175,7 +182,7 @@ def test_a_mismatch_names_the_faults_it_may_come_from(
     assert all(x in (found.unusable(KIND) or "") for x in known)
 
 
-def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guarded_launch.Machine) -> None:
+def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guarded_launch.CompilerState) -> None:
     def probe() -> str | None:
         raise guarded_launch.WrongId(
             "input_ids: id 9 at position (0,) is outside the vocabulary of 5"
@@ -192,11 +199,11 @@ def test_scaled_fp8_products_are_not_tried_where_they_are_wrong(
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
     monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
-    here = guarded_launch.Machine("sm_90", "3.8.0", "13.3.33")
+    here = guarded_launch.CompilerState("sm_90", "3.8.0", "13.3.33")
     assert not here.quiet
     assert "fp8-scaled-mm" in (here.unusable(("matmul.sm90", torch.float8_e4m3fn)) or "")
     assert here.unusable(("matmul.sm90", torch.bfloat16)) is None
-    other = guarded_launch.Machine("sm_90", "3.9.0", "13.4.59")
+    other = guarded_launch.CompilerState("sm_90", "3.9.0", "13.4.59")
     assert other.unusable(("matmul.sm90", torch.float8_e4m3fn)) is None
 
 
@@ -238,9 +245,9 @@ def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
-    old = guarded_launch.Machine("sm_70", "3.6.0", "13.0.88", passive=True)
+    old = guarded_launch.CompilerState("sm_70", "3.6.0", "13.0.88", passive=True)
     assert "ptxas13-volta" in (old.unusable(("norm.triton",)) or "")
-    new = guarded_launch.Machine("sm_120", "3.2.0", "", passive=True)
+    new = guarded_launch.CompilerState("sm_120", "3.2.0", "", passive=True)
     assert "blackwell-dot" in (new.unusable(KIND) or "")
     assert new.unusable(("norm.triton",)) is None and not new.quiet
 
@@ -249,18 +256,18 @@ def test_products_are_of_float32_where_the_compiler_can_do_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """bf16 under Triton 3.3 on sm_70 and sm_75: an LLVM error."""
-    old = guarded_launch.Machine("sm_75", "3.3.1", "12.4.127", passive=True)
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: old)
-    assert guarded_launch.widens(torch.empty(1, dtype=torch.bfloat16))
-    assert not guarded_launch.widens(torch.empty(1))
+    old = guarded_launch.CompilerState("sm_75", "3.3.1", "12.4.127", passive=True)
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: old)
+    assert guarded_launch.needs_fp32_operands(torch.empty(1, dtype=torch.bfloat16))
+    assert not guarded_launch.needs_fp32_operands(torch.empty(1))
     assert old.unusable(("attention.triton", torch.bfloat16, 64, 64)) is None
-    new = guarded_launch.Machine("sm_75", "3.6.0", "12.8.93", passive=True)
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: new)
-    assert not guarded_launch.widens(torch.empty(1, dtype=torch.bfloat16))
+    new = guarded_launch.CompilerState("sm_75", "3.6.0", "12.8.93", passive=True)
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: new)
+    assert not guarded_launch.needs_fp32_operands(torch.empty(1, dtype=torch.bfloat16))
 
 
 def test_a_cpu_has_no_compiler_to_guard() -> None:
-    assert guarded_launch.machine(CPU) is None
+    assert guarded_launch.compiler_state(CPU) is None
     assert attempt(lambda: "ran", None) == "ran"
 
 
@@ -282,7 +289,7 @@ def test_an_unlisted_gpu_is_guarded_under_its_own_name(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     compiler_state._of_arch.cache_clear()
     try:
-        found = compiler_state.machine.__wrapped__(torch.device("cuda", 0))
+        found = compiler_state.compiler_state.__wrapped__(torch.device("cuda", 0))
     finally:
         compiler_state._of_arch.cache_clear()
     assert found is not None and found.guards and watched == [(name, (0,))]
@@ -294,7 +301,7 @@ def test_an_amd_gpu_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    found = compiler_state.of_device(torch.device("cuda", 0))
+    found = compiler_state.arch_of_device(torch.device("cuda", 0))
     assert (found.name, found.warp, found.shared) == ("gfx90a", 64, 64 << 10)
     assert "tf32x3-on-hip" in {x.name for x in applying("gfx90a", "3.6.0")}
 
@@ -321,13 +328,13 @@ def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.Mo
     assert asked == ["slipstream.kernels.x 0"]
     undo()
     assert JITFunction.cache_hook is None  # pyright: ignore
-    with call_recorder.Launches() as seen:
+    with call_recorder.LaunchCounter() as seen:
         assert seen.count == 0
 
 
 def test_the_guard_asks_the_hook_that_was_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
     where = SimpleNamespace(hook=lambda **told: told["stop"])
-    monkeypatch.setattr(triton_hooks, "compilation", lambda: (where, "hook"))
+    monkeypatch.setattr(triton_hooks, "compile_hook", lambda: (where, "hook"))
     told: list[bool] = []
     undo = triton_hooks.before_compiling(lambda stop: told.append(stop))
     assert where.hook(stop=True) and not where.hook(stop=False)
@@ -338,7 +345,7 @@ def test_the_guard_asks_the_hook_that_was_there_first(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("left", ["null", "[]", '{"x": []}', "{", '{"%s": {"unusable": 3}}'])
 def test_verdicts_that_are_none_count_for_nothing(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
 ) -> None:
     (tmp_path / "verdicts.json").write_text(left.replace("%s", here.name))
     again = make(monkeypatch)
@@ -358,7 +365,7 @@ for i in range(30):
 
 
 def test_processes_that_learn_at_once_keep_all_of_it(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [sys.executable, "-W", "ignore", "-c", _LEARNS]
     both = [subprocess.Popen([*run, name]) for name in ("a", "b")]
@@ -368,7 +375,7 @@ def test_processes_that_learn_at_once_keep_all_of_it(
 
 @pytest.fixture
 def jitting(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], Any]]:
     """Triton's JIT on a GPU that is not there, under the guard."""
     if not HAVE_TRITON or INTERPRETED:
@@ -392,7 +399,7 @@ def jitting(
     ("what", "words"), [("abort", "SIGABRT"), ("kill", "SIGKILL"), ("hang", "had not finished")]
 )
 def test_a_dying_compiler_leaves_the_process_alive(
-    here: guarded_launch.Machine,
+    here: guarded_launch.CompilerState,
     jitting: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
     what: str,
@@ -400,12 +407,12 @@ def test_a_dying_compiler_leaves_the_process_alive(
 ) -> None:
     assert jitting("nothing") is not None
     monkeypatch.setattr(compiler_state, "TIMEOUT", 5.0)
-    with pytest.warns(guarded_launch.Guarded, match=words):
+    with pytest.warns(guarded_launch.KernelDisabledWarning, match=words):
         assert attempt(lambda: jitting(what)) == "eager"
 
 
 def test_a_missing_child_falls_back_and_is_not_remembered(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def absent() -> str:
         raise guarded_launch.Unusable("planted_kernel: no process to compile in", lasting=False)
@@ -415,16 +422,18 @@ def test_a_missing_child_falls_back_and_is_not_remembered(
 
     for i, run in enumerate((absent, unwritable)):
         kind = ("linear.triton", f"planted{i}")
-        with pytest.warns(guarded_launch.Guarded, match="no process to compile in|/nowhere/cache"):
+        with pytest.warns(
+            guarded_launch.KernelDisabledWarning, match="no process to compile in|/nowhere/cache"
+        ):
             assert attempt(run, kind=kind) == "eager"
         assert attempt(run, kind=kind) == "eager"  # said once
         assert here.unusable(kind) and not make(monkeypatch).unusable(kind)
-        monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
+        monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: here)
     assert not (tmp_path / "verdicts.json").exists()
 
 
 def test_a_kernel_that_does_not_work_is_an_error_if_no_fallback_is_wanted(
-    here: guarded_launch.Machine, monkeypatch: pytest.MonkeyPatch
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_FALLBACK", "error")
     for _ in range(2):
@@ -460,7 +469,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.warns(guarded_launch.Guarded, match=r"file/cache cannot be written"):
+    with pytest.warns(guarded_launch.KernelDisabledWarning, match=r"file/cache cannot be written"):
         compiler_state.select_cache()
     assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))

@@ -59,7 +59,7 @@ def wrong(plain: Callable) -> Callable:
 def by_plain_torch(
     kind_of: Any, device: Any, run: Any, instead: Callable, args: tuple, probe: Any = None
 ) -> Any:
-    """In place of core.guard.attempt."""
+    """In place of guarded_launch.attempt."""
     return instead(*args)
 
 
@@ -82,7 +82,7 @@ def refuses(plain: Callable) -> Callable:
 @pytest.fixture
 def unverified(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[[], compiler_state.Machine]]:
+) -> Iterator[Callable[[], compiler_state.CompilerState]]:
     """Makes machines, each what a new process would find; operators take their Triton path."""
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     for found in pkgutil.walk_packages(kernels.__path__, f"{KERNELS}."):
@@ -91,9 +91,9 @@ def unverified(
     family: Family = request.getfixturevalue("family")
     family.take_triton(monkeypatch, "triton|eager")
 
-    def make() -> compiler_state.Machine:
-        found = compiler_state.Machine("sm_90", "3.6.0", "1.2.3")
-        monkeypatch.setattr(guarded_launch, "machine", lambda device: found)
+    def make() -> compiler_state.CompilerState:
+        found = compiler_state.CompilerState("sm_90", "3.6.0", "1.2.3")
+        monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: found)
         _forget_plans()
         return found
 
@@ -128,14 +128,14 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
     with monkeypatch.context() as patch:
         patch.setattr(backends, "INTERPRETED", False)
         family.take_triton(patch, "eager")
-        patch.setattr(guarded_launch, "machine", lambda device: None)
-        patch.setattr(guarded_launch, "attempt", by_plain_torch)
+        patch.setattr(guarded_launch, "compiler_state", lambda device: None)
+        patch.setattr(guarded_launch, "run_guarded", by_plain_torch)
         want = results(family)
     plant(monkeypatch, family, fate)
     for is_new in (True, False):
         here = unverified()
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", guarded_launch.Guarded)
+            warnings.simplefilter("always", guarded_launch.KernelDisabledWarning)
             got = results(family)
         if is_new:
             assert any(re.match(f"{family.name} .*{words}", str(x.message)) for x in said)
@@ -151,18 +151,18 @@ def test_sound_kernels_are_probed_once_and_then_only_launched(
     family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
-    wants = compiler_state.Machine.wants_probe
+    wants = compiler_state.CompilerState.wants_probe
 
-    def noted(here: compiler_state.Machine, kind: compiler_state.Kind) -> bool:
+    def noted(here: compiler_state.CompilerState, kind: compiler_state.KernelKey) -> bool:
         wanted = wants(here, kind)
         probes.extend(["probed"] * wanted)
         return wanted
 
-    monkeypatch.setattr(compiler_state.Machine, "wants_probe", noted)
+    monkeypatch.setattr(compiler_state.CompilerState, "wants_probe", noted)
     plant(monkeypatch, family, lambda plain: plain)
     here = unverified()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", guarded_launch.Guarded)
+        warnings.simplefilter("error", guarded_launch.KernelDisabledWarning)
         results(family)
         assert len(probes) >= 1 and here.remembered["probed"]
         probes.clear()
@@ -180,7 +180,7 @@ def test_a_verified_machine_looks_at_nothing(
     monkeypatch.setattr(
         compiler_state, "verified", lambda: {("sm_90", "3.6.0", "1.2.3"): everything}
     )
-    monkeypatch.setattr(guarded_launch, "_admit", lambda *args: pytest.fail("looked"))
+    monkeypatch.setattr(guarded_launch, "_verify", lambda *args: pytest.fail("looked"))
     plant(monkeypatch, family, lambda plain: plain)
     assert unverified().quiet
     results(family)
@@ -213,7 +213,7 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
     monkeypatch.setattr(f"{KERNELS}.softmax.call.sm90_refuses", lambda *call: None)
     here = unverified()
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", guarded_launch.Guarded)
+        warnings.simplefilter("always", guarded_launch.KernelDisabledWarning)
         got = results(family)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
@@ -229,13 +229,13 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
 
 
 def test_every_guarded_call_is_in_the_table() -> None:
-    """By the files that call core.guard.attempt, and by the families that they stand in; and every
-    one has a probe, but what only looks for wrong ids."""
+    """By the files that call guarded_launch.attempt, and by the families that they stand in; and
+    every one has a probe, but what only looks for wrong ids."""
     files = set()
     for path in Path(kernels.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("guard.attempt", "attempt"):
+            if name in ("guarded_launch.attempt", "attempt"):
                 assert isinstance(node, ast.Call) and len(node.args) == 6, f"{path}: no probe"
                 files.add(str(path.relative_to(kernels.__path__[0])))
     assert files == set(GUARDED)

@@ -16,7 +16,7 @@ import torch
 
 from slipstream.runtime import call_replay, parallel_compile
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.launch_cache import Kept, found, kept
+from slipstream.runtime.launch_cache import CachedKernel, cached, wrap_compiled
 
 if HAVE_TRITON:
     import triton
@@ -114,14 +114,14 @@ def test_same_key_is_same_kernel(gpu: list[tuple]) -> None:
         for _ in range(4000):
             args, named = arguments(rng)
             toy_kernel[(1,)](*args, **named)
-            key = Kept(toy_kernel).key_of(args, named)
+            key = CachedKernel(toy_kernel).key_of(args, named)
             told += key is not None
             assert key is None or same.setdefault(key, keys[-1]) == keys[-1]
     assert told > 400 and len(set(same.values())) > 50
 
 
 def test_launches_what_triton_would(gpu: list[tuple]) -> None:
-    remembering, asked = Kept(toy_kernel), 0
+    remembering, asked = CachedKernel(toy_kernel), 0
     x, y = torch.zeros(64), torch.zeros(65)
     choices = itertools.product([x, x.half()], [None, y, y[1:]], [5, 1 << 33], [1, 16, 3])
     cases = [((a, y[:64], z, 0.5, n, s), {"W": 32, "FLAG": True}) for a, z, n, s in choices]
@@ -138,7 +138,7 @@ def test_launches_what_triton_would(gpu: list[tuple]) -> None:
 
 def test_a_profiler_sees_every_launch(gpu: list[tuple]) -> None:
     args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
-    remembering, seen = Kept(toy_kernel), []
+    remembering, seen = CachedKernel(toy_kernel), []
     for _ in range(2):
         remembering[1,](*args, **named)
     launched, hook = Launcher.__call__, mock.Mock()
@@ -166,7 +166,7 @@ def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
     def places(given: list, known: dict[int, str]) -> list:
         return [[known.get(x, "made") if isinstance(x, int) and x > 99 else x for x in given]]
 
-    remembering = Kept(toy_kernel)
+    remembering = CachedKernel(toy_kernel)
     for z in (None, torch.zeros(64)):
         x = torch.zeros(64)
         call(x, z, 5)
@@ -193,7 +193,7 @@ def test_launches_in_a_row_are_made_by_one_call(gpu: list[tuple]) -> None:
         remembering[2,](z, y, x, 2, 5, 1, W=32, FLAG=True)
         return y
 
-    remembering, x = Kept(toy_kernel), torch.zeros(64)
+    remembering, x = CachedKernel(toy_kernel), torch.zeros(64)
     with mock.patch.object(Driver, "get_current_stream", return_value=7) as asked:
         call(x)
         record = call_replay.record(call, (x,))[1]
@@ -221,7 +221,7 @@ def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None
         state += 1
         return y.zero_()
 
-    remembering, state = Kept(toy_kernel), torch.zeros(2)
+    remembering, state = CachedKernel(toy_kernel), torch.zeros(2)
     with mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher:
         parallel_compile.compile_kernels(call, (torch.zeros(64), state))
     assert launcher.call_count == 2  # made in the same threads
@@ -247,7 +247,7 @@ def test_sources_are_read_one_at_a_time_in_order(gpu: list[tuple]) -> None:
         finally:
             steps.append(("ends", width))
 
-    remembering, steps, make_ir = Kept(toy_kernel), [], ASTSource.make_ir
+    remembering, steps, make_ir = CachedKernel(toy_kernel), [], ASTSource.make_ir
     with (
         mock.patch.object(ASTSource, "make_ir", read),
         mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher,
@@ -257,25 +257,25 @@ def test_sources_are_read_one_at_a_time_in_order(gpu: list[tuple]) -> None:
         knobs.cache.dir = folder
         parallel_compile.compile_kernels(call, (torch.zeros(64),))
     assert steps == [(step, w) for w in (16, 32, 64, 128) for step in ("begins", "ends")]
-    assert launcher.call_count == 3 and not parallel_compile.compiling()
+    assert launcher.call_count == 3 and not parallel_compile.in_warmup()
 
 
 def test_keeps_nothing_that_was_stopped(gpu: list[tuple]) -> None:
     args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
-    remembering = Kept(toy_kernel)
+    remembering = CachedKernel(toy_kernel)
     with mock.patch.object(knobs.runtime, "jit_cache_hook", mock.Mock(return_value=True)):
         remembering[1,](*args, **named)
-    assert not gpu and found(None) is None
+    assert not gpu and wrap_compiled(None) is None
     remembering[1,](*args, **named)
     assert len(gpu) == 1
 
 
 def test_takes_only_kernels_of_the_jit() -> None:
-    assert isinstance(kept(toy_kernel), Kept) and kept(toy_kernel) is kept(toy_kernel)
+    assert isinstance(cached(toy_kernel), CachedKernel) and cached(toy_kernel) is cached(toy_kernel)
     stub = mock.Mock()
-    assert kept(stub) is stub
+    assert cached(stub) is stub
     with mock.patch.object(torch.version, "hip", "6.4"):
-        assert kept(triton.jit(toy_kernel.fn)).__class__ is not Kept
+        assert cached(triton.jit(toy_kernel.fn)).__class__ is not CachedKernel
 
 
 def test_every_launch_can_be_kept() -> None:
@@ -285,7 +285,7 @@ def test_every_launch_can_be_kept() -> None:
 
     by_name, seen = set(), set()
 
-    def look(self: Kept, grid: tuple) -> Any:
+    def look(self: CachedKernel, grid: tuple) -> Any:
         def run(*args: Any, **named: Any) -> None:
             name = self.kernel.fn.__name__
             seen.add(name)
@@ -295,7 +295,7 @@ def test_every_launch_can_be_kept() -> None:
 
         return run
 
-    with mock.patch.object(Kept, "__getitem__", look):
+    with mock.patch.object(CachedKernel, "__getitem__", look):
         for sample, impl in itertools.product(SAMPLES, ("triton", "sm90")):
             call = partial(_call, sample, impl)
             with suppress(PlainTorch, ValueError, NotImplementedError):

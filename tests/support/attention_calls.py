@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE, Options, Terms
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 
 
@@ -36,15 +36,15 @@ class Call:
     has: frozenset[str] = field(default_factory=frozenset)
 
     @property
-    def options(self) -> Options:
-        return Options(self.scale, self.left, self.right, self.softcap)
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(self.scale, self.left, self.right, self.softcap)
 
-    def terms(self, dtype: torch.dtype = torch.float32) -> Terms:
+    def terms(self, dtype: torch.dtype = torch.float32) -> AttentionInputs:
         N = self.B if self.q_lengths is None else len(self.q_lengths)
         rows = 1 if self.k_lengths is not None else N
         S, H, HKV = self.S, self.H, self.HKV
         x = torch.rand(rows, S, H)
-        return Terms(
+        return AttentionInputs(
             torch.randn(self.B, self.T, H, self.D).to(dtype),
             torch.randn(rows, S, HKV, self.D).to(dtype),
             torch.randn(rows, S, HKV, self.DV).to(dtype),
@@ -99,14 +99,16 @@ CALLS = [
 ]  # fmt: skip
 
 
-def incoming(terms: Terms) -> tuple[Tensor, Tensor]:
+def incoming(terms: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Gradients of o and lse."""
     B, T, H, _ = terms.q.shape
     do = torch.randn(B, T, H, terms.v.shape[-1]).to(terms.q.dtype)
     return do, torch.randn(B, H, T, dtype=terms.dtype)
 
 
-def want(terms: Terms, options: Options, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+def want(
+    terms: AttentionInputs, options: AttentionOptions, do: Tensor, dlse: Tensor
+) -> dict[str, Tensor]:
     """o, lse and the gradients by the reference in float64."""
     as_double = {
         n: x.detach().double() if x.is_floating_point() else x
@@ -114,7 +116,7 @@ def want(terms: Terms, options: Options, do: Tensor, dlse: Tensor) -> dict[str, 
         if x is not None
     }
     leaves = {n: as_double[n].requires_grad_() for n in DIFFERENTIABLE if n in as_double}
-    o, lse = softmax_reference(Terms(**as_double), options)
+    o, lse = softmax_reference(AttentionInputs(**as_double), options)
     seen = torch.where(lse.isfinite(), lse, 0.0)  # -inf has no gradient
     loss = (o * do.double()).sum() + (seen * dlse.double()).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -122,7 +124,7 @@ def want(terms: Terms, options: Options, do: Tensor, dlse: Tensor) -> dict[str, 
 
 
 def got(
-    module: Any, terms: Terms, options: Options, do: Tensor, dlse: Tensor | None
+    module: Any, terms: AttentionInputs, options: AttentionOptions, do: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
     o, lse = module.forward(terms, options)
     return {"o": o, "lse": lse, **module.backward(terms, options, o, lse, do, dlse)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.reference import attention_reference, visibility
 from slipstream.kernels.conv.reference import conv_reference
-from slipstream.kernels.loss.reference import Terms, rows_reference
+from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.kernels.norm.reference import layer_reference, rms_reference
 from slipstream.kernels.pointwise.rotary import rotary_reference
 from slipstream.kernels.pointwise.token_shift import shift_reference
@@ -182,7 +182,7 @@ LOSS = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2, "logit_scale": 0
 
 
 def _loss(logits: Tensor, target: Tensor, reduction: str = "mean", **options: Any) -> Tensor:
-    rows = rows_reference(logits, target, Terms(**options))
+    rows = rows_reference(logits, target, LossInputs(**options))
     if reduction == "none":
         return rows
     return rows.sum() / (target != -100).sum().clamp(min=1) if reduction == "mean" else rows.sum()

@@ -20,7 +20,7 @@ from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import eager as loss_eager
-from slipstream.kernels.loss.cross_entropy_op import Terms
+from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
@@ -191,9 +191,9 @@ def slot_rows() -> list[Tensor]:
 def householder_rows() -> list[Tensor]:
     q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
     do, sums = torch.randn(1, 5, 4, 8), torch.empty(1, 5, 4)
-    rows, gates, late = householder.spread(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
+    rows, gates, late = householder.interleave(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
     assert gates is not None and late is not None
-    householder.take(rows, gates, 3, out, sums, "triton|eager")
+    householder.deinterleave(rows, gates, 3, out, sums, "triton|eager")
     return [rows, gates, late, out, sums]
 
 
@@ -209,7 +209,7 @@ def kl() -> list[Tensor]:
 
 def shards() -> list[Tensor]:
     logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
-    terms, part = Terms(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
+    terms, part = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
     found = shard.columns(logits, target, terms, part, "triton|eager")
     given = target, found.lse + 1, terms, part, torch.rand(6), "triton|eager"
     return [*found, shard.dlogits(logits, *given, torch.empty_like(logits))]
@@ -230,9 +230,9 @@ def _sharded(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
     here = made["shard"]
     part = shard.Shard(here.first, logits.shape[1], here.size, None)
     if (grad := made.get("grad")) is not None:
-        shard.plain_dlogits(logits, target, made["lse"], terms, part, made["weight"], grad)
+        shard.eager_dlogits(logits, target, made["lse"], terms, part, made["weight"], grad)
         return
-    found = shard.plain_columns(logits, target, terms, part)
+    found = shard.eager_columns(logits, target, terms, part)
     made["loss"].copy_(found.hit)
     made["lse"].copy_(found.lse)
     here.z_sum.copy_(found.z_sum)
@@ -246,7 +246,7 @@ FAMILIES = [
     Family(
         "attention.latent",
         latents,
-        {"attention.triton.decode_latent_launch:decode": latent.plain},
+        {"attention.triton.decode_latent_launch:decode": latent.eager_latent_attention},
         ("slipstream.kernels.attention.latent",),
     ),
     Family("attention.append", append, {"attention.triton.decode_launch:append": cache.append}),
@@ -254,16 +254,16 @@ FAMILIES = [
         "linear.slots",
         slot_rows,
         {
-            "linear.triton.slots:softmax": gsa._plain_softmax,
-            "linear.triton.slots:softmax_backward": gsa._plain_backward,
+            "linear.triton.slots:softmax": gsa._eager_softmax,
+            "linear.triton.slots:softmax_backward": gsa._eager_backward,
         },
     ),
     Family(
         "linear.steps",
         householder_rows,
         {
-            "linear.triton.steps:spread": householder.plain_spread,
-            "linear.triton.steps:take": householder.plain_take,
+            "linear.triton.steps:spread": householder.eager_interleave,
+            "linear.triton.steps:take": householder.eager_deinterleave,
         },
     ),
     Family(
@@ -338,8 +338,8 @@ FAMILIES = [
         "glu.triton",
         glu,
         {
-            "pointwise.triton.glu:glu": activation._plain,
-            "pointwise.triton.glu:glu_backward": activation._plain_backward,
+            "pointwise.triton.glu:glu": activation._eager,
+            "pointwise.triton.glu:glu_backward": activation._eager_backward,
         },
         ("slipstream.kernels.pointwise.activation",),
     ),
@@ -347,22 +347,22 @@ FAMILIES = [
         "glu_again.triton",
         joined,
         {
-            "pointwise.triton.glu:glu": activation._plain,
-            "pointwise.triton.glu:glu_backward": activation._plain_backward,
-            "pointwise.triton.glu_again:glu_again": linear._plain_again,
+            "pointwise.triton.glu:glu": activation._eager,
+            "pointwise.triton.glu:glu_backward": activation._eager_backward,
+            "pointwise.triton.glu_again:glu_again": linear._eager_recompute,
         },
         ("slipstream.kernels.pointwise.activation",),
     ),
     Family(
         "token_shift.triton",
         shift,
-        {"pointwise.triton.token_shift:shift": token_shift._plain},
+        {"pointwise.triton.token_shift:shift": token_shift._eager},
         ("slipstream.kernels.pointwise.token_shift",),
     ),
     Family(
         "rotary.triton",
         turn,
-        {"pointwise.triton.rotary:turn": rotary._plain},
+        {"pointwise.triton.rotary:turn": rotary._eager},
         ("slipstream.ops.rotary",),
     ),
     Family(
@@ -376,13 +376,13 @@ FAMILIES = [
     Family(
         "attention.decode",
         decode,
-        {"attention.triton.decode_launch:decode": lambda c, o: eager.forward(cache.gathered(c), o)},
+        {"attention.triton.decode_launch:decode": lambda c, o: eager.forward(cache.gather(c), o)},
     ),
 ]
 # Which of their arguments these write into.
 WRITTEN: dict[Any, tuple[int, ...]] = {
     cache.append: (0, 1),
-    gsa._plain_softmax: (1,),
-    gsa._plain_backward: (1,),
-    householder.plain_take: (3,),
+    gsa._eager_softmax: (1,),
+    gsa._eager_backward: (1,),
+    householder.eager_deinterleave: (3,),
 }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import Terms
+from slipstream.kernels.attention.inputs import AttentionInputs
 from slipstream.runtime.token_ids import expect_below
 
 
@@ -87,7 +87,7 @@ def present(call: Cache) -> Tensor:
     return call.lengths.masked_fill(lost.any(1), 0)
 
 
-def gathered(call: Cache) -> Terms:
+def gather(call: Cache) -> AttentionInputs:
     """The same as terms: a copy of the keys if they are not in order."""
     k, v, lengths = call.k, call.v, call.lengths
     B = call.q.shape[0]
@@ -107,7 +107,7 @@ def gathered(call: Cache) -> Terms:
         row = torch.arange(B, device=k.device)[:, None]
         k, v = k[row, at], v[row, at]
         lengths = (torch.full_like(pad, call.room) if lengths is None else lengths) - pad
-    return Terms(call.q, k, v, sinks=call.sinks, slopes=call.slopes, lengths=lengths)
+    return AttentionInputs(call.q, k, v, sinks=call.sinks, slopes=call.slopes, lengths=lengths)
 
 
 def append(

@@ -27,8 +27,8 @@ def mismatch_of_latents(
     pages = -(-40 // page)
     rows, order = _pages(q.device, table, pages)
     made = {
-        "q": numeric_probe.fresh(q, 2, min(q.shape[1], 2), min(q.shape[2], 16), q.shape[3]),
-        "latent": numeric_probe.fresh(latent, rows, page, latent.shape[2]),
+        "q": numeric_probe.random_like(q, 2, min(q.shape[1], 2), min(q.shape[2], 16), q.shape[3]),
+        "latent": numeric_probe.random_like(latent, rows, page, latent.shape[2]),
     }
     lengths = torch.tensor([17, 40], device=q.device, dtype=torch.int32)
 
@@ -54,10 +54,10 @@ def mismatch_of_append(
     pages = -(-40 // page)
     count, order = _pages(k.device, table, pages)
     made = {
-        "k_cache": numeric_probe.fresh(k_cache, count, page, *k_cache.shape[2:]),
-        "v_cache": numeric_probe.fresh(v_cache, count, page, *v_cache.shape[2:]),
-        "k": numeric_probe.fresh(k, 2, 3, *k.shape[2:]),
-        "v": numeric_probe.fresh(v, 2, 3, *v.shape[2:]),
+        "k_cache": numeric_probe.random_like(k_cache, count, page, *k_cache.shape[2:]),
+        "v_cache": numeric_probe.random_like(v_cache, count, page, *v_cache.shape[2:]),
+        "k": numeric_probe.random_like(k, 2, 3, *k.shape[2:]),
+        "v": numeric_probe.random_like(v, 2, 3, *v.shape[2:]),
     }
     lengths = torch.tensor([5, 17], device=k.device, dtype=torch.int32)
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from slipstream.kernels.attention import eager, op
 from slipstream.kernels.attention.cache import Cache
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
-from slipstream.kernels.attention.sm90.plan import refuses as sm90_refuses
-from slipstream.kernels.attention.triton.plan import kind, refuses
+from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_refuses
+from slipstream.kernels.attention.triton.plan import kind, unsupported_reason
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.dispatch import Candidate, choose
@@ -18,22 +18,22 @@ from slipstream.runtime.dispatch import Candidate, choose
 NO_DROPOUT = "it has no dropout"
 
 
-def _refuses_hopper(call: tuple[Terms, Options]) -> str | None:
+def _sm90_unsupported(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     return NO_DROPOUT if call[1].dropout else sm90_refuses(*call)
 
 
-def _refuses(call: tuple[Terms, Options]) -> str | None:
+def _unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     terms, options = call
     if options.dropout:
         return NO_DROPOUT
-    return refuses(terms[:3]) or guarded_launch.objection(
+    return unsupported_reason(terms[:3]) or guarded_launch.known_failure(
         lambda: kind(terms, options), terms.q.device
     )
 
 
 CANDIDATES = (
-    Candidate("sm90", "kernels for sm_90", _refuses_hopper),
-    Candidate("triton", "kernels for any CUDA device", _refuses),
+    Candidate("sm90", "kernels for sm_90", _sm90_unsupported),
+    Candidate("triton", "kernels for any CUDA device", _unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate(
         "reference",
@@ -44,22 +44,25 @@ CANDIDATES = (
 )
 
 
-def _refuses_gradients(call: tuple[Terms, Options]) -> str | None:
+def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     if not op.has_gradients("sm90", call[0]):
         return "its gradients want heads of q and v of one width"
     return sm90_refuses(*call)
 
 
 OF_GRADIENTS = (
-    replace(CANDIDATES[0], refuses=_refuses_gradients),
+    replace(CANDIDATES[0], refuses=_gradients_unsupported_reason),
     replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
     CANDIDATES[2],
 )
-CACHE_CANDIDATES = (Candidate("triton", "kernels for any CUDA device", refuses), CANDIDATES[2])
+CACHE_CANDIDATES = (
+    Candidate("triton", "kernels for any CUDA device", unsupported_reason),
+    CANDIDATES[2],
+)
 
 
 def run(
-    terms: Terms, options: Options, want_lse: bool, impl: str | None
+    terms: AttentionInputs, options: AttentionOptions, want_lse: bool, impl: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64."""
     plan = choose(CANDIDATES, (terms, options), impl, "attention", terms.q)
@@ -76,12 +79,12 @@ def run(
     return o, lse if want_lse else None
 
 
-def _wide(terms: Terms) -> Terms:
+def _wide(terms: AttentionInputs) -> AttentionInputs:
     floating = {n: x for n, x in terms._asdict().items() if x is not None and x.is_floating_point()}
     return terms._replace(**{name: x.to(terms.dtype) for name, x in floating.items()})
 
 
-def decode(call: Cache, options: Options, impl: str | None) -> tuple[Tensor, Tensor]:
+def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """As run, from a cache, without gradients."""
     with torch.no_grad():
         return op.call_decode(*call, *options, plan_cache(call.q, call.k, call.v, impl))

@@ -17,12 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import LOWEST_GATE, Options, Slices, Terms, slice_sequences
+from slipstream.kernels.attention.inputs import (
+    MIN_GATE,
+    AttentionInputs,
+    AttentionOptions,
+    Slices,
+    slice_sequences,
+)
 from slipstream.kernels.attention.reference import (
-    Places,
+    Positions,
     distance,
     flat_keys,
-    places,
+    positions,
     sequence_slopes,
     take,
     visible,
@@ -31,7 +37,7 @@ from slipstream.kernels.attention.reference import (
 ROWS = 128
 
 
-def torch_takes(terms: Terms, options: Options) -> bool:
+def torch_takes(terms: AttentionInputs, options: AttentionOptions) -> bool:
     """Whether scaled_dot_product_attention does it in linear memory and returns all there is."""
     left, right = options.left, options.right
     q, k, v = terms[:3]
@@ -46,7 +52,7 @@ def torch_takes(terms: Terms, options: Options) -> bool:
     return alike and terms.sequences > 0 and left < 0 and right <= 0 and _readable(q)
 
 
-def with_torch(terms: Terms, options: Options) -> Tensor:
+def with_torch(terms: AttentionInputs, options: AttentionOptions) -> Tensor:
     """o of a call that torch takes, with torch's gradients."""
     q, k, v = terms[:3]
     if terms.cu_q is None:
@@ -71,7 +77,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor
     return o.transpose(1, 2)
 
 
-class Part(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries and the keys that they all look at, wide; R = H / HKV.
 
     bounded: query t stands on key S - T + t, which bounds what a block of them sees.
@@ -83,11 +89,13 @@ class Part(NamedTuple):
     G: Tensor | None  # [B, H, S], float64: sums of g
     sinks: Tensor | None  # [H]
     slopes: Tensor | None  # [H] or [N, H]
-    where: Places
+    where: Positions
     bounded: bool
 
 
-def forward(terms: Terms, options: Options, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    terms: AttentionInputs, options: AttentionOptions, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64.
 
     Args:
@@ -97,7 +105,7 @@ def forward(terms: Terms, options: Options, hidden: Tensor | None = None) -> tup
     o = terms.q.new_empty(B, T, H, DV)
     lse = terms.q.new_empty(B, H, T, dtype=terms.dtype)
     generator = _generator(terms)
-    for part, (qb, q_rows, kb, k_rows) in _parts(terms):
+    for part, (qb, q_rows, kb, k_rows) in _attention_blocks(terms):
         if hidden is not None:
             part = _hide(part, hidden[kb, k_rows])
         o_part, lse_part = o[qb, q_rows], lse[qb, :, q_rows]
@@ -116,8 +124,8 @@ def forward(terms: Terms, options: Options, hidden: Tensor | None = None) -> tup
 
 
 def backward(
-    terms: Terms,
-    options: Options,
+    terms: AttentionInputs,
+    options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
     do: Tensor | None,
@@ -133,8 +141,8 @@ def backward(
     if dlse is not None:
         delta = delta - dlse.to(terms.dtype)
     generator = _generator(terms)
-    for part, places_of in _parts(terms):
-        _part_backward(part, places_of, options, lse, delta, do, grads, generator)
+    for part, places_of in _attention_blocks(terms):
+        _block_backward(part, places_of, options, lse, delta, do, grads, generator)
     if terms.sinks is not None:
         p = (terms.sinks.to(terms.dtype)[:, None] - _finite(lse)).exp()
         p = p.masked_fill(lse == -torch.inf, 0.0)
@@ -142,10 +150,10 @@ def backward(
     return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
 
 
-def _part_backward(
-    part: Part,
+def _block_backward(
+    part: AttentionBlock,
     places_of: Slices,
-    options: Options,
+    options: AttentionOptions,
     lse: Tensor,
     delta: Tensor,
     do: Tensor,
@@ -189,27 +197,27 @@ def _part_backward(
         to.copy_(x.transpose(1, 2).reshape(to.shape))
 
 
-def _generator(terms: Terms) -> torch.Generator | None:
+def _generator(terms: AttentionInputs) -> torch.Generator | None:
     """What the weights that are dropped are drawn from, the same in forward and backward."""
     if terms.seed is None:
         return None
     return torch.Generator(terms.q.device).manual_seed(int(terms.seed.item()))
 
 
-def _dropout_factor(p: Tensor, options: Options, generator: torch.Generator) -> Tensor:
+def _dropout_factor(p: Tensor, options: AttentionOptions, generator: torch.Generator) -> Tensor:
     """0 for a weight that is dropped, else 1 / (1 - dropout). Blocks draw theirs in turn."""
     keep = 1.0 - options.dropout
     return torch.empty_like(p).bernoulli_(keep, generator=generator).div_(keep or 1.0)
 
 
-def _parts(terms: Terms) -> Iterator[tuple[Part, Slices]]:
+def _attention_blocks(terms: AttentionInputs) -> Iterator[tuple[AttentionBlock, Slices]]:
     everything = (slice(None), slice(None), slice(None), slice(None))
     if not by_sequence(terms):
-        yield _part(terms), everything
+        yield _attention_block(terms), everything
     else:
         for n, where in enumerate(slice_sequences(terms)):
             qb, q_rows, kb, k_rows = where
-            own = Terms(
+            own = AttentionInputs(
                 terms.q[qb, q_rows],
                 terms.k[kb, k_rows],
                 terms.v[kb, k_rows],
@@ -219,17 +227,17 @@ def _parts(terms: Terms) -> Iterator[tuple[Part, Slices]]:
                 if terms.slopes is None or terms.slopes.dim() == 1
                 else terms.slopes[n : n + 1],
             )
-            yield _part(own), where
+            yield _attention_block(own), where
 
 
-def by_sequence(terms: Terms) -> bool:
+def by_sequence(terms: AttentionInputs) -> bool:
     """Whether sequences differ in length and the host knows the lengths."""
     return terms.q.device.type == "cpu" and not (terms.cu_q is None and terms.lengths is None)
 
 
-def _part(terms: Terms) -> Part:
+def _attention_block(terms: AttentionInputs) -> AttentionBlock:
     q, k, v, g, sinks, slopes = terms[:6]
-    where = places(terms)
+    where = positions(terms)
     if terms.cu_q is not None and terms.cu_k is None:
         k, v, g = (None if x is None else x.flatten(0, 1)[None] for x in (k, v, g))
         where = flat_keys(where)
@@ -240,11 +248,11 @@ def _part(terms: Terms) -> Part:
     if k.shape[1] == 0:  # none to look up
         g = None
     q, k, v = (x.to(terms.dtype).transpose(1, 2) for x in (q, k, v))
-    return Part(
+    return AttentionBlock(
         q.unflatten(1, (k.shape[1], -1)),
         k,
         v,
-        None if g is None else g.double().clamp(min=LOWEST_GATE).cumsum(1).transpose(1, 2),
+        None if g is None else g.double().clamp(min=MIN_GATE).cumsum(1).transpose(1, 2),
         None if sinks is None else sinks.to(terms.dtype),
         None if slopes is None else slopes.to(terms.dtype),
         where,
@@ -252,14 +260,14 @@ def _part(terms: Terms) -> Part:
     )
 
 
-def _hide(part: Part, hidden: Tensor) -> Part:
+def _hide(part: AttentionBlock, hidden: Tensor) -> AttentionBlock:
     """Without these keys [B, S], which may be NaN."""
     k, v = (x.masked_fill(hidden[:, None, :, None], 0) for x in (part.k, part.v))
     sequence = part.where.k_sequence.masked_fill(hidden, -1)
     return part._replace(k=k, v=v, where=part.where._replace(k_sequence=sequence), bounded=False)
 
 
-def _blocks(part: Part, options: Options) -> Iterator[tuple[slice, slice]]:
+def _blocks(part: AttentionBlock, options: AttentionOptions) -> Iterator[tuple[slice, slice]]:
     """Rows of queries, and the keys that any of them sees."""
     T, S = part.q.shape[3], part.k.shape[2]
     for begin in range(0, T, ROWS):
@@ -272,7 +280,9 @@ def _blocks(part: Part, options: Options) -> Iterator[tuple[slice, slice]]:
         yield slice(begin, end), slice(low, high)
 
 
-def _scores(part: Part, rows: slice, keys: slice, options: Options) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    part: AttentionBlock, rows: slice, keys: slice, options: AttentionOptions
+) -> tuple[Tensor, Tensor | None]:
     """x [B, H, rows, keys], -inf where nothing is seen, and the softcap's slope."""
     x = _heads(part.q[..., rows, :].flatten(2, 3) @ part.k[:, :, keys].mT, part)
     x, slope = x * options.scale, None
@@ -280,7 +290,7 @@ def _scores(part: Part, rows: slice, keys: slice, options: Options) -> tuple[Ten
         t = torch.tanh(x / options.softcap)
         x, slope = options.softcap * t, 1 - t * t
     q_sequence, q_position, q_key, k_sequence, k_position = part.where
-    where = Places(
+    where = Positions(
         q_sequence[:, rows],
         q_position[:, rows],
         q_key[:, rows],
@@ -297,12 +307,12 @@ def _scores(part: Part, rows: slice, keys: slice, options: Options) -> tuple[Ten
     return x.masked_fill_(~visible(where, options)[:, None], -torch.inf), slope
 
 
-def _heads(x: Tensor, part: Part) -> Tensor:
+def _heads(x: Tensor, part: AttentionBlock) -> Tensor:
     """[B, HKV, R * rows, X] -> [B, H, rows, X]"""
     return x.unflatten(2, (part.q.shape[2], -1)).flatten(1, 2)
 
 
-def _grouped(x: Tensor, part: Part) -> Tensor:
+def _grouped(x: Tensor, part: AttentionBlock) -> Tensor:
     """Its inverse."""
     return x.unflatten(1, part.q.shape[1:3]).flatten(2, 3)
 

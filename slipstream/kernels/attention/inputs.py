@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 # a gate below this is this: the exponential is 0 in float64 already
-LOWEST_GATE = -1e4
+MIN_GATE = -1e4
 
 
-class Terms(NamedTuple):
+class AttentionInputs(NamedTuple):
     """B batch, T queries, S keys, H heads of q, HKV of k and v, N sequences.
 
     Queries are [B, T] with N = B, or packed [1, T] by cu_q; keys [N, S], or packed [1, S] by cu_k.
@@ -41,7 +41,7 @@ class Terms(NamedTuple):
         return all(x is None for x in self[3:])
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """left, right: how far a query sees, -1 without bound. softcap: 0 for none.
 
     dropout: the probability with which a weight is dropped; Terms.seed is given beside it.
@@ -62,7 +62,7 @@ DIFFERENTIABLE = ("q", "k", "v", "g", "sinks")
 Slices = tuple[slice, slice, slice, slice]
 
 
-def slice_sequences(terms: Terms) -> list[Slices]:
+def slice_sequences(terms: AttentionInputs) -> list[Slices]:
     """Where each sequence lies. Reads the offsets."""
     N = terms.sequences
     _, T = terms.q.shape[:2]

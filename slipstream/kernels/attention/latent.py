@@ -16,8 +16,8 @@ from slipstream.kernels.attention.cache import missing_pages, pages_in_use
 from slipstream.kernels.attention.triton.plan import kind_of_cache
 from slipstream.kernels.attention.triton.tiles import LATENT, family
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import INTERPRETED, unfit
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.backends import INTERPRETED, triton_unsupported
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.dispatch import Candidate, choose
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import expect_below
@@ -50,11 +50,11 @@ def latent_attention(
     tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl, "latent attention", q).tries
     if grad:
         _check_pages(latent, lengths, table)
-        return plain(q, latent, lengths, table, width, scale)[0]
+        return eager_latent_attention(q, latent, lengths, table, width, scale)[0]
     return _call(q, latent, lengths, table, width, scale, tries)[0]
 
 
-def plain(
+def eager_latent_attention(
     q: Tensor,
     latent: Tensor,
     lengths: Tensor | None,
@@ -81,12 +81,12 @@ def plain(
     return o.unflatten(1, (T, -1)), lse.transpose(1, 2).contiguous()
 
 
-def refuses(call: tuple[Tensor, Tensor, int, float, bool]) -> str | None:
+def unsupported_reason(call: tuple[Tensor, Tensor, int, float, bool]) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
     q, latent, width, scale, grad = call
     if grad:
         return "it has no gradient"
-    if reason := unfit(q, "q"):
+    if reason := triton_unsupported(q, "q"):
         return reason
     if latent.dtype != q.dtype:
         return "q and the latents differ in dtype"
@@ -101,11 +101,11 @@ def refuses(call: tuple[Tensor, Tensor, int, float, bool]) -> str | None:
     of = family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
     if of not in LATENT:
         return f"there is no tile for {of}"
-    return guarded_launch.objection(lambda: _kind(q, latent), q.device)
+    return guarded_launch.known_failure(lambda: _kind(q, latent), q.device)
 
 
 CANDIDATES = (
-    Candidate("triton", "a kernel over shares of the cache", refuses),
+    Candidate("triton", "a kernel over shares of the cache", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
 )
 
@@ -126,7 +126,7 @@ def _latent(
     given = (q, latent, lengths, table, width, scale)
     _check_pages(latent, lengths, table)
     if impl == "eager":
-        return plain(*given)
+        return eager_latent_attention(*given)
     if 0 in (q.numel(), latent.numel()):
         o, lse = _fake(*given, impl)
         return o.zero_(), lse.fill_(-torch.inf)
@@ -136,14 +136,14 @@ def _latent(
 
         return decode_latent_launch.decode(*given)
 
-    instead = None if impl == "triton" else plain
-    return guarded_launch.attempt(
+    instead = None if impl == "triton" else eager_latent_attention
+    return guarded_launch.run_guarded(
         lambda: _kind(q, latent),
         q.device,
         run,
         instead,
         given,
-        lambda: cache_probe.mismatch_of_latents(given, run, plain),
+        lambda: cache_probe.mismatch_of_latents(given, run, eager_latent_attention),
     )
 
 
@@ -158,12 +158,12 @@ def _fake(q: Tensor, latent: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, T, H, rest[2]), q.new_empty(B, H, T, dtype=wide)
 
 
-_op: Callable = define(
+_op: Callable = register_op(
     "softmax_latent",
     "(Tensor q, Tensor latent, Tensor? lengths, Tensor? table, int width, float scale, str impl)"
     " -> (Tensor, Tensor)",
     _latent,
     _fake,
 )
-_call = shortcut(_op)
-set_gradient(_op, lambda *args: plain(*args[:-1]))
+_call = bypass_dispatcher(_op)
+set_gradient(_op, lambda *args: eager_latent_attention(*args[:-1]))

@@ -13,25 +13,27 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import cache, cache_probe, eager, probe
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE, Options, Terms
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
 
-_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
+_TERMS = ", ".join(
+    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in AttentionInputs._fields
+)
 _OPTIONS = "float scale, int left, int right, float softcap, float dropout, str impl"
-_COUNT = len(Terms._fields)
+_COUNT = len(AttentionInputs._fields)
 # the options and impl, at the end of the arguments
-_TAIL = len(Options._fields) + 1
+_TAIL = len(AttentionOptions._fields) + 1
 
 
-def _split(args: tuple) -> tuple[Terms, Options, str]:
-    return Terms(*args[:_COUNT]), Options(*args[-_TAIL:-1]), args[-1]
+def _split(args: tuple) -> tuple[AttentionInputs, AttentionOptions, str]:
+    return AttentionInputs(*args[:_COUNT]), AttentionOptions(*args[-_TAIL:-1]), args[-1]
 
 
-def _launches(impl: str) -> Any:
+def _backend_for(impl: str) -> Any:
     """Triton is imported only here, once it is wanted."""
     if impl == "sm90":
         from slipstream.kernels.attention.sm90 import launch as sm90_backend
@@ -47,28 +49,36 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     terms, options, impl = _split(args)
     if 0 in (terms.v.numel(), terms.q.numel(), terms.sequences):
         return _blind(terms)
-    return _any_forward(terms, options, impl)
+    return _forward_any_dtype(terms, options, impl)
 
 
-def _any_forward(terms: Terms, options: Options, impl: str) -> tuple[Tensor, Tensor]:
+def _forward_any_dtype(
+    terms: AttentionInputs, options: AttentionOptions, impl: str
+) -> tuple[Tensor, Tensor]:
     if impl == "eager":
         return eager.forward(terms, options)
 
     def run(first: str) -> tuple[Tensor, Tensor]:
-        if not guarded_launch.widens(terms.q):
-            return _launches(first).forward(terms, options)
-        o, lse = _launches(first).forward(_in_float32(terms), options)
+        if not guarded_launch.needs_fp32_operands(terms.q):
+            return _backend_for(first).forward(terms, options)
+        o, lse = _backend_for(first).forward(_in_float32(terms), options)
         return o.to(terms.q.dtype), lse
 
-    return _attempt(impl, terms, options, run, lambda rest: _any_forward(terms, options, rest))
+    return _run_guarded(
+        impl, terms, options, run, lambda rest: _forward_any_dtype(terms, options, rest)
+    )
 
 
-def _attempt(
-    impl: str, terms: Terms, options: Options, run: Callable[[str], Any], others: Callable
+def _run_guarded(
+    impl: str,
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    run: Callable[[str], Any],
+    others: Callable,
 ) -> Any:
     """By the first of the implementations in impl, or by the rest of them."""
     first, _, rest = impl.partition("|")
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(terms, options, first),
         terms.q.device,
         lambda: run(first),
@@ -80,18 +90,18 @@ def _attempt(
     )
 
 
-def has_gradients(impl: str, terms: Terms) -> bool:
+def has_gradients(impl: str, terms: AttentionInputs) -> bool:
     """The kernels for sm_90 have none of heads of q and v of two widths."""
     return impl != "sm90" or terms.q.shape[-1] == terms.v.shape[-1]
 
 
-def _in_float32(terms: Terms) -> Terms:
+def _in_float32(terms: AttentionInputs) -> AttentionInputs:
     """For compilers that can do no other products."""
     q, k, v = (x.float() for x in terms[:3])
     return terms._replace(q=q, k=k, v=v)
 
 
-def _blind(terms: Terms) -> tuple[Tensor, Tensor]:
+def _blind(terms: AttentionInputs) -> tuple[Tensor, Tensor]:
     """No keys, no queries or no width: at most the sinks are seen."""
     o, lse = _fake_forward(*terms)
     o.zero_()
@@ -113,8 +123,8 @@ def _backward(*args: Any) -> list[Tensor]:
 
 
 def _gradients(
-    terms: Terms,
-    options: Options,
+    terms: AttentionInputs,
+    options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
     do: Tensor | None,
@@ -126,32 +136,32 @@ def _gradients(
         return eager.backward(*given)
 
     def run(first: str) -> dict[str, Tensor]:
-        if not guarded_launch.widens(terms.q):
-            return _launches(first).backward(*given)
+        if not guarded_launch.needs_fp32_operands(terms.q):
+            return _backend_for(first).backward(*given)
         d = None if do is None else do.float()
-        grads = _launches(first).backward(_in_float32(terms), options, o.float(), lse, d, dlse)
+        grads = _backend_for(first).backward(_in_float32(terms), options, o.float(), lse, d, dlse)
         return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
 
-    return _attempt(impl, terms, options, run, lambda rest: _gradients(*given, rest))
+    return _run_guarded(impl, terms, options, run, lambda rest: _gradients(*given, rest))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    terms = Terms(*args[:_COUNT])
+    terms = AttentionInputs(*args[:_COUNT])
     B, T, H, _ = terms.q.shape
     o = terms.q.new_empty(B, T, H, terms.v.shape[-1])
     return o, terms.q.new_empty(B, H, T, dtype=terms.dtype)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    terms = Terms(*args[:_COUNT])
+    terms = AttentionInputs(*args[:_COUNT])
     given = (getattr(terms, name) for name in DIFFERENTIABLE)
     return [x.new_empty(x.shape) for x in given if x is not None]
 
 
-_forward_op: Callable = define(
+_forward_op: Callable = register_op(
     "softmax_forward", f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward
 )
-_backward_op: Callable = define(
+_backward_op: Callable = register_op(
     "softmax_backward",
     f"({_TERMS}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, {_OPTIONS}) -> Tensor[]",
     _backward,
@@ -159,8 +169,8 @@ _backward_op: Callable = define(
 )
 
 
-_call_forward = shortcut(_forward_op, replays=True)
-_call_backward = shortcut(_backward_op, replays=True)
+_call_forward = bypass_dispatcher(_forward_op, replays=True)
+_call_backward = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Softmax(Function):
@@ -181,7 +191,7 @@ class _Softmax(Function):
         if do is None and dlse is None:
             return (None,) * (2 + len(given))
         grads = iter(_call_backward(*given, o, lse, do, dlse, *ctx.options))
-        terms = Terms(*given)
+        terms = AttentionInputs(*given)
         by_term = [
             next(grads) if name in DIFFERENTIABLE and x is not None else None
             for name, x in terms._asdict().items()
@@ -200,7 +210,7 @@ set_gradient(_forward_op, _of_operator)
 
 
 def softmax(
-    terms: Terms, options: Options, impl: str, of_gradients: str | None = None
+    terms: AttentionInputs, options: AttentionOptions, impl: str, of_gradients: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64, with gradients, by impl
     too unless of_gradients is given."""
@@ -211,12 +221,12 @@ def softmax(
     return _call_forward(*terms, *options, impl)
 
 
-def _distinct(terms: Terms) -> Terms:
+def _distinct(terms: AttentionInputs) -> AttentionInputs:
     """Dynamo does not trace an autograd.Function that is given one tensor twice."""
     found: list[Any] = []
     for x in terms:
         found.append(x.view_as(x) if x is not None and any(x is y for y in found) else x)
-    return Terms(*found)
+    return AttentionInputs(*found)
 
 
 _CACHE = ", ".join(
@@ -225,34 +235,34 @@ _CACHE = ", ".join(
 
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
-    call, options, impl = cache.Cache(*args[:-_TAIL]), Options(*args[-_TAIL:-1]), args[-1]
+    call, options, impl = cache.Cache(*args[:-_TAIL]), AttentionOptions(*args[-_TAIL:-1]), args[-1]
     cache.check_values(call)
     if 0 in (call.v.numel(), call.q.numel()):
-        return _blind(Terms(call.q, call.k, call.v, sinks=call.sinks))
+        return _blind(AttentionInputs(call.q, call.k, call.v, sinks=call.sinks))
     if impl == "eager":
-        return _decode_plain(call, options)
+        return _decode_eager(call, options)
 
-    def run(call: cache.Cache, options: Options) -> tuple[Tensor, Tensor]:
+    def run(call: cache.Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         from slipstream.kernels.attention.triton import decode_launch
 
-        if not guarded_launch.widens(call.q):
+        if not guarded_launch.needs_fp32_operands(call.q):
             return decode_launch.decode(call, options)
         q, k, v = (x.float() for x in call[:3])
         o, lse = decode_launch.decode(call._replace(q=q, k=k, v=v), options)
         return o.to(call.q.dtype), lse
 
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind_of_cache("decode", call.q, call.v, call.table),
         call.q.device,
         run,
-        None if impl == "triton" else _decode_plain,
+        None if impl == "triton" else _decode_eager,
         (call, options),
         lambda: probe.mismatch_of_cache(call, options, decode),
     )
 
 
-def _decode_plain(call: cache.Cache, options: Options) -> tuple[Tensor, Tensor]:
-    return eager.forward(cache.gathered(call), options, cache.hidden_keys(call))
+def _decode_eager(call: cache.Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    return eager.forward(cache.gather(call), options, cache.hidden_keys(call))
 
 
 def _append(
@@ -278,7 +288,7 @@ def _append(
 
         return decode_launch.append(*given)
 
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind_of_cache("append", k_cache, v_cache, table),
         k.device,
         run,
@@ -288,17 +298,17 @@ def _append(
     )
 
 
-decode: Callable = define(
+decode: Callable = register_op(
     "softmax_decode",
     f"({_CACHE}, {_OPTIONS}) -> (Tensor, Tensor)",
     _decode,
     lambda *args: _fake_forward(*args[:3], *[None] * (_COUNT - 3)),
 )
-append: Callable = define(
+append: Callable = register_op(
     "softmax_append",
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? rows, "
     "Tensor? table, str impl) -> Tensor",
     _append,
     lambda *args: torch.empty_like(args[4]),
 )
-call_decode = shortcut(decode)
+call_decode = bypass_dispatcher(decode)

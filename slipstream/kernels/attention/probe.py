@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.cache import Cache
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime import numeric_probe
 
 TOKENS = 150
 
 
 def mismatch(
-    terms: Terms, options: Options, impl: str, softmax: Callable, of_gradients: str
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    impl: str,
+    softmax: Callable,
+    of_gradients: str,
 ) -> str | None:
     """What differs, or None.
 
@@ -25,14 +29,14 @@ def mismatch(
     near = options._replace(left=min(options.left, 70), right=min(options.right, 70))
 
     def run(*impls: str) -> Callable[[numeric_probe.Given], Any]:
-        return lambda given: softmax(Terms(**given), near, *impls)
+        return lambda given: softmax(AttentionInputs(**given), near, *impls)
 
     backward = of_gradients if of_gradients == "eager" else f"{of_gradients}|eager"
     kernels = run(f"{impl}|eager", backward)
     return numeric_probe.mismatch(kernels, run("eager"), like(terms)._asdict())
 
 
-def like(terms: Terms) -> Terms:
+def like(terms: AttentionInputs) -> AttentionInputs:
     """Fresh terms of the same widths, dtypes and kind: one or two sequences, one head of k."""
     q, k, v = terms[:3]
     device, dtype = q.device, q.dtype
@@ -63,10 +67,10 @@ def like(terms: Terms) -> Terms:
         )
         if terms.cu_q is not None and terms.cu_k is None:
             found["k"], found["v"] = (found[x].repeat(2, 1, 1, 1) for x in "kv")
-    return Terms(**found)
+    return AttentionInputs(**found)
 
 
-def mismatch_of_cache(call: Cache, options: Options, decode: Callable) -> str | None:
+def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) -> str | None:
     """What differs between readings of a small cache, in pages if the call's is."""
     q, k, v = call[:3]
     H = max(q.shape[2] // max(k.shape[2], 1), 1)

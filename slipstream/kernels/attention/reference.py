@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import LOWEST_GATE, Options, Terms
+from slipstream.kernels.attention.inputs import MIN_GATE, AttentionInputs, AttentionOptions
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Sequence and position of each query [B or 1, T] and key [N or 1, S]; key: the row of k that
     a query stands on. Keys that no sequence uses are of sequence -1.
     """
@@ -32,10 +32,10 @@ class Places(NamedTuple):
     k_position: Tensor
 
 
-def softmax_reference(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+def softmax_reference(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] and lse [B, H, T]."""
     q, k, v, g, sinks, slopes = terms[:6]
-    where = places(terms)
+    where = positions(terms)
     if terms.cu_q is not None and terms.cu_k is None:  # packed queries of caches
         k, v, g = (None if x is None else x.flatten(0, 1)[None] for x in (k, v, g))
         where = flat_keys(where)
@@ -53,7 +53,7 @@ def softmax_reference(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     if slopes is not None:
         x = x - sequence_slopes(slopes, where) * distance(where)[:, None].abs()
     if g is not None:
-        G = g.clamp(min=LOWEST_GATE).cumsum(1).transpose(1, 2)  # [., H, S]
+        G = g.clamp(min=MIN_GATE).cumsum(1).transpose(1, 2)  # [., H, S]
         x = x + take(G, where.q_key)[..., None] - G[:, :, None]
     x = x.masked_fill(~seen[:, None], float("-inf"))
     if sinks is None:
@@ -80,7 +80,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: 
     return torch.einsum("bhts,bshd->bthd", p, v)
 
 
-def places(terms: Terms) -> Places:
+def positions(terms: AttentionInputs) -> Positions:
     """Without reading a device's offsets."""
     device, (B, T), (KB, S) = terms.q.device, terms.q.shape[:2], terms.k.shape[:2]
     N = terms.sequences
@@ -90,13 +90,13 @@ def places(terms: Terms) -> Places:
         keys = torch.minimum(terms.lengths.long().clamp(min=0), keys)
     if N == 0:
         none = torch.zeros(1, T, dtype=torch.long, device=device)
-        return Places(none, none, none, none.new_full((1, S), -1), none.new_zeros(1, S))
+        return Positions(none, none, none, none.new_full((1, S), -1), none.new_zeros(1, S))
     q_row = torch.arange(T, device=device) - q_begin[q_sequence]
     k_row = torch.arange(S, device=device) - k_begin[k_sequence]
     q_position = q_row + (keys - queries)[q_sequence]
     used = k_row < keys[k_sequence]
     q_key = (q_position + k_begin[q_sequence]).clamp(0, max(S - 1, 0))
-    return Places(q_sequence, q_position, q_key, torch.where(used, k_sequence, -1), k_row)
+    return Positions(q_sequence, q_position, q_key, torch.where(used, k_sequence, -1), k_row)
 
 
 def _rows(
@@ -112,7 +112,7 @@ def _rows(
     return sequence[None], begin[:-1], begin.diff()
 
 
-def flat_keys(where: Places) -> Places:
+def flat_keys(where: Positions) -> Positions:
     """Of keys [N, S] seen as [1, N * S]."""
     S = where.k_sequence.shape[1]
     return where._replace(
@@ -122,7 +122,7 @@ def flat_keys(where: Places) -> Places:
     )
 
 
-def visible(where: Places, options: Options) -> Tensor:
+def visible(where: Positions, options: AttentionOptions) -> Tensor:
     """[B or 1, T, S]"""
     same = where.q_sequence[:, :, None] == where.k_sequence[:, None]
     window = (options.left, options.right)
@@ -134,11 +134,11 @@ def visible(where: Places, options: Options) -> Tensor:
     return same
 
 
-def distance(where: Places) -> Tensor:
+def distance(where: Positions) -> Tensor:
     return where.q_position[:, :, None] - where.k_position[:, None]
 
 
-def sequence_slopes(slopes: Tensor, where: Places) -> Tensor:
+def sequence_slopes(slopes: Tensor, where: Positions) -> Tensor:
     """[H] or [N, H] -> [B or 1, H, T or 1, 1]"""
     if slopes.dim() == 1:
         return slopes[None, :, None, None]

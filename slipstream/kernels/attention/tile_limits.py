@@ -6,7 +6,7 @@ BM queries and BN keys a tile, heads of BD (q, k) and BV (v).
 from typing import Any
 
 from slipstream.compiler.arch import Arch
-from slipstream.compiler.tile_limits import Needs, expect
+from slipstream.compiler.tile_limits import TileRequirements, check_tile
 from slipstream.kernels.attention.triton.tiles import Tile, Tiles
 
 SIZES = {
@@ -17,22 +17,28 @@ SIZES = {
 }
 
 
-def of(kernel: str, tile: Tile, BD: int, BV: int, size: int) -> Needs:
+def of(kernel: str, tile: Tile, BD: int, BV: int, size: int) -> TileRequirements:
     """kernel: a field of Tiles, or "latent"."""
     M, N = tile.BM, tile.BN
     queries, keys = M * (BD + BV), N * (BD + BV)
     scores = ((M, N, BD), (M, BV, N))
     if kernel == "forward":
-        return Needs(size, tile.warps, tile.stages, scores, (N * BD, N * BV), M * BD, sums=M * BV)
+        return TileRequirements(
+            size, tile.warps, tile.stages, scores, (N * BD, N * BV), M * BD, sums=M * BV
+        )
     if kernel in ("decode", "latent"):
-        return Needs(size, tile.warps, tile.stages, scores, (N * BD, N * BV), sums=M * BV)
+        return TileRequirements(
+            size, tile.warps, tile.stages, scores, (N * BD, N * BV), sums=M * BV
+        )
     if kernel == "dq":
         products = ((M, N, BD), (M, N, BV), (M, BD, N))
-        return Needs(
+        return TileRequirements(
             size, tile.warps, tile.stages, products, (N * BD, N * BV), queries, sums=M * BD
         )
     products = ((N, M, BD), (N, M, BV), (N, BV, M), (N, BD, M))
-    return Needs(size, tile.warps, tile.stages, products, (M * BD, M * BV), keys, sums=N * BD)
+    return TileRequirements(
+        size, tile.warps, tile.stages, products, (M * BD, M * BV), keys, sums=N * BD
+    )
 
 
 def check(tiles: Tiles, BD: int, BV: int, size: int, arch: Arch) -> None:
@@ -43,7 +49,7 @@ def check(tiles: Tiles, BD: int, BV: int, size: int, arch: Arch) -> None:
 
 
 def check_one(kernel: str, tile: Tile, BD: int, BV: int, size: int, arch: Arch) -> None:
-    def needs(tile: Any) -> list[Needs]:
+    def needs(tile: Any) -> list[TileRequirements]:
         return [of(kernel, tile, BD, BV, size)]
 
-    expect(kernel, tile, arch, lambda tile, **new: tile._replace(**new), needs, SIZES)
+    check_tile(kernel, tile, arch, lambda tile, **new: tile._replace(**new), needs, SIZES)

@@ -24,7 +24,7 @@ from slipstream.runtime.autograd import Function, Saved, by_operation, once_diff
 BLOCK_ROWS = 64
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """token [T]: padded row of each token; past [N, W - 1]: rows of what comes before sequence n.
 
     source [R]: token of each padded row, 0 at the rows of the past.
@@ -35,14 +35,14 @@ class Places(NamedTuple):
     source: Tensor
 
 
-def places(cu_seqlens: Tensor, tokens: int, width: int) -> Places:
+def positions(cu_seqlens: Tensor, tokens: int, width: int) -> Positions:
     begin = cu_seqlens.long()
     n = torch.arange(begin.shape[0] - 1, device=begin.device)
     t = torch.arange(tokens, device=begin.device)
     token = t + (torch.searchsorted(begin[1:], t, right=True) + 1) * (width - 1)
     past = (begin[:-1] + n * (width - 1))[:, None] + torch.arange(width - 1, device=begin.device)
     source = t.new_zeros(tokens + past.numel()).index_copy(0, token, t)
-    return Places(token, past, source)
+    return Positions(token, past, source)
 
 
 def convolve(
@@ -57,7 +57,7 @@ def convolve(
         if past is None:
             past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         return _correlate(torch.cat([past, x], dim=1), weight)
-    where = places(cu_seqlens, x.shape[1], width)
+    where = positions(cu_seqlens, x.shape[1], width)
     padded = _Spread.apply(x[0], past, *where)
     y = _correlate(padded[None], weight)[0]  # row i ends its window at padded row i + W - 1
     return _Gather.apply(y, *where)[None]

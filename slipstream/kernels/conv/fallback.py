@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.conv.eager import convolve
-from slipstream.runtime.guarded_launch import apart
+from slipstream.runtime.guarded_launch import run_isolated
 from slipstream.runtime.token_ids import expect_below
 
 
@@ -64,7 +64,7 @@ def backward(
         grads = torch.autograd.grad(y, wanted, dy)
         return [torch.empty_like(t).copy_(g) for t, g in zip(wanted, grads)]
 
-    return apart(run, dy.device)
+    return run_isolated(run, dy.device)
 
 
 def update(

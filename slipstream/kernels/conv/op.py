@@ -12,37 +12,39 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.conv import fallback
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
 
-WIDEST = 8
+MAX_TAPS = 8
 
 
-def refuses(x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "triton") -> str | None:
+def unsupported_reason(
+    x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "triton"
+) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
-    if weight.shape[1] > WIDEST:
-        return f"it takes at most {WIDEST} taps"
+    if weight.shape[1] > MAX_TAPS:
+        return f"it takes at most {MAX_TAPS} taps"
     if x.shape[-1] == 0 or (given and given[-1] is not None and given[-1].numel() < 2):
         return "there are no channels or sequences"
     if any(t is not None and t.dtype == torch.float64 for t in (weight, *given)):
         return "it computes in float32, and an input is float64"
-    return guarded_launch.objection(lambda: kind(what, x, weight), x.device)
+    return guarded_launch.known_failure(lambda: kind(what, x, weight), x.device)
 
 
-def refuses_update(x: Tensor, *given: Tensor | None) -> str | None:
+def update_unsupported_reason(x: Tensor, *given: Tensor | None) -> str | None:
     if needs_autograd(x, *given):
         return "it makes no gradients"
     weight = given[0]
     assert weight is not None
-    return refuses(x, weight, *given[1:], what="update")
+    return unsupported_reason(x, weight, *given[1:], what="update")
 
 
-def kind(what: str, x: Tensor, weight: Tensor) -> Kind:
+def kind(what: str, x: Tensor, weight: Tensor) -> KernelKey:
     """What a verdict on the kernels holds for."""
     return (f"conv.{what}", x.dtype, weight.dtype, weight.shape[1])
 
@@ -85,7 +87,7 @@ def _forward(*args: Any) -> list[Tensor]:
     whole: Any = (*_contiguous(*given), silu)
     if not is_triton(impl):
         return fallback.forward(*whole)
-    return _attempt(impl, "forward", whole[0], whole[1], whole)
+    return _run_guarded(impl, "forward", whole[0], whole[1], whole)
 
 
 def _backward(*args: Any) -> list[Tensor]:
@@ -93,7 +95,7 @@ def _backward(*args: Any) -> list[Tensor]:
     whole: Any = (*_contiguous(*given), silu)
     if not is_triton(impl):
         return fallback.backward(*whole)
-    return _attempt(impl, "backward", whole[1], whole[2], whole)
+    return _run_guarded(impl, "backward", whole[1], whole[2], whole)
 
 
 def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
@@ -102,7 +104,7 @@ def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
     moves = (x, state, weight, bias, residual, indices, silu)
     if not is_triton(impl):
         return fallback.update(*moves).contiguous()
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind("update", x, weight),
         x.device,
         lambda *args: _launch().update(*args),
@@ -112,8 +114,8 @@ def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
     )
 
 
-def _attempt(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> Any:
-    return guarded_launch.attempt(
+def _run_guarded(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> Any:
+    return guarded_launch.run_guarded(
         lambda: kind("triton", x, weight),
         x.device,
         lambda *args: getattr(_launch(), name)(*args),
@@ -126,9 +128,15 @@ def _attempt(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> An
 def _mismatch(x: Tensor, weight: Tensor) -> str | None:
     """The probe: two packed sequences, with everything."""
     D, W = 70, weight.shape[1]
-    made = {"x": numeric_probe.fresh(x, 1, 150, D), "weight": numeric_probe.fresh(weight, D, W)}
-    made |= {"bias": numeric_probe.fresh(weight, D), "residual": numeric_probe.fresh(x, 1, 150, D)}
-    made |= {"state": numeric_probe.fresh(x, 2, D, W)}
+    made = {
+        "x": numeric_probe.random_like(x, 1, 150, D),
+        "weight": numeric_probe.random_like(weight, D, W),
+    }
+    made |= {
+        "bias": numeric_probe.random_like(weight, D),
+        "residual": numeric_probe.random_like(x, 1, 150, D),
+    }
+    made |= {"state": numeric_probe.random_like(x, 2, D, W)}
     made["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
     return numeric_probe.mismatch(
         lambda t: convolution(**t, silu=True, impl="triton|eager"),
@@ -141,9 +149,12 @@ def _mismatch_of_update(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> str | None:
     D, W = 70, weight.shape[1]
-    made = {"x": numeric_probe.fresh(x, 5, D), "state": numeric_probe.fresh(state, 5, D, W)}
-    made |= {"weight": numeric_probe.fresh(weight, D, W)}
-    made |= {"bias": None if bias is None else numeric_probe.fresh(bias, D)}
+    made = {
+        "x": numeric_probe.random_like(x, 5, D),
+        "state": numeric_probe.random_like(state, 5, D, W),
+    }
+    made |= {"weight": numeric_probe.random_like(weight, D, W)}
+    made |= {"bias": None if bias is None else numeric_probe.random_like(bias, D)}
 
     def run(update: Callable) -> Callable[[numeric_probe.Given], Any]:
         def call(t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
@@ -216,21 +227,21 @@ def _fake_update(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_OP = define(
+_OP = register_op(
     "short_convolution",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? cu_seqlens, "
     "bool silu, str impl) -> Tensor[]",
     _forward,
     _fake,
 )
-_OP_BACKWARD = define(
+_OP_BACKWARD = register_op(
     "short_convolution_backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens, "
     "Tensor? where, bool silu, str impl) -> Tensor[]",
     _backward,
     _fake_backward,
 )
-_OP_UPDATE = define(
+_OP_UPDATE = register_op(
     "short_convolution_update",
     "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? residual, Tensor? indices, "
     "bool silu, str impl) -> Tensor",
@@ -238,6 +249,6 @@ _OP_UPDATE = define(
     _fake_update,
 )
 set_gradient(_OP, _Convolution.apply)
-_call = shortcut(_OP, replays=True)
-_call_backward = shortcut(_OP_BACKWARD, replays=True)
-_call_update = shortcut(_OP_UPDATE, replays=True)
+_call = bypass_dispatcher(_OP, replays=True)
+_call_backward = bypass_dispatcher(_OP_BACKWARD, replays=True)
+_call_update = bypass_dispatcher(_OP_UPDATE, replays=True)

@@ -7,25 +7,25 @@ from slipstream.common import checks
 from slipstream.kernels.gated_scan.op import kind, scan
 from slipstream.kernels.gated_scan.reference import scan_reference
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import unfit
-from slipstream.runtime.dispatch import Candidate, Plan, choose
-from slipstream.runtime.validation_cache import Remembered, signature
+from slipstream.runtime.backends import triton_unsupported
+from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.validation_cache import ValidationCache, signature
 
 
-def refuses(given: tuple[Tensor, Tensor]) -> str | None:
+def unsupported_reason(given: tuple[Tensor, Tensor]) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
     x, g = given
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs"
-    return unfit(x, "x") or guarded_launch.objection(lambda: kind(x, g), x.device)
+    return triton_unsupported(x, "x") or guarded_launch.known_failure(lambda: kind(x, g), x.device)
 
 
 CANDIDATES = (
-    Candidate("triton", "portable Triton kernels, on CUDA", refuses),
+    Candidate("triton", "portable Triton kernels, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
-_PLANS = Remembered()
+_PLANS = ValidationCache()
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
 
 def _checked(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
-) -> Plan:
+) -> Selection:
     """Looks at nothing but shapes, dtypes and devices."""
     check(x, g, initial_state, cu_seqlens)
     return choose(CANDIDATES, (x, g), impl, "hgrn", x)

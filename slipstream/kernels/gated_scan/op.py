@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
 from slipstream.kernels.gated_scan.reference import compute_dtype
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
 
 
@@ -32,7 +32,7 @@ def _forward(
         given = (x, g, initial_state, cu_seqlens)
         if impl == "eager":
             return scan_forward(*given)
-        return _attempt(impl, x, g, lambda: _triton().forward, scan_forward, given)
+        return _run_guarded(impl, x, g, lambda: _triton().forward, scan_forward, given)
     final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
     return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
 
@@ -45,16 +45,16 @@ def _triton() -> Any:
     return launch
 
 
-def kind(x: Tensor, g: Tensor) -> Kind:
+def kind(x: Tensor, g: Tensor) -> KernelKey:
     """What a verdict on the kernels holds for."""
     return ("gated_scan.triton", x.dtype, g.dtype)
 
 
-def _attempt(
+def _run_guarded(
     impl: str, x: Tensor, g: Tensor, kernels: Callable, plain: Callable, args: tuple
 ) -> Any:
     instead = None if impl == "triton" else plain
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(x, g),
         x.device,
         lambda *args: kernels()(*args),
@@ -100,7 +100,7 @@ def _backward(
         if impl == "eager":
             grads = scan_backward(*given)
         else:
-            grads = _attempt(impl, h, g, lambda: _triton().backward, scan_backward, given)
+            grads = _run_guarded(impl, h, g, lambda: _triton().backward, scan_backward, given)
         return [x for x in grads if x is not None]
     grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
     if initial_state is not None:
@@ -121,21 +121,21 @@ def _fake_backward(
     return [x.new_empty(x.shape) for x in (h, g, initial_state) if x is not None]
 
 
-_forward_op: Callable = define(
+_forward_op: Callable = register_op(
     "scan_forward",
     "(Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-_backward_op: Callable = define(
+_backward_op: Callable = register_op(
     "scan_backward",
     "(Tensor g, Tensor h, Tensor? initial_state, Tensor? cu_seqlens, Tensor? dh, Tensor? dfinal, "
     "str impl) -> Tensor[]",
     _backward,
     _fake_backward,
 )
-_call_forward = shortcut(_forward_op, replays=True)
-_call_backward = shortcut(_backward_op, replays=True)
+_call_forward = bypass_dispatcher(_forward_op, replays=True)
+_call_backward = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Scan(Function):

@@ -15,17 +15,17 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.linear import probe
-from slipstream.kernels.linear.dispatch import Options, as_autocast, check
+from slipstream.kernels.linear.dispatch import LinearOptions, as_autocast, check
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
-from slipstream.kernels.linear.triton.plan import WIDEST, kind
+from slipstream.kernels.linear.triton.plan import MAX_HEAD_DIM, kind
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import unfit
-from slipstream.runtime.custom_op import define, shortcut
-from slipstream.runtime.dispatch import Candidate, Plan, choose
+from slipstream.runtime.backends import triton_unsupported
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.dispatch import Candidate, Selection, choose
 from slipstream.runtime.token_ids import expect_below
-from slipstream.runtime.validation_cache import Remembered, signature
+from slipstream.runtime.validation_cache import ValidationCache, signature
 
 
 class Pool(NamedTuple):
@@ -41,28 +41,30 @@ class Pool(NamedTuple):
         return self.state.mT if self.v_first else self.state
 
 
-def refuses(call: tuple[Terms, Pool]) -> str | None:
+def unsupported_reason(call: tuple[LinearInputs, Pool]) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
     terms, pool = call
-    if reason := unfit(terms.q, "q"):
+    if reason := triton_unsupported(terms.q, "q"):
         return reason
     if pool.state.dtype == torch.float64:
         return "it computes in float32, and state is float64"
-    if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
-        return f"K and V may be at most {WIDEST}"
+    if max(terms.q.shape[-1], terms.v.shape[-1]) > MAX_HEAD_DIM:
+        return f"K and V may be at most {MAX_HEAD_DIM}"
     if all(x.stride()[-2:] != (x.shape[-1], 1) for x in (pool.state, pool.state.mT)):
         return "the last two dimensions of state are not contiguous"
-    return guarded_launch.objection(lambda: kind(terms, by_token=True), terms.q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, by_token=True), terms.q.device)
 
 
 CANDIDATES = (
-    Candidate("triton", "one portable Triton kernel, on CUDA", refuses),
+    Candidate("triton", "one portable Triton kernel, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
 )
-_PLANS = Remembered()
+_PLANS = ValidationCache()
 
 
-def run(terms: Terms, pool: Pool, scale: float | None, l2_norm: bool, impl: str | None) -> Tensor:
+def run(
+    terms: LinearInputs, pool: Pool, scale: float | None, l2_norm: bool, impl: str | None
+) -> Tensor:
     """o [B, T, HV, V] in q's dtype; the pool's states are updated. Arguments as the user's."""
     key = signature((*terms, pool.state, pool.indices), pool.v_first, impl)
     dtype = None
@@ -82,14 +84,14 @@ def run(terms: Terms, pool: Pool, scale: float | None, l2_norm: bool, impl: str 
     return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
 
 
-def plan_for(terms: Terms, pool: Pool, impl: str | None) -> Plan:
+def plan_for(terms: LinearInputs, pool: Pool, impl: str | None) -> Selection:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
-    check(terms, {}, Options(), True)
+    check(terms, {}, LinearOptions(), True)
     _check_pool(terms, pool)
     return choose(CANDIDATES, (as_autocast(terms), pool), impl, "recurrent_step", terms.q)
 
 
-def _check_pool(terms: Terms, pool: Pool) -> None:
+def _check_pool(terms: LinearInputs, pool: Pool) -> None:
     state, indices, v_first = pool
     if (terms.a is None) != (terms.b is None) or (terms.p is not None and terms.beta is None):
         name, other = ("p", "beta") if terms.p is not None else ("a", "b")
@@ -116,25 +118,25 @@ def _check_indices(indices: Tensor, slots: int) -> None:
         raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
 
 
-def _step(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> Tensor:
+def _step_triton(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> Tensor:
     *given, cu_seqlens, scale, l2_norm, impl = args
-    terms, pool = Terms(*given, cu_seqlens=cu_seqlens), Pool(state, indices, v_first)
+    terms, pool = LinearInputs(*given, cu_seqlens=cu_seqlens), Pool(state, indices, v_first)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return terms.q.new_zeros(terms.v.shape)
     if indices is not None:
         _check_indices(indices, state.shape[0])
     impl, _, rest = impl.partition("|")
-    plain = partial(_plain, pool, l2_norm)
+    plain = partial(_eager, pool, l2_norm)
     if impl == "eager":
         return plain(terms, scale)
     assert impl == "triton", impl
 
-    def run(terms: Terms, scale: float) -> Tensor:
+    def run(terms: LinearInputs, scale: float) -> Tensor:
         from slipstream.kernels.linear.triton import decode_launch
 
         return decode_launch.update(terms, pool.k_first, indices, scale, l2_norm)
 
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(terms, by_token=True),
         state.device,
         run,
@@ -144,12 +146,12 @@ def _step(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> T
     )
 
 
-def _plain(pool: Pool, l2_norm: bool, terms: Terms, scale: float) -> Tensor:
+def _eager(pool: Pool, l2_norm: bool, terms: LinearInputs, scale: float) -> Tensor:
     o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)
     return o.to(terms.q.dtype)
 
 
-def _normalised(terms: Terms) -> Terms:
+def _normalised(terms: LinearInputs) -> LinearInputs:
     """q, k and p as x / sqrt(sum x^2 + 1e-6), not rounded."""
 
     def unit(x: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ def _normalised(terms: Terms) -> Terms:
     return terms._replace(q=unit(terms.q), k=unit(terms.k), p=p)
 
 
-def step_eager(terms: Terms, pool: Pool, scale: float) -> Tensor:
+def step_eager(terms: LinearInputs, pool: Pool, scale: float) -> Tensor:
     """In plain torch. A sequence without a slot takes what the first one with a slot does."""
     state = pool.k_first
     if pool.indices is None:
@@ -185,16 +187,18 @@ def step_eager(terms: Terms, pool: Pool, scale: float) -> Tensor:
 
 
 def _fake(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> Tensor:
-    terms = Terms(*args[: len(Terms._fields) - 2])
+    terms = LinearInputs(*args[: len(LinearInputs._fields) - 2])
     return terms.q.new_empty(terms.v.shape)
 
 
-_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields[:-2])
-_op: Callable = define(
+_TERMS = ", ".join(
+    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields[:-2]
+)
+_op: Callable = register_op(
     "linear_step",
     f"(Tensor(a!) state, Tensor? state_indices, bool v_first, {_TERMS}, Tensor? cu_seqlens, "
     "float scale, bool l2_norm, str impl) -> Tensor",
-    _step,
+    _step_triton,
     _fake,
 )
-_call = shortcut(_op, replays=True)
+_call = bypass_dispatcher(_op, replays=True)

@@ -11,26 +11,26 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.sm90.plan import refuses as sm90_refuses
-from slipstream.kernels.linear.triton.plan import refuses
-from slipstream.runtime.dispatch import Candidate, Plan, choose
-from slipstream.runtime.validation_cache import Remembered, signature
+from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_refuses
+from slipstream.kernels.linear.triton.plan import unsupported_reason
+from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.validation_cache import ValidationCache, signature
 
 CANDIDATES = (
     Candidate("sm90", "kernels for sm_90 and, around them, portable ones", sm90_refuses),
-    Candidate("triton", "portable Triton kernels, on CUDA", refuses),
+    Candidate("triton", "portable Triton kernels, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
 # Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/log.md).
 DEFAULT_CHUNK = 32
-_PLANS = Remembered()
+_PLANS = ValidationCache()
 
 
-class Options(NamedTuple):
+class LinearOptions(NamedTuple):
     """What every operator of the family takes besides its tensors."""
 
     scale: float | None = None
@@ -42,8 +42,8 @@ class Options(NamedTuple):
 
 
 def run(
-    terms: Terms,
-    options: Options,
+    terms: LinearInputs,
+    options: LinearOptions,
     *,
     recurrent: bool,
     names: Mapping[str, str] | None = None,
@@ -83,19 +83,23 @@ def run(
     return o, state.transpose(-1, -2) if options.state_v_first else state
 
 
-def _checked(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> Plan:
+def _checked(
+    terms: LinearInputs, names: Mapping[str, str], options: LinearOptions, recurrent: bool
+) -> Selection:
     """Looks at nothing but shapes, dtypes and devices."""
     check(terms, names, options, recurrent)
     return plan_for(as_autocast(terms), options.impl)
 
 
-def plan_for(terms: Terms, impl: str | None) -> Plan:
+def plan_for(terms: LinearInputs, impl: str | None) -> Selection:
     return choose(CANDIDATES, terms, impl, "linear attention", terms.q)
 
 
-def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: bool) -> None:
+def check(
+    terms: LinearInputs, names: Mapping[str, str], options: LinearOptions, recurrent: bool
+) -> None:
     """ValueError or TypeError, under the user's names, for anything that does not fit."""
-    named = {name: names.get(name, name) for name in Terms._fields}
+    named = {name: names.get(name, name) for name in LinearInputs._fields}
     checks.expect_rank(named["q"], terms.q, 4, "[B, T, H, K]")
     checks.expect_rank(named["v"], terms.v, 4, "[B, T, HV, V]")
     B, T, H, K = terms.q.shape
@@ -133,7 +137,7 @@ def check(terms: Terms, names: Mapping[str, str], options: Options, recurrent: b
         )
 
 
-def as_autocast(terms: Terms) -> Terms:
+def as_autocast(terms: LinearInputs) -> LinearInputs:
     """Under autocast the activations take its dtype; gates and states keep theirs."""
     dtype = autocast_dtype(terms.q)
     if dtype is None:
@@ -146,7 +150,7 @@ def as_autocast(terms: Terms) -> Terms:
     return terms._replace(**cast)
 
 
-def _reversed(terms: Terms) -> Terms:
+def _reversed(terms: LinearInputs) -> LinearInputs:
     """The same sequences from their last token to their first; packed ones also change order."""
     flipped = {
         name: x.flip(1)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import op, workspace
-from slipstream.kernels.linear.householder import spread, take
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.householder import deinterleave, interleave
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import define, direct, replayed, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, register_op, with_replay
 from slipstream.runtime.gradient import set_gradient
 
 # Steps of a span, at least, where walks leave half of a GPU idle unless they are cut into segments.
-LONG = 4096
+MAX_UNSLICED_TOKENS = 4096
 
 
 class Steps(NamedTuple):
@@ -42,41 +42,49 @@ class Steps(NamedTuple):
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.q.shape[0], self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
-    def terms(self, tokens: slice, state: Tensor | None, impl: str) -> Terms:
+    def terms(self, tokens: slice, state: Tensor | None, impl: str) -> LinearInputs:
         """Of a span, each step a token."""
         return self.laid(tokens, state, impl, None)[0]
 
     def laid(
         self, tokens: slice, state: Tensor | None, impl: str, do: Tensor | None
-    ) -> tuple[Terms, Tensor | None]:
+    ) -> tuple[LinearInputs, Tensor | None]:
         """Those, and the span's gradient of o by steps."""
         n, g = self.n, None if self.g is None else self.g[:, tokens]
         k, v, beta = (x[:, _of_steps(tokens, n)] for x in (self.k, self.v, self.beta))
         do = None if do is None else do[:, tokens]
-        q, g, do = spread(self.q[:, tokens], g, do, n, impl)
-        return Terms(q, k, v, g=g, beta=beta, initial_state=state), do
+        q, g, do = interleave(self.q[:, tokens], g, do, n, impl)
+        return LinearInputs(q, k, v, g=g, beta=beta, initial_state=state), do
 
 
 def _of_steps(tokens: slice, n: int) -> slice:
     return slice(tokens.start * n, tokens.stop * n)
 
 
-def spans_of(given: Steps, impl: str) -> int:
+def num_slices(given: Steps, impl: str) -> int:
     """So many that a span, which backward takes most for, takes less than slices.MOST percent, but
     no more than leave walks long; one but for a single row of more than a little."""
     (B, R, HV, V), E = given.v.shape, given.q.element_size()
     programs = HV * -(-V // 64)
-    if B > 1 or given.v.numel() * E <= workspace.LITTLE or 2 * programs < workspace.BUSY:
+    if (
+        B > 1
+        or given.v.numel() * E <= workspace.LITTLE
+        or 2 * programs < workspace.MIN_ACTIVE_PROGRAMS
+    ):
         return 1
-    most = workspace.COUNT if programs >= workspace.BUSY else max(1, R // LONG)
+    most = (
+        workspace.COUNT
+        if programs >= workspace.MIN_ACTIVE_PROGRAMS
+        else max(1, R // MAX_UNSLICED_TOKENS)
+    )
     size = sum(x.numel() * x.element_size() for x in given if x is not None)
     size += given.v.numel() * E // given.n  # o
-    allowed = 2 * size * int(10 * workspace.MOST) // 1000
+    allowed = 2 * size * int(10 * workspace.MAX_WORKSPACE_SHARE) // 1000
     allowed -= workspace.BORDERS * prod(given.state_shape) * 4
-    return int(min(most, -(-R * HV * _room(given, impl) // max(allowed, 1))))
+    return int(min(most, -(-R * HV * _workspace_bytes(given, impl) // max(allowed, 1))))
 
 
-def _room(given: Steps, impl: str) -> int:
+def _workspace_bytes(given: Steps, impl: str) -> int:
     """Bytes a step and value head of a span's backward pass: q, do, R and the states of chunks; and
     where these have no room in q or in the gradient of k, w and gradients of q and k."""
     (HV, V), (H, K), E = given.v.shape[2:], given.q.shape[2:], given.q.element_size()
@@ -103,13 +111,13 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     before = given.state
     if before is None and spans > 1:  # alone, a walk may still read it where another has written
         before = final.zero_()
-    cuts = workspace.spans(given.q.shape[1], spans)
+    cuts = workspace.time_slices(given.q.shape[1], spans)
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else marks[i]
         tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
         terms = given.terms(tokens, before, impl)
-        wide, *_ = op.spans_forward(*terms, scale, chunk, impl, False, 1, out=(None, after))
-        take(wide, None, given.n, o[:, tokens], None, impl)
+        wide, *_ = op.forward_impl(*terms, scale, chunk, impl, False, 1, out=(None, after))
+        deinterleave(wide, None, given.n, o[:, tokens], None, impl)
         before = after
         del terms, wide  # before there are the next span's
     return o, final, marks
@@ -123,7 +131,7 @@ def _backward(*args: Any) -> list[Tensor]:
     """Gradients of q, k, v, beta, that of g and of the state: where there is none, of a zero."""
     *tensors, marks, do, dfinal, scale, chunk, impl = args
     given = Steps(*tensors)
-    n, cuts = given.n, workspace.spans(given.q.shape[1], marks.shape[0] + 1)
+    n, cuts = given.n, workspace.time_slices(given.q.shape[1], marks.shape[0] + 1)
     grads = dict(zip(Steps._fields, _fake_backward(*args)))
     beta = given.beta  # its gradient is rounded once, at the end
     exact = torch.float32 if beta.element_size() < 4 else beta.dtype
@@ -137,9 +145,11 @@ def _backward(*args: Any) -> list[Tensor]:
         terms, d = given.laid(tokens, marks[i - 1] if i else met, impl, do)
         out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
         out["initial_state"] = grads["state"]
-        found = op.gradients(terms, d, after, scale, chunk, impl, True, None, out, spends_q=True)
+        found = op.backward_impl(
+            terms, d, after, scale, chunk, impl, True, None, out, spends_q=True
+        )
         g, g_to = (found["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
-        take(found["q"], g, n, grads["q"][:, tokens], g_to, impl)
+        deinterleave(found["q"], g, n, grads["q"][:, tokens], g_to, impl)
         after = grads["state"]
         del terms, d, found, g  # as above
     grads["beta"] = grads["beta"].to(beta.dtype)
@@ -154,21 +164,21 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 _TENSORS = ", ".join(f"Tensor{'?' if n in ('g', 'state') else ''} {n}" for n in Steps._fields)
 _OPTIONS = "float scale, int chunk, str impl"
-_forward_op = define(
+_forward_op = register_op(
     "steps_forward",
     f"({_TENSORS}, {_OPTIONS}, int spans) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-_backward_op = define(
+_backward_op = register_op(
     "steps_backward",
     f"({_TENSORS}, Tensor marks, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
 )
-_call_forward: Callable = shortcut(_forward_op, replays=True)
-_call_alone: Callable = replayed(lambda *args: _forward(*args)[:2])
-_call_backward: Callable = shortcut(_backward_op, replays=True)
+_call_forward: Callable = bypass_dispatcher(_forward_op, replays=True)
+_call_alone: Callable = with_replay(lambda *args: _forward(*args)[:2])
+_call_backward: Callable = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Steps(Function):
@@ -176,7 +186,9 @@ class _Steps(Function):
 
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
-        o, final, marks = _call_forward(*tensors, *options, spans_of(Steps(*tensors), options[-1]))
+        o, final, marks = _call_forward(
+            *tensors, *options, num_slices(Steps(*tensors), options[-1])
+        )
         ctx.save_for_backward(*tensors, marks)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -208,7 +220,7 @@ def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:
     """
     if needs_autograd(*given):
         return _Steps.apply(options, *given)
-    args = *given, *options, spans_of(given, options[-1])
-    if given.q.is_cuda and direct(given.q):
+    args = *given, *options, num_slices(given, options[-1])
+    if given.q.is_cuda and is_plain_call(given.q):
         return _call_alone(*args)
     return _call_forward(*args)[:2]

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import op, workspace
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import define, direct, replayed, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, register_op, with_replay
 from slipstream.runtime.gradient import set_gradient
 
 # Spans of a row of tokens whose o is not small, and where backward follows.
 LITTLE, SPANS, TRAINED = 1 << 24, 2, 3
 
 
-class Slots(NamedTuple):
+class GSAInputs(NamedTuple):
     """q, k [B, T, H, K]; v [B, T, H, V]; s, g [B, T, H, M]; the states before the first token."""
 
     q: Tensor
@@ -43,28 +43,30 @@ class Slots(NamedTuple):
     values: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    def first(self) -> Terms:
+    def first(self) -> LinearInputs:
         q, k, _, s, g, keys, _, cu = self
-        return Terms(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
+        return LinearInputs(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
 
-    def second(self, p: Tensor) -> Terms:
+    def second(self, p: Tensor) -> LinearInputs:
         _, _, v, s, g, _, values, cu = self
-        return Terms(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
+        return LinearInputs(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
 
 
-_NAMES = Slots._fields
+_NAMES = GSAInputs._fields
 _TENSORS = ", ".join(f"Tensor{'?' if i > 4 else ''} {name}" for i, name in enumerate(_NAMES))
 _OPTIONS = "float scale, int chunk, str first, str second"
 
 
-def spans_of(given: Slots, keep: bool) -> int:
+def num_slices(given: GSAInputs, keep: bool) -> int:
     alone = given.q.shape[0] == 1 and given.cu_seqlens is None
     if not alone or given.v.numel() <= LITTLE:
         return 1
     return TRAINED if keep else SPANS
 
 
-def _part(given: Slots, tokens: slice, keys: Tensor | None, values: Tensor | None) -> Slots:
+def _slice(
+    given: GSAInputs, tokens: slice, keys: Tensor | None, values: Tensor | None
+) -> GSAInputs:
     cut = (x[:, tokens] for x in given[:5])
     return given._replace(**dict(zip(_NAMES, cut)), keys=keys, values=values)
 
@@ -73,37 +75,37 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     """o, both final states, p, and the states between spans, of keys and of values; p is empty
     unless it is to be kept."""
     *tensors, scale, chunk, first, second, spans, keep = args
-    given = Slots(*tensors)
+    given = GSAInputs(*tensors)
     o, p, *states = _like(given, spans, keep)
     final, marks = states[:2], states[2:]
     before = [given.keys, given.values]
     if spans > 1:
         before = [y.zero_() if x is None else x for x, y in zip(before, final)]
-    cuts = workspace.spans(given.q.shape[1], spans)
+    cuts = workspace.time_slices(given.q.shape[1], spans)
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else [x[i] for x in marks]
-        part = _part(given, tokens, *before)
+        part = _slice(given, tokens, *before)
         here = o[:, tokens]
-        out = _room(here, part.s), after[0]
-        scores, _, _ = op.spans_forward(*part.first(), scale, chunk, first, True, 1, out=out)
+        out = _workspace_bytes(here, part.s), after[0]
+        scores, _, _ = op.forward_impl(*part.first(), scale, chunk, first, True, 1, out=out)
         one = p[:, tokens] if keep else part.s.new_empty(part.s.shape)
         _softmax(scores, one, second)
         del scores, out
         two = part.second(one)
-        op.spans_forward(*two, 1.0, chunk, second, False, 1, out=(here, after[1]))
+        op.forward_impl(*two, 1.0, chunk, second, False, 1, out=(here, after[1]))
         del one, two  # before the next span's
         before = after
     return o, *final, p, *marks
 
 
-def _room(o: Tensor, s: Tensor) -> Tensor | None:
+def _workspace_bytes(o: Tensor, s: Tensor) -> Tensor | None:
     """Memory for scores, one for each of s: that of o, which is written later."""
     if not o.is_contiguous() or o.numel() < 2 * s.numel() or o.element_size() != 2:
         return None
     return o.flatten()[: 2 * s.numel()].view(torch.float32).view(s.shape)
 
 
-def _like(given: Slots, spans: int, keep: bool) -> list[Tensor]:
+def _like(given: GSAInputs, spans: int, keep: bool) -> list[Tensor]:
     """What _forward returns, but for p in second place."""
     (N, H, K, M), V = given.first().state_shape, given.v.shape[-1]
     wide: dict[str, Any] = {"dtype": torch.float32}
@@ -117,7 +119,7 @@ def _like(given: Slots, spans: int, keep: bool) -> list[Tensor]:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    o, p, *states = _like(Slots(*args[: len(_NAMES)]), *args[-2:])
+    o, p, *states = _like(GSAInputs(*args[: len(_NAMES)]), *args[-2:])
     return o, *states[:2], p, *states[2:]
 
 
@@ -125,7 +127,7 @@ def _backward(*args: Any) -> list[Tensor]:
     """Gradients of q, k, v, s, g and the states before the first token, in float32."""
     *tensors, p, first_marks, second_marks, do, dkeys, dvalues = args[: len(_NAMES) + 6]
     scale, chunk, first, second = args[len(_NAMES) + 6 :]
-    given = Slots(*tensors)
+    given = GSAInputs(*tensors)
     spans = first_marks.shape[0] + 1
     grads = _fake_backward(*args)
     dstates = grads[5:]
@@ -135,18 +137,18 @@ def _backward(*args: Any) -> list[Tensor]:
         zeros = [flat[: x.numel()].view(x.shape) for x in dstates]
         after = [y if x is None else x for x, y in zip(after, zeros)]
         before = [y if x is None else x for x, y in zip(before, zeros)]
-    cuts = workspace.spans(given.q.shape[1], spans)
+    cuts = workspace.time_slices(given.q.shape[1], spans)
     for i, tokens in reversed(list(enumerate(cuts))):
         met = [first_marks[i - 1], second_marks[i - 1]] if i else before
-        part = _part(given, tokens, *met)
+        part = _slice(given, tokens, *met)
         one, two = part.first(), part.second(p[:, tokens])
         here = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
         d = None if do is None else do[:, tokens]
         out = {"k": here["s"], "v": here["v"], "g": here["g"], "initial_state": dstates[1]}
-        dp = op.gradients(two, d, after[1], 1.0, chunk, second, True, None, out)["q"]
+        dp = op.backward_impl(two, d, after[1], 1.0, chunk, second, True, None, out)["q"]
         _softmax_backward(two.q, dp, second)
         out = {"q": here["q"], "k": here["k"], "initial_state": dstates[0]}
-        more = op.gradients(one, dp, after[0], scale, chunk, first, True, None, out)
+        more = op.backward_impl(one, dp, after[0], scale, chunk, first, True, None, out)
         here["s"].add_(more["v"])
         here["g"].add_(more["gv"])
         after = dstates
@@ -154,7 +156,7 @@ def _backward(*args: Any) -> list[Tensor]:
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    given = Slots(*args[: len(_NAMES)])
+    given = GSAInputs(*args[: len(_NAMES)])
     return [
         *(x.new_empty(x.shape) for x in given[:5]),
         *(x.new_empty(x.shape[1:]) for x in _like(given, 2, False)[4:]),
@@ -163,7 +165,7 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 def _softmax(scores: Tensor, p: Tensor, impl: str) -> None:
     """p is written."""
-    _attempt(_kernel_softmax, _plain_softmax, (scores, p), p, impl)
+    _run_guarded(_kernel_softmax, _eager_softmax, (scores, p), p, impl)
 
 
 def _kernel_softmax(scores: Tensor, p: Tensor) -> None:
@@ -172,13 +174,13 @@ def _kernel_softmax(scores: Tensor, p: Tensor) -> None:
     gsa_softmax.softmax(scores, p)
 
 
-def _plain_softmax(scores: Tensor, p: Tensor) -> None:
+def _eager_softmax(scores: Tensor, p: Tensor) -> None:
     p.copy_(scores.softmax(-1))
 
 
 def _softmax_backward(p: Tensor, dp: Tensor, impl: str) -> None:
     """dp becomes the gradient of the scores."""
-    _attempt(_kernel_backward, _plain_backward, (p, dp), p, impl)
+    _run_guarded(_kernel_backward, _eager_backward, (p, dp), p, impl)
 
 
 def _kernel_backward(p: Tensor, dp: Tensor) -> None:
@@ -187,24 +189,24 @@ def _kernel_backward(p: Tensor, dp: Tensor) -> None:
     gsa_softmax.softmax_backward(p, dp)
 
 
-def _plain_backward(p: Tensor, dp: Tensor) -> None:
+def _eager_backward(p: Tensor, dp: Tensor) -> None:
     wide, d = p.float(), dp.float()
     dp.copy_(wide * (d - (wide * d).sum(-1, keepdim=True) / wide.sum(-1, keepdim=True)))
 
 
-def _attempt(run: Callable, plain: Callable, args: tuple, p: Tensor, impl: str) -> None:
+def _run_guarded(run: Callable, plain: Callable, args: tuple, p: Tensor, impl: str) -> None:
     if impl.startswith("eager") or p.numel() == 0:
         plain(*args)
     else:
         kind = ("linear.slots", p.dtype, p.shape[-1])
-        guarded_launch.attempt(lambda: kind, p.device, run, plain, args, lambda: _mismatch(p))
+        guarded_launch.run_guarded(lambda: kind, p.device, run, plain, args, lambda: _mismatch(p))
 
 
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few rows as wide."""
     scores = torch.randn(1, 19, 1, like.shape[-1], device=like.device)
-    fresh, found = numeric_probe.fresh(like, *scores.shape), []
-    ways = (_kernel_softmax, _kernel_backward), (_plain_softmax, _plain_backward)
+    fresh, found = numeric_probe.random_like(like, *scores.shape), []
+    ways = (_kernel_softmax, _kernel_backward), (_eager_softmax, _eager_backward)
     for softmax, backward in ways:
         p, dp = torch.empty_like(fresh), fresh.clone()
         softmax(scores, p)
@@ -212,28 +214,28 @@ def _mismatch(like: Tensor) -> str | None:
         found.append((p, dp))
     bar = numeric_probe.BARS[like.dtype][1]
     for name, x, y in zip(("p", "the gradient of the scores"), *found):
-        if not (error := numeric_probe.relative(x, y)) <= bar:
+        if not (error := numeric_probe.relative_error(x, y)) <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
 
 
-_forward_op = define(
+_forward_op = register_op(
     "slots_forward",
     f"({_TENSORS}, {_OPTIONS}, int spans, bool keep) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-_backward_op = define(
+_backward_op = register_op(
     "slots_backward",
     f"({_TENSORS}, Tensor p, Tensor first_marks, Tensor second_marks, Tensor? dout, "
     f"Tensor? dkeys, Tensor? dvalues, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
 )
-_call_forward = shortcut(_forward_op, replays=True)
-_call_alone = replayed(lambda *args: _forward(*args)[:3])
-_call_backward = shortcut(_backward_op, replays=True)
+_call_forward = bypass_dispatcher(_forward_op, replays=True)
+_call_alone = with_replay(lambda *args: _forward(*args)[:3])
+_call_backward = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Slots(Function):
@@ -242,7 +244,7 @@ class _Slots(Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
         o, keys, values, *rest = _call_forward(
-            *tensors, *options, spans_of(Slots(*tensors), True), True
+            *tensors, *options, num_slices(GSAInputs(*tensors), True), True
         )
         ctx.save_for_backward(*tensors, *rest)
         ctx.options = options
@@ -267,7 +269,7 @@ def _of_operator(*args: Any) -> Any:
 set_gradient(_forward_op, _of_operator)
 
 
-def attend(given: Slots, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attend(given: GSAInputs, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, H, V] in v's dtype and both final states, float32, with gradients.
 
     Args:
@@ -275,7 +277,7 @@ def attend(given: Slots, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     if needs_autograd(*given):
         return _Slots.apply(options, *given)
-    args = *given, *options, spans_of(given, False), False
-    if given.q.is_cuda and direct(given.q):
+    args = *given, *options, num_slices(given, False), False
+    if given.q.is_cuda and is_plain_call(given.q):
         return _call_alone(*args)
     return _call_forward(*args)[:3]

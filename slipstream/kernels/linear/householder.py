@@ -19,66 +19,77 @@ def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
     return torch.cat([zeros, x] if last else [x, zeros], dim=2).flatten(1, 2)
 
 
-def spread(
+def interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int, impl: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [B, T, H, K] and do [B, T, HV, V] at the last steps, g [B, T, HV] at the first."""
-    return _attempt(_kernel_spread, plain_spread, (q, g, do, n), impl)
+    return _run_guarded(_interleave_kernel, eager_interleave, (q, g, do, n), impl)
 
 
-def take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None, impl: str) -> None:
+def deinterleave(
+    q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None, impl: str
+) -> None:
     """`to` and g_to, contiguous, are written: q at the last step of each token, g at the first."""
-    _attempt(_kernel_take, plain_take, (q, g, n, to, g_to), impl)
+    _run_guarded(_deinterleave_kernel, eager_deinterleave, (q, g, n, to, g_to), impl)
 
 
-def _kernel_spread(
+def _interleave_kernel(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from slipstream.kernels.linear.triton import householder
 
-    return householder.spread(q, g, do, n)
+    return householder.interleave(q, g, do, n)
 
 
-def plain_spread(
+def eager_interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     gates = None if g is None else at_step(g, n, last=False)
     return at_step(q, n, last=True), gates, None if do is None else at_step(do, n, last=True)
 
 
-def _kernel_take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
+def _deinterleave_kernel(
+    q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None
+) -> None:
     from slipstream.kernels.linear.triton import householder
 
-    householder.take(q, g, n, to, g_to)
+    householder.deinterleave(q, g, n, to, g_to)
 
 
-def plain_take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
+def eager_deinterleave(
+    q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None
+) -> None:
     for x, at, there in ((q, n - 1, to), (g, 0, g_to)):
         if x is not None and there is not None:
             there.copy_(x[:, at::n])
 
 
-def _attempt(run: Callable, plain: Callable, args: tuple, impl: str) -> Any:
+def _run_guarded(run: Callable, plain: Callable, args: tuple, impl: str) -> Any:
     x = args[0]
     if impl.startswith("eager"):
         return plain(*args)
     kind = ("linear.steps", x.dtype, x.shape[3:])
-    return guarded_launch.attempt(lambda: kind, x.device, run, plain, args, lambda: _mismatch(x))
+    return guarded_launch.run_guarded(
+        lambda: kind, x.device, run, plain, args, lambda: _mismatch(x)
+    )
 
 
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few tokens as wide."""
     n = 3
-    q, do = (numeric_probe.fresh(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
+    q, do = (numeric_probe.random_like(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
     g, gs = (torch.randn(2, T, 4, device=like.device) for T in (11, 11 * n))
     found = []
-    for there, back in ((_kernel_spread, _kernel_take), (plain_spread, plain_take)):
+    for there, back in (
+        (_interleave_kernel, _deinterleave_kernel),
+        (eager_interleave, eager_deinterleave),
+    ):
         rows = there(q, g, do, n)
         taken, gates = torch.empty_like(q), torch.empty_like(g)
         back(rows[0], gs, n, taken, gates)
         found.append((*rows, taken, gates))
     names = (*(f"{x} at its steps" for x in ("q", "g", "do")), "q taken back", "g taken back")
     for name, x, y in zip(names, *found):
-        if (error := numeric_probe.relative(x, y)) != 0.0:
+        if (error := numeric_probe.relative_error(x, y)) != 0.0:
             return f"{name} is off by {error:.1e} of its size, where nothing is rounded"
     return None

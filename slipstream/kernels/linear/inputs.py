@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 
-class Terms(NamedTuple):
+class LinearInputs(NamedTuple):
     """q, k, p, a, b [B, T, H, K]; v [B, T, HV, V]; u [HV, K]; initial_state [N, HV, K, V].
 
     g, gv and beta as above; beta may also be [B, T, HV, V], per column, on the recurrent path.
@@ -73,4 +73,4 @@ class Terms(NamedTuple):
 
 
 # In the order of Terms: those that have a gradient.
-DIFFERENTIABLE = Terms._fields[:-1]
+DIFFERENTIABLE = LinearInputs._fields[:-1]

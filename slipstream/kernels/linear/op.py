@@ -19,30 +19,30 @@ from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import define, direct, replayed, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, register_op, with_replay
 from slipstream.runtime.gradient import set_gradient
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda): docs/log.md.
-STEP_TOKENS = 16
+MAX_STEP_TOKENS = 16
 
 # Arguments of linear_backward, but for the states between spans.
-BACKWARD = len(Terms._fields) + 6
+NUM_BACKWARD_ARGS = len(LinearInputs._fields) + 6
 Outputs = tuple[Tensor | None, Tensor | None] | None
-_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Terms._fields)
+_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    o, final, *_ = spans_forward(*args, 0)
+    o, final, *_ = forward_impl(*args, 0)
     return o, final
 
 
-def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[Tensor, ...]:
+def forward_impl(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[Tensor, ...]:
     """o, the final state, the states between spans, of which 0 says that no backward follows.
 
     Args:
@@ -50,50 +50,52 @@ def spans_forward(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[
         keep: also what the launches leave for `gradients`, of each slice as many tensors.
     """
     *given, scale, chunk, impl, wide, spans = args
-    terms = Terms(*given)
+    terms = LinearInputs(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
-        return o, final, final.new_zeros(workspace.marks_shape(terms, spans))
+        return o, final, final.new_zeros(workspace.checkpoints_shape(terms, spans))
     impl, _, rest = impl.partition("|")
-    by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= STEP_TOKENS)
+    by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= MAX_STEP_TOKENS)
 
-    def run(terms: Terms, scale: float) -> tuple[Tensor, ...]:
+    def run(terms: LinearInputs, scale: float) -> tuple[Tensor, ...]:
         if impl == "eager":
             eager = partial(_eager, chunk=chunk)
-            terms = _in_float32(terms) if wide else terms
-            return _in_slices(eager, terms, scale, wide, spans, out)
-        launches = _launches(impl, terms, by_token)
+            terms = _as_fp32(terms) if wide else terms
+            return _forward_sliced(eager, terms, scale, wide, spans, out)
+        launches = _backend_for(impl, terms, by_token)
         wider = wide and not getattr(launches, "WIDE", False)
-        terms = _in_float32(terms) if wider else terms
-        forward = getattr(launches, "forward_kept", None) if keep else None
+        terms = _as_fp32(terms) if wider else terms
+        forward = getattr(launches, "forward_saving", None) if keep else None
         forward = forward or launches.forward
-        return _in_slices(forward, terms, scale, wide, spans, out, launches)
+        return _forward_sliced(forward, terms, scale, wide, spans, out, launches)
 
     if impl == "eager":
         return run(terms, scale)
 
-    def instead(terms: Terms, scale: float) -> tuple[Tensor, ...]:
-        return spans_forward(*terms, scale, chunk, rest, wide, spans, out=out, keep=keep)
+    def instead(terms: LinearInputs, scale: float) -> tuple[Tensor, ...]:
+        return forward_impl(*terms, scale, chunk, rest, wide, spans, out=out, keep=keep)
 
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(terms, impl, by_token),
         terms.q.device,
-        partial(_widened, run, wide) if guarded_launch.widens(terms.q) else run,
+        partial(_with_fp32_operands, run, wide)
+        if guarded_launch.needs_fp32_operands(terms.q)
+        else run,
         instead if rest else None,
         (terms, scale),
         lambda: probe.mismatch(terms, impl, by_token, linear),
     )
 
 
-def _eager(terms: Terms, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
+def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     if chunk == 0:
         return recurrent_forward(terms, scale)
     return chunk_forward(terms, scale, chunk)
 
 
-def _in_slices(
+def _forward_sliced(
     forward: Callable,
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
     wide: bool,
     spans: int,
@@ -104,31 +106,31 @@ def _in_slices(
     able = getattr(launches, "IN_SLICES", False)
     more = {"dtype": torch.float32} if wide and getattr(launches, "WIDE", False) else {}
     cut = spans > 1 or (able and out is None)  # with out it is a slice already
-    parts = workspace.of_forward(terms, spans) if cut else [workspace.WHOLE]
+    parts = workspace.fwd_slices(terms, spans) if cut else [workspace.WHOLE]
     if spans > 1 and terms.cu_seqlens is None and getattr(launches, "MARKS", False):
-        marks = terms.v.new_empty(workspace.marks_shape(terms, spans), dtype=torch.float32)
+        marks = terms.v.new_empty(workspace.checkpoints_shape(terms, spans), dtype=torch.float32)
         o, final, *kept = forward(terms, scale, marks=marks)
         return o, final, marks, *(kept[0] if kept else ())
     if len(parts) == 1 and out is None:
         o, final, *kept = forward(terms, scale, **more)
-        marks = final.new_empty(workspace.marks_shape(terms, spans))
+        marks = final.new_empty(workspace.checkpoints_shape(terms, spans))
         return o, final, marks, *(kept[0] if kept else ())
-    forward = workspace.told(forward, terms, parts, launches)
-    run = forward if able else partial(_copied, forward)
+    forward = workspace.with_active_count(forward, terms, parts, launches)
+    run = forward if able else partial(_into_out, forward)
     dtype = torch.float32 if wide else None
     memory, plain = out or (None, None), launches is None
     return workspace.forward(run, terms, scale, parts, dtype, spans, memory, plain)
 
 
-def _copied(
-    forward: Callable, terms: Terms, scale: float, out: tuple[Tensor, Tensor]
+def _into_out(
+    forward: Callable, terms: LinearInputs, scale: float, out: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     for x, y in zip(out, forward(terms, scale)):
         x.copy_(y)
     return out
 
 
-def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
+def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
     """The launches of a transition; Triton is imported only here, once they are wanted."""
     if by_token:
         from slipstream.kernels.linear.triton import decode_launch
@@ -165,18 +167,20 @@ def _launches(impl: str, terms: Terms, by_token: bool = False) -> Any:
     return launch
 
 
-def _widened(run: Callable, wide: bool, terms: Terms, scale: float) -> tuple[Tensor, ...]:
+def _with_fp32_operands(
+    run: Callable, wide: bool, terms: LinearInputs, scale: float
+) -> tuple[Tensor, ...]:
     """With products of float32 operands, where the compiler can do no others."""
-    o, *states = run(_in_float32(terms), scale)
+    o, *states = run(_as_fp32(terms), scale)
     return o if wide else o.to(terms.q.dtype), *states
 
 
-def _in_float32(terms: Terms) -> Terms:
+def _as_fp32(terms: LinearInputs) -> LinearInputs:
     wide = (x if x is None or not x.is_floating_point() else x.float() for x in terms)
-    return Terms(*cast(Any, wide))
+    return LinearInputs(*cast(Any, wide))
 
 
-def _empty_forward(terms: Terms, wide: bool) -> tuple[Tensor, Tensor]:
+def _empty_forward(terms: LinearInputs, wide: bool) -> tuple[Tensor, Tensor]:
     """No tokens, no sequences or no width: the state stays, nothing is read."""
     o = terms.q.new_zeros(terms.v.shape, dtype=terms.dtype if wide else None)
     state = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
@@ -184,21 +188,24 @@ def _empty_forward(terms: Terms, wide: bool) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:BACKWARD]
-    marks, kept = args[BACKWARD] if len(args) > BACKWARD else None, args[BACKWARD + 1 :]
-    terms = Terms(*given)
+    *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:NUM_BACKWARD_ARGS]
+    marks, kept = (
+        args[NUM_BACKWARD_ARGS] if len(args) > NUM_BACKWARD_ARGS else None,
+        args[NUM_BACKWARD_ARGS + 1 :],
+    )
+    terms = LinearInputs(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
     else:
         options = scale, chunk, impl, gate_gradient
-        grads = gradients(terms, dout, dfinal, *options, marks, kept=kept)
-    return [grads[name] for name in _with_gradient(terms, gate_gradient)]
+        grads = backward_impl(terms, dout, dfinal, *options, marks, kept=kept)
+    return [grads[name] for name in _grad_names(terms, gate_gradient)]
 
 
-def gradients(
-    terms: Terms,
+def backward_impl(
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
@@ -219,37 +226,37 @@ def gradients(
     impl, _, rest = impl.partition("|")
     if impl == "eager" or only_by_token(terms):
         if chunk == 0:
-            return workspace.placed(recurrent_backward(terms, dout, dfinal, scale), out)
-        return workspace.placed(chunk_backward(terms, dout, dfinal, scale, chunk), out)
+            return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
+        return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, chunk), out)
 
     def run() -> dict[str, Tensor]:
-        launches = _launches(impl, terms)
+        launches = _backend_for(impl, terms)
         skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
-        wider = guarded_launch.widens(terms.q)
-        wide, do = (_in_float32(terms), dout) if wider else (terms, dout)
+        wider = guarded_launch.needs_fp32_operands(terms.q)
+        wide, do = (_as_fp32(terms), dout) if wider else (terms, dout)
         if wider and do is not None:
             do = do.float()
         able = getattr(launches, "IN_SLICES", False)
-        whole = not able or (impl == "sm90" and workspace.goes_back_whole(wide))
-        parts = [workspace.WHOLE] if whole else workspace.of_backward(wide, marks)
+        whole = not able or (impl == "sm90" and workspace.bwd_unsliced(wide))
+        parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, marks)
         more = {"out": out} if able and out is not None else {}
-        left = kept if hasattr(launches, "forward_kept") else ()
+        left = kept if hasattr(launches, "forward_saving") else ()
         if len(parts) == 1:
             more |= {"kept": left} if left else {}
             more |= {"spends_q": True} if spends_q and getattr(launches, "SPENDS_Q", False) else {}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
-            run = workspace.told(launches.backward, terms, parts, launches)
+            run = workspace.with_active_count(launches.backward, terms, parts, launches)
             grads = workspace.backward(run, wide, do, dfinal, scale, parts, marks, left)
         if wider:
             grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
-        return workspace.placed(grads, out)
+        return workspace.copy_into(grads, out)
 
     def instead() -> dict[str, Tensor]:
         given = terms, dout, dfinal, scale, chunk, rest, gate_gradient, marks, out, kept
-        return gradients(*given, spends_q)
+        return backward_impl(*given, spends_q)
 
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(terms, impl),
         terms.q.device,
         run,
@@ -259,8 +266,8 @@ def gradients(
     )
 
 
-def _kept(*args: Any) -> tuple[Tensor, ...]:
-    return spans_forward(*args, keep=True)
+def _forward_saving(*args: Any) -> tuple[Tensor, ...]:
+    return forward_impl(*args, keep=True)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -268,38 +275,38 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_spans(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    terms, wide, spans = Terms(*args[: len(Terms._fields)]), *args[-2:]
+    terms, wide, spans = LinearInputs(*args[: len(LinearInputs._fields)]), *args[-2:]
     o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
     final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
-    return o, final, final.new_empty(workspace.marks_shape(terms, spans))
+    return o, final, final.new_empty(workspace.checkpoints_shape(terms, spans))
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    terms = Terms(*args[: len(Terms._fields)])
-    given = (getattr(terms, name) for name in _with_gradient(terms, args[BACKWARD - 1]))
+    terms = LinearInputs(*args[: len(LinearInputs._fields)])
+    given = (getattr(terms, name) for name in _grad_names(terms, args[NUM_BACKWARD_ARGS - 1]))
     return [x.new_empty(x.shape) for x in given]
 
 
-def _with_gradient(terms: Terms, gate_gradient: bool) -> list[str]:
+def _grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
     """What backward returns, in order. The gradient of g may cost as much as all others."""
     given = (name for name in DIFFERENTIABLE if getattr(terms, name) is not None)
     return [name for name in given if gate_gradient or name != "g"]
 
 
 _OPTIONS = "float scale, int chunk, str impl"
-_forward_op: Callable = define(
+_forward_op: Callable = register_op(
     "linear_forward",
     f"({_TERMS}, {_OPTIONS}, bool wide) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-_spans_op: Callable = define(
+_spans_op: Callable = register_op(
     "linear_spans",
     f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
-    spans_forward,
+    forward_impl,
     _fake_spans,
 )
-_backward_op: Callable = define(
+_backward_op: Callable = register_op(
     "linear_backward",
     f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
     "Tensor? marks=None) -> Tensor[]",
@@ -308,21 +315,23 @@ _backward_op: Callable = define(
 )
 
 
-def _gradient_follows(args: tuple, results: tuple[Tensor, ...]) -> None:
+def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     """Of o alone, as most calls have it."""
-    width = len(Terms._fields)
+    width = len(LinearInputs._fields)
     given, options = args[:width], args[width : width + 3]
-    g = Terms(*given).g
+    g = LinearInputs(*given).g
     gate_gradient = g is not None and g.requires_grad
     _backward(*given, torch.empty_like(results[0]), None, *options, gate_gradient, *results[2:])
 
 
-_call_forward = shortcut(_forward_op, replays=True)
-_call_trained = shortcut(_forward_op, replays=True, follows=_gradient_follows)
-_call_spans = shortcut(_spans_op, replays=True, follows=_gradient_follows)
-_call_kept = replayed(_kept, _gradient_follows)
-_call_backward_kept = replayed(_backward)
-_call_backward = shortcut(_backward_op, replays=True)
+_call_forward = bypass_dispatcher(_forward_op, replays=True)
+_call_forward_training = bypass_dispatcher(
+    _forward_op, replays=True, follows=_compile_backward_also
+)
+_call_spans = bypass_dispatcher(_spans_op, replays=True, follows=_compile_backward_also)
+_call_forward_saving = with_replay(_forward_saving, _compile_backward_also)
+_call_backward_saved = with_replay(_backward)
+_call_backward = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Linear(Function):
@@ -332,38 +341,38 @@ class _Linear(Function):
     def forward(ctx: Any, scale: float, chunk: int, impl: str, wide: bool, *given: Any) -> Any:
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
-        terms = Terms(*given)
-        spans, kept = workspace.spans_of(terms, impl), []
-        if impl.startswith("sm90") and terms.transition == "delta" and direct(terms.q):
-            o, final, *kept = _call_kept(*given, scale, chunk, impl, wide, spans)
-        elif spans > 1 or workspace.trains_whole(terms, impl):
+        terms = LinearInputs(*given)
+        spans, kept = workspace.num_slices(terms, impl), []
+        if impl.startswith("sm90") and terms.transition == "delta" and is_plain_call(terms.q):
+            o, final, *kept = _call_forward_saving(*given, scale, chunk, impl, wide, spans)
+        elif spans > 1 or workspace.fwd_unsliced(terms, impl):
             o, final, *kept = _call_spans(*given, scale, chunk, impl, wide, spans)
         else:
-            o, final = _call_trained(*given, scale, chunk, impl, wide)
+            o, final = _call_forward_training(*given, scale, chunk, impl, wide)
         ctx.save_for_backward(*given, *kept)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
-        given, kept = saved[: len(Terms._fields)], saved[len(Terms._fields) :]
+        given, kept = saved[: len(LinearInputs._fields)], saved[len(LinearInputs._fields) :]
         if dout is None and dfinal is None:
             return (None,) * (4 + len(given))
-        terms = Terms(*given)
-        gate_gradient = ctx.needs_input_grad[4 + Terms._fields.index("g")]
+        terms = LinearInputs(*given)
+        gate_gradient = ctx.needs_input_grad[4 + LinearInputs._fields.index("g")]
         args = (*given, dout, dfinal, *ctx.options, gate_gradient, *kept)
         if len(kept) <= 1:
             grads = _call_backward(*args)
         else:
-            grads = _call_backward_kept(*args)
-        named = dict(zip(_with_gradient(terms, gate_gradient), grads))
+            grads = _call_backward_saved(*args)
+        named = dict(zip(_grad_names(terms, gate_gradient), grads))
         by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, None, *by_term, None)
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     """As slipstream::linear_forward is called."""
-    width = len(Terms._fields)
+    width = len(LinearInputs._fields)
     return _Linear.apply(*args[width : width + 4], *args[:width])
 
 
@@ -372,7 +381,7 @@ set_gradient(_spans_op, _of_operator)
 
 
 def linear(
-    terms: Terms, scale: float, chunk: int, impl: str, wide: bool = False
+    terms: LinearInputs, scale: float, chunk: int, impl: str, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype, or wide in float32 for q of 16 bits, and the final state
     [N, HV, K, V], with gradients."""

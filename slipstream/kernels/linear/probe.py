@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import numeric_probe
 
 # of a probe in chunks, and token by token
@@ -18,7 +18,7 @@ TOKENS, FEW = 150, 9
 CHUNK = 32
 
 
-def mismatch(terms: Terms, impl: str, by_token: bool, linear: Callable) -> str | None:
+def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -> str | None:
     """What differs between `impl`'s forward and backward and plain torch's, or None.
 
     Args:
@@ -28,14 +28,14 @@ def mismatch(terms: Terms, impl: str, by_token: bool, linear: Callable) -> str |
     scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else CHUNK
 
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
-        return lambda given: linear(Terms(**given), scale, chunk, impl)
+        return lambda given: linear(LinearInputs(**given), scale, chunk, impl)
 
     return numeric_probe.mismatch(
         run(f"{impl}|eager"), run("eager"), tiny._asdict(), gradients=not by_token
     )
 
 
-def like(terms: Terms, tokens: int = TOKENS) -> Terms:
+def like(terms: LinearInputs, tokens: int = TOKENS) -> LinearInputs:
     """Fresh terms of the same widths, dtypes and kind: one row of tokens, one or two heads."""
     H = min(2, terms.q.shape[2])
     HV = H * (terms.v.shape[2] // terms.q.shape[2])
@@ -64,4 +64,4 @@ def like(terms: Terms, tokens: int = TOKENS) -> Terms:
     if cu is not None:
         cuts = torch.tensor([0, tokens // 3, tokens], dtype=cu.dtype)
         found["cu_seqlens"] = cuts.to(device)
-    return Terms(**found)
+    return LinearInputs(**found)

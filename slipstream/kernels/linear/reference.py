@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.common.varlen import check_cu_seqlens_values
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 
-def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def linear_reference(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
     if terms.cu_seqlens is None:
         o, state = _run(terms, scale)
@@ -31,7 +31,7 @@ def linear_reference(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
     return o, torch.cat([state for _, state in parts])
 
 
-def _sequence(terms: Terms, n: int, begin: int, end: int) -> Terms:
+def _sequence(terms: LinearInputs, n: int, begin: int, end: int) -> LinearInputs:
     """Sequence n of a packed batch, alone."""
     cut = {
         name: x[:, begin:end]
@@ -39,10 +39,10 @@ def _sequence(terms: Terms, n: int, begin: int, end: int) -> Terms:
         if x is not None and name not in ("u", "initial_state", "cu_seqlens")
     }
     state = None if terms.initial_state is None else terms.initial_state[n : n + 1]
-    return Terms(**cut, u=terms.u, initial_state=state)
+    return LinearInputs(**cut, u=terms.u, initial_state=state)
 
 
-def _run(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def _run(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     group = terms.v.shape[2] // terms.q.shape[2]
     q, k, p, a, b = (
         None if x is None else x.to(terms.dtype).repeat_interleave(group, dim=2)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.compiler.arch import Arch
-from slipstream.compiler.tile_limits import Needs, expect
+from slipstream.compiler.tile_limits import TileRequirements, check_tile
 from slipstream.kernels.linear.triton.delta.tiles import DeltaTile
 from slipstream.kernels.linear.triton.dplr.tiles import DplrTile
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile
-from slipstream.kernels.linear.triton.vector_decay.tiles import ChannelTile
+from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile
 
 SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)
@@ -19,10 +19,10 @@ STAGES = (1, 2, 3, 4)
 _WALKS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
 
 
-def of_walk(tile: Tile, BD: int, size: int) -> Needs:
+def of_walk(tile: Tile, BD: int, size: int) -> TileRequirements:
     """y = s r^T + x a, s += x w: the state [BX, BD] stays in registers."""
     C, BX = tile.C, tile.BX
-    return Needs(
+    return TileRequirements(
         size,
         tile.warps,
         tile.stages,
@@ -33,26 +33,30 @@ def of_walk(tile: Tile, BD: int, size: int) -> Needs:
     )
 
 
-def of_parts(tile: DeltaTile | ChannelTile | DplrTile, BK: int, size: int) -> dict[str, Needs]:
+def of_parts(
+    tile: DeltaTile | VectorDecayTile | DplrTile, BK: int, size: int
+) -> dict[str, TileRequirements]:
     """By the field of the tile: the walks keep [BV, BK], the other kernels make [C, C] and [C, B]
     of B channels at a time."""
     found = {}
     for name, part in vars(tile).items():
         if name in ("C", "tma"):
             continue
-        C, B = tile.C, part.BK if isinstance(tile, ChannelTile) else part.B
+        C, B = tile.C, part.BK if isinstance(tile, VectorDecayTile) else part.B
         if name in _WALKS:
             products = ((C, C, BK), (B, C, BK), (B, C, C), (B, BK, C))
-            found[name] = Needs(
+            found[name] = TileRequirements(
                 size, part.warps, part.stages, products, (C * BK, C * B), sums=B * BK
             )
         else:
             products = ((C, C, B), (C, B, C))
-            found[name] = Needs(size, part.warps, part.stages, products, (C * B,), sums=C * B)
+            found[name] = TileRequirements(
+                size, part.warps, part.stages, products, (C * B,), sums=C * B
+            )
     return found
 
 
-def of(tile: Any, width: int, size: int) -> list[Needs]:
+def of(tile: Any, width: int, size: int) -> list[TileRequirements]:
     """Of a row of any of the family's tables, for K (or the walk's D) of `width`."""
     return (
         [of_walk(tile, width, size)]
@@ -70,14 +74,14 @@ def check(tile: Any, width: int, size: int, arch: Arch) -> None:
     if isinstance(tile, Tile):
         sizes = {"C": SIZES[:4], "BX": SIZES, "warps": WARPS, "stages": STAGES}
         sizes["tma"] = (True, False) if tile.tma else (False,)
-        expect("walk", tile, arch, replace, lambda x: [of_walk(x, width, size)], sizes)
+        check_tile("walk", tile, arch, replace, lambda x: [of_walk(x, width, size)], sizes)
         return
     for name, part in vars(tile).items():
         if name not in ("C", "tma"):
-            wide = "BK" if isinstance(tile, ChannelTile) else "B"
+            wide = "BK" if isinstance(tile, VectorDecayTile) else "B"
             sizes = {wide: SIZES, "warps": WARPS, "stages": STAGES}
 
-            def needs(part: Any, name: str = name) -> list[Needs]:
+            def needs(part: Any, name: str = name) -> list[TileRequirements]:
                 return [of_parts(replace(tile, **{name: part}), width, size)[name]]
 
-            expect(name, part, arch, replace, needs, sizes)
+            check_tile(name, part, arch, replace, needs, sizes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Borders(NamedTuple):
+class VarlenSlices(NamedTuple):
     """As the kernels' Borders."""
 
     local: list[Tensor]
@@ -25,9 +25,9 @@ class Borders(NamedTuple):
             met.index_copy_(0, self.crossing[i : i + 1], marks[i - 1])
 
 
-def borders(cu_seqlens: Tensor, spans: Sequence[slice]) -> Borders:
+def make_varlen_slices(cu_seqlens: Tensor, spans: Sequence[slice]) -> VarlenSlices:
     each, N = spans[0].stop - spans[0].start, cu_seqlens.shape[0] - 1
     lows = torch.arange(len(spans), device=cu_seqlens.device)[:, None] * each
     local = (cu_seqlens - lows).clamp(0, each).to(cu_seqlens.dtype)
     crossing = ((cu_seqlens <= lows).sum(1) - 1).clamp(0, N - 1)
-    return Borders([*local], crossing)
+    return VarlenSlices([*local], crossing)

@@ -35,18 +35,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
-from slipstream.kernels.linear.sm90.plan import in_one_walk, segments
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.sm90.plan import num_segments, uses_fused_bwd
 
 # Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
 # promised; the rest is for spans that end where a chunk does.
-MOST = 24.0
+MAX_WORKSPACE_SHARE = 24.0
 # Of backward: states at the borders of spans, and gradients of states.
 BORDERS = 4
 # Bytes that are not worth a slice; and how many there are at most.
 LITTLE, COUNT = 1 << 26, 8
 # Tokens of a span, at least, for each of the packed sequences.
-SPARSE = 256
+MIN_SLICE_TOKENS_GROUPED = 256
 # Of grouped heads, which leave so much that they would be cut most: tokens of a span times value
 # heads, at least, of a row and of packed sequences, whose spans take longer to begin. A span costs
 # a tenth of the time then (docs/log.md).
@@ -54,61 +54,61 @@ GROUPED, PACKED = 160_000, 800_000
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
-BUSY = 128
+MIN_ACTIVE_PROGRAMS = 128
 # Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192
 # with 32 heads take a tenth longer than two (docs/log.md).
-FEW = 48
+MAX_UNSLICED_CALL = 48
 _SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
 
 
-class Slice(NamedTuple):
+class BatchTimeSlice(NamedTuple):
     rows: slice
     tokens: slice
 
 
-WHOLE = Slice(slice(None), slice(None))
+WHOLE = BatchTimeSlice(slice(None), slice(None))
 
 
-def spans_of(terms: Terms, impl: str) -> int:
+def num_slices(terms: LinearInputs, impl: str) -> int:
     """How many spans of tokens a forward pass is cut into whose backward pass follows."""
-    if impl.startswith(("eager", "reference")) or not _with_spans(terms):
+    if impl.startswith(("eager", "reference")) or not _can_slice(terms):
         return 1
-    if impl.startswith("sm90") and goes_back_whole(terms):
+    if impl.startswith("sm90") and bwd_unsliced(terms):
         return 1
-    return _count(terms, True)
+    return _num_slices(terms, True)
 
 
-def goes_back_whole(terms: Terms) -> bool:
+def bwd_unsliced(terms: LinearInputs) -> bool:
     """Whether sm90/delta/bwd_fused_launch.py takes a call, and cuts it itself."""
-    return segments(terms) > 1 or in_one_walk(terms)
+    return num_segments(terms) > 1 or uses_fused_bwd(terms)
 
 
-def trains_whole(terms: Terms, impl: str) -> bool:
+def fwd_unsliced(terms: LinearInputs, impl: str) -> bool:
     """Whether a forward pass is cut where no backward pass follows, and only there."""
     if impl.startswith(("eager", "reference")) or terms.transition == "none":
         return False
-    return _room(terms, False) > 0
+    return _workspace_bytes(terms, False) > 0
 
 
-def of_forward(terms: Terms, spans: int = 0) -> list[Slice]:
+def fwd_slices(terms: LinearInputs, spans: int = 0) -> list[BatchTimeSlice]:
     """spans: at least so many, if any are wanted; 0 where no backward pass follows."""
     if spans == 1 and terms.transition != "none":
         return [WHOLE]
-    return _cut(terms, spans if spans > 1 else _count(terms, False))
+    return _make_slices(terms, spans if spans > 1 else _num_slices(terms, False))
 
 
-def of_backward(terms: Terms, marks: Tensor | None) -> list[Slice]:
+def bwd_slices(terms: LinearInputs, marks: Tensor | None) -> list[BatchTimeSlice]:
     """marks: of forward, which went in one span more."""
     if terms.q.shape[0] > 1:
-        return _cut(terms, _count(terms, True))
-    return _cut(terms, 1 if marks is None else marks.shape[0] + 1)
+        return _make_slices(terms, _num_slices(terms, True))
+    return _make_slices(terms, 1 if marks is None else marks.shape[0] + 1)
 
 
 def forward(
     run: Callable[..., Any],
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
-    slices: Sequence[Slice],
+    slices: Sequence[BatchTimeSlice],
     dtype: torch.dtype | None = None,
     spans: int = 0,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -125,9 +125,9 @@ def forward(
         out: memory for o and the final state.
         plain: run is in plain torch, and so is all else.
     """
-    o = fitting(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
-    final = fitting(out[1], terms.state_shape, torch.float32, terms.v.device)
-    marks = final.new_empty(marks_shape(terms, spans))
+    o = reuse_or_empty(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
+    final = reuse_or_empty(out[1], terms.state_shape, torch.float32, terms.v.device)
+    marks = final.new_empty(checkpoints_shape(terms, spans))
     state, kept = terms.initial_state, []
     goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
     if borders is not None and state is not None:
@@ -138,7 +138,7 @@ def forward(
         marked = spans > 1 and i < len(slices) - 1
         after = marks[i] if marked and borders is None else final[rows]
         met = None if state is None else state[rows]
-        part = part_of(terms, rows, tokens, met)
+        part = slice_inputs(terms, rows, tokens, met)
         if borders is not None:
             part = part._replace(cu_seqlens=borders.local[i])
         found = run(part, scale, out=(o[rows, tokens], after))
@@ -152,11 +152,11 @@ def forward(
 
 def backward(
     run: Callable[..., Any],
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
-    slices: Sequence[Slice],
+    slices: Sequence[BatchTimeSlice],
     marks: Tensor | None,
     kept: Sequence[Tensor] = (),
     plain: bool = False,
@@ -196,7 +196,7 @@ def backward(
             dfinal = zeros if dfinal is None else dfinal
     for i, (rows, tokens) in reversed(list(enumerate(slices))):
         met = None if state is None else state[rows]
-        part = part_of(terms, rows, tokens, met)
+        part = slice_inputs(terms, rows, tokens, met)
         if borders is not None:
             assert state is not None and marks is not None
             borders.meet(state, begins, marks, i)
@@ -210,8 +210,8 @@ def backward(
         do = None if dout is None else dout[rows, tokens]
         after = None if dfinal is None else dfinal[rows]
         packed = borders is not None
-        more = {"kept": _kept(kept, slices, i, packed)} if kept and spans else {}
-        placed(run(part, do, after, scale, out=here, **more), here)
+        more = {"kept": _saved(kept, slices, i, packed)} if kept and spans else {}
+        copy_into(run(part, do, after, scale, out=here, **more), here)
         if spans:
             dfinal = dstate
     if dstate is not None and "initial_state" in grads and dstate is not grads["initial_state"]:
@@ -219,34 +219,34 @@ def backward(
     return grads | {name: grads[name].to(given[name].dtype) for name in small}
 
 
-def walked(
-    terms: Terms, o: Tensor, final: Tensor, marks: Tensor | None
-) -> Iterator[tuple[slice, Terms, Tensor, Tensor]]:
+def iter_slices(
+    terms: LinearInputs, o: Tensor, final: Tensor, marks: Tensor | None
+) -> Iterator[tuple[slice, LinearInputs, Tensor, Tensor]]:
     """The spans of a walk that leaves the states between them: tokens, the terms of each with the
     state that it meets, where o goes, and where the state goes. One where there are no marks."""
     if marks is None:
         yield WHOLE.tokens, terms, o, final
         return
     state = final.zero_() if terms.initial_state is None else terms.initial_state
-    cuts = spans(terms.q.shape[1], marks.shape[0] + 1)
+    cuts = time_slices(terms.q.shape[1], marks.shape[0] + 1)
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else marks[i]
-        yield tokens, part_of(terms, WHOLE.rows, tokens, state), o[:, tokens], after
+        yield tokens, slice_inputs(terms, WHOLE.rows, tokens, state), o[:, tokens], after
         state = after
 
 
-def marks_shape(terms: Terms, spans: int) -> tuple[int, ...]:
+def checkpoints_shape(terms: LinearInputs, spans: int) -> tuple[int, ...]:
     """Of the states between spans: of packed sequences one, that which crosses."""
     N, *state = terms.state_shape
     return max(spans - 1, 0), N if terms.cu_seqlens is None else 1, *state
 
 
-def chunks_of(tokens: slice, C: int) -> slice:
+def slice_chunks(tokens: slice, C: int) -> slice:
     """Of a span of tokens of a single row."""
     return tokens if tokens.stop is None else slice(tokens.start // C, -(-tokens.stop // C))
 
 
-def placed(grads: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def copy_into(grads: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """grads, copied to where `out` says unless they are there."""
     for name, x in (out or {}).items():
         if name in grads and grads[name].data_ptr() != x.data_ptr():
@@ -254,7 +254,7 @@ def placed(grads: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dict[s
     return grads
 
 
-def fitting(
+def reuse_or_empty(
     given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Memory for a result: that which is given for it, where it is of its shape and dtype."""
@@ -263,7 +263,9 @@ def fitting(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def told(run: Callable, terms: Terms, slices: Sequence[Slice], launches: Any) -> Callable:
+def with_active_count(
+    run: Callable, terms: LinearInputs, slices: Sequence[BatchTimeSlice], launches: Any
+) -> Callable:
     """run, with how many packed sequences have tokens in a span, about, where it takes that."""
     packed = terms.cu_seqlens is not None and slices[0].tokens.stop is not None
     if not (packed and getattr(launches, "ACTIVE", False)):
@@ -271,27 +273,31 @@ def told(run: Callable, terms: Terms, slices: Sequence[Slice], launches: Any) ->
     return partial(run, active=max(1, terms.sequences // len(slices)))
 
 
-def _borders(terms: Terms, slices: Sequence[Slice], plain: bool) -> Any:
+def _borders(terms: LinearInputs, slices: Sequence[BatchTimeSlice], plain: bool) -> Any:
     """Where packed sequences are cut into spans."""
     if terms.cu_seqlens is None or slices[0].tokens.stop is None:
         return None
     if plain:
-        from slipstream.kernels.linear.varlen_slices import borders
+        from slipstream.kernels.linear.varlen_slices import make_varlen_slices
     else:
-        from slipstream.kernels.linear.triton.varlen_slices import borders
-    return borders(terms.cu_seqlens, [x.tokens for x in slices])
+        from slipstream.kernels.linear.triton.varlen_slices import make_varlen_slices
+    return make_varlen_slices(terms.cu_seqlens, [x.tokens for x in slices])
 
 
-def _kept(kept: Sequence[Tensor], slices: Sequence[Slice], i: int, packed: bool) -> list[Tensor]:
+def _saved(
+    kept: Sequence[Tensor], slices: Sequence[BatchTimeSlice], i: int, packed: bool
+) -> list[Tensor]:
     """Of slice i: packed ones have been left one after the other."""
     if packed:
         each = len(kept) // len(slices)
         return list(kept[i * each : (i + 1) * each])
     tokens, (first, *rest) = slices[i].tokens, kept
-    return [first[:, tokens], *(x[chunks_of(tokens, first.shape[-1])] for x in rest)]
+    return [first[:, tokens], *(x[slice_chunks(tokens, first.shape[-1])] for x in rest)]
 
 
-def part_of(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> Terms:
+def slice_inputs(
+    terms: LinearInputs, rows: slice, tokens: slice, state: Tensor | None
+) -> LinearInputs:
     given = {
         name: x[rows, tokens]
         for name, x in terms._asdict().items()
@@ -300,25 +306,25 @@ def part_of(terms: Terms, rows: slice, tokens: slice, state: Tensor | None) -> T
     return terms._replace(**given, initial_state=state)
 
 
-def _cut(terms: Terms, count: int) -> list[Slice]:
+def _make_slices(terms: LinearInputs, count: int) -> list[BatchTimeSlice]:
     B, T = terms.q.shape[:2]
     if count == 1:
         return [WHOLE]
     if B > 1:
-        busy = -(-BUSY // (terms.v.shape[2] * -(-terms.v.shape[3] // 64)))
+        busy = -(-MIN_ACTIVE_PROGRAMS // (terms.v.shape[2] * -(-terms.v.shape[3] // 64)))
         each = max(-(-B // count), busy)
-        return [Slice(slice(b, b + each), WHOLE.tokens) for b in range(0, B, each)]
-    return [Slice(WHOLE.rows, x) for x in spans(T, count)]
+        return [BatchTimeSlice(slice(b, b + each), WHOLE.tokens) for b in range(0, B, each)]
+    return [BatchTimeSlice(WHOLE.rows, x) for x in time_slices(T, count)]
 
 
-def spans(T: int, count: int) -> list[slice]:
+def time_slices(T: int, count: int) -> list[slice]:
     """Of about as many tokens; at most so many."""
     unit = LONG if count * 16 * LONG <= T else CHUNK
     each = -(-T // (count * unit)) * unit
     return [slice(t, t + each) for t in range(0, T, each)]
 
 
-def _with_spans(terms: Terms) -> bool:
+def _can_slice(terms: LinearInputs) -> bool:
     """Whether backward may be cut into spans: a single row, of what leaves much for each other, and
     whose walks of a span do not leave a GPU idle."""
     if terms.transition == "none" or terms.q.shape[0] > 1:
@@ -326,10 +332,10 @@ def _with_spans(terms: Terms) -> bool:
     if terms.cu_seqlens is not None:
         return True  # _most
     HV, V = terms.v.shape[2:]
-    return 2 * HV * -(-V // 64) >= BUSY
+    return 2 * HV * -(-V // 64) >= MIN_ACTIVE_PROGRAMS
 
 
-def _most(terms: Terms) -> int:
+def _max_slices(terms: LinearInputs) -> int:
     """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
     T, HV, V = terms.v.shape[1:]
     N, programs = terms.sequences, HV * -(-V // 64)
@@ -338,14 +344,14 @@ def _most(terms: Terms) -> int:
         most = max(1, min(COUNT, T * HV // (PACKED if packed else GROUPED)))
     if not packed:
         return most
-    busy = COUNT if programs >= BUSY else programs * N // FEW
-    return max(1, min(most, busy, T // (SPARSE * N)))
+    busy = COUNT if programs >= MIN_ACTIVE_PROGRAMS else programs * N // MAX_UNSLICED_CALL
+    return max(1, min(most, busy, T // (MIN_SLICE_TOKENS_GROUPED * N)))
 
 
-def _count(terms: Terms, grads: bool) -> int:
+def _num_slices(terms: LinearInputs, grads: bool) -> int:
     B, T, HV, V = terms.v.shape
     H, K, E = terms.q.shape[2], terms.q.shape[3], terms.q.element_size()
-    packed, each = terms.cu_seqlens is not None, _room(terms, grads)
+    packed, each = terms.cu_seqlens is not None, _workspace_bytes(terms, grads)
     if grads and H != HV and terms.transition != "none":
         of_keys = (terms.q, terms.k, terms.p, terms.a, terms.b)
         each += sum(x is not None for x in of_keys) * K * E  # gradients for each value head
@@ -354,7 +360,7 @@ def _count(terms: Terms, grads: bool) -> int:
         return 1
     given = sum(x.numel() * x.element_size() for x in terms if x is not None)
     given += B * T * HV * V * E
-    allowed = given * (2 if grads else 1) * int(10 * MOST) // 1000
+    allowed = given * (2 if grads else 1) * int(10 * MAX_WORKSPACE_SHARE) // 1000
     states = prod(terms.state_shape) * 4
     if packed:
         allowed -= terms.sequences * CHUNK * HV * each
@@ -363,10 +369,10 @@ def _count(terms: Terms, grads: bool) -> int:
         allowed -= BORDERS * states
     if grads and terms.transition == "delta" and terms.decay != "channel":
         allowed -= B * T * HV * CHUNK * E  # R, of all slices
-    return int(min(_most(terms), -(-room // max(allowed, 1))))
+    return int(min(_max_slices(terms), -(-room // max(allowed, 1))))
 
 
-def _room(terms: Terms, grads: bool) -> int:
+def _workspace_bytes(terms: LinearInputs, grads: bool) -> int:
     """Bytes a token and value head."""
     K, V, E = terms.q.shape[-1], terms.v.shape[-1], terms.q.element_size()
     W, C = 1 << (K - 1).bit_length(), CHUNK
@@ -379,16 +385,16 @@ def _room(terms: Terms, grads: bool) -> int:
         return V * E + 2 * K * V * E // C if grads else 0
     more = 1 if terms.transition == "delta" else 2
     if not grads:
-        return (2 + more) * W * E + more * C * E + 4 * V + _segments(terms)
+        return (2 + more) * W * E + more * C * E + 4 * V + _segment_bytes(terms)
     kept = 2 * more * C * E + V * E + K * V * E // C
     if terms.cu_seqlens is not None:
         kept += 2 * W * E  # of more chunks than their gradients have room for
     return kept + more * W * E + max(4 * V, V * E + K * V * E // C)
 
 
-def _segments(terms: Terms) -> int:
+def _segment_bytes(terms: LinearInputs) -> int:
     B, _, HV, V = terms.v.shape
-    if 2 * B * HV * -(-V // 64) >= BUSY:
+    if 2 * B * HV * -(-V // 64) >= MIN_ACTIVE_PROGRAMS:
         return 0
     K = terms.q.shape[-1]
     return 4 * K * (K + V) // (8 * CHUNK)

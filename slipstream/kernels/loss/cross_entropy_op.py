@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.loss import launch
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import define, replayed, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op, with_replay
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import expect_ids, launched
 
 
-def rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+def rows(logits: Tensor, target: Tensor, terms: LossInputs, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss [N]."""
     if needs_autograd(logits):
         return _Rows.apply(logits, target, terms, impl)
     return _call(logits, target, *terms, impl)[0]
 
 
-def reduced(logits: Tensor, target: Tensor, terms: Terms, mean: bool, impl: str) -> Tensor:
+def reduced(logits: Tensor, target: Tensor, terms: LossInputs, mean: bool, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss []."""
     grads = needs_autograd(logits)
     args = _rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl
@@ -43,7 +43,7 @@ class _Rows(Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: LossInputs, impl: str) -> Tensor:
         loss, lse = _call(logits, target, *terms, impl)
         ctx.save_for_backward(logits, target, lse)
         ctx.terms, ctx.impl = terms, impl
@@ -67,7 +67,7 @@ class _Reduced(Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        terms: Terms,
+        terms: LossInputs,
         mean: bool,
         grads: bool,
         impl: str,
@@ -94,7 +94,9 @@ def _late(logits: Tensor) -> bool:
     return logits.dtype == torch.float16
 
 
-def _make(logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool, impl: str) -> Any:
+def _make(
+    logits: Tensor, target: Tensor, terms: LossInputs, mean: bool, grads: bool, impl: str
+) -> Any:
     """The loss; with `grads` also each row's lse, 1 / how many targets count, and the gradient."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     made: dict[str, Any] = {}
@@ -109,11 +111,11 @@ def _make(logits: Tensor, target: Tensor, terms: Terms, mean: bool, grads: bool,
 
 
 # a later call of its kind is played from its record
-_made = replayed(_make)
+_made = with_replay(_make)
 
 
 def _again(
-    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, terms: Terms, impl: str
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, terms: LossInputs, impl: str
 ) -> Tensor:
     grad = logits.new_empty(logits.shape)
     made = {"lse": lse, "grad": grad}
@@ -123,7 +125,7 @@ def _again(
 
 def _forward(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *options, impl = args
-    terms = Terms(*options)
+    terms = LossInputs(*options)
     expect_ids("target", target, logits.shape[1], terms.ignore_index)
     loss, lse = _forward_fake(logits, target)
     made: dict[str, Any] = {"loss": loss, "lse": lse}
@@ -134,7 +136,7 @@ def _forward(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor
 def _backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *args: Any) -> Tensor:
     *options, impl = args
     given = (_rows_adjacent(logits), target.contiguous(), lse, dloss)
-    return _again(*given, Terms(*options), impl)
+    return _again(*given, LossInputs(*options), impl)
 
 
 def _forward_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -151,18 +153,18 @@ _TERMS = (
     "int ignore_index, float label_smoothing, float softcap, float z_loss, float logit_scale, "
     "str impl"
 )
-_OP = define(
+_OP = register_op(
     "cross_entropy",
     f"(Tensor logits, Tensor target, {_TERMS}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
-_OP_BACKWARD = define(
+_OP_BACKWARD = register_op(
     "cross_entropy_backward",
     f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {_TERMS}) -> Tensor",
     _backward,
     _backward_fake,
 )
-set_gradient(_OP, lambda *args: _Rows.apply(*args[:2], Terms(*args[2:-1]), args[-1]))
-_call = shortcut(_OP)
-_call_backward = shortcut(_OP_BACKWARD)
+set_gradient(_OP, lambda *args: _Rows.apply(*args[:2], LossInputs(*args[2:-1]), args[-1]))
+_call = bypass_dispatcher(_OP)
+_call_backward = bypass_dispatcher(_OP_BACKWARD)

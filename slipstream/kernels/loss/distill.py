@@ -16,9 +16,9 @@ from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
-from slipstream.runtime.guarded_launch import attempt
+from slipstream.runtime.guarded_launch import run_guarded
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -155,7 +155,7 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss, dhidden, dweight, dbias = kl_rows(student, teacher, *rest)
         return loss, dhidden, dweight.to(w.dtype), dbias.to(w.dtype)
 
-    return attempt(
+    return run_guarded(
         lambda: ("linear_kl_div.triton", x.dtype, w.shape[0]),
         x.device,
         kernels,
@@ -177,7 +177,8 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
 
     def fresh() -> Linear:
         x, w, b = (
-            numeric_probe.fresh(like, *shape) for shape in ((9, 16), (classes, 16), (classes,))
+            numeric_probe.random_like(like, *shape)
+            for shape in ((9, 16), (classes, 16), (classes,))
         )
         return x, w / 4, b
 
@@ -192,7 +193,7 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
     want = kl_rows(wide(student), wide(teacher), *rest)
     names, bar = ("loss", "dhidden", "dweight", "dbias"), numeric_probe.BARS[like.dtype][1]
     for name, x, y in zip(names, got, want):
-        if not (error := numeric_probe.relative(x, y)) <= bar:
+        if not (error := numeric_probe.relative_error(x, y)) <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
 
@@ -212,7 +213,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
-_OP = define(
+_OP = register_op(
     "linear_kl_div",
     "(Tensor student, Tensor student_weight, Tensor? student_bias, Tensor teacher, "
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor? live, Tensor? dloss, "
@@ -220,7 +221,7 @@ _OP = define(
     _impl,
     _fake,
 )
-_CALL = shortcut(_OP)
+_CALL = bypass_dispatcher(_OP)
 
 
 def _of_operator(*args: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 
 # at N 2048, D 256, V 4096 on one core 0.25 to 8 M elements a chunk took the same time within noise
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     target: Tensor
 
 
-def rows(logits: Tensor, target: Tensor, terms: Terms) -> Rows:
+def rows(logits: Tensor, target: Tensor, terms: LossInputs) -> Rows:
     """logits [N, V] float32 or float64, which are overwritten unless no option touches them."""
     z = logits
     if terms.logit_scale != 1.0:
@@ -53,7 +53,7 @@ def rows(logits: Tensor, target: Tensor, terms: Terms) -> Rows:
     return Rows(loss.masked_fill_(~live, 0), logp, lse, live, safe)
 
 
-def dlogits(r: Rows, dloss: Tensor | None, terms: Terms) -> Tensor:
+def dlogits(r: Rows, dloss: Tensor | None, terms: LossInputs) -> Tensor:
     """d loss / d logits [N, V], in place of r.logp; each row times its dloss [N], if given."""
     smooth = terms.label_smoothing
     size = r.logp.shape[1]
@@ -79,7 +79,7 @@ def linear_rows(
     bias: Tensor | None,
     target: Tensor,
     dloss: Tensor | None,
-    terms: Terms,
+    terms: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [N], and with `grads` dhidden [N, D], dweight [V, D], dbias [V]; else three empty ones.

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.backends import is_triton
 from slipstream.runtime.token_ids import expect_ids
 
 
-def kind(logits_dtype: torch.dtype, classes: int) -> Kind:
+def kind(logits_dtype: torch.dtype, classes: int) -> KernelKey:
     """What a verdict on the kernels holds for."""
     return ("cross_entropy.triton", logits_dtype, classes)
 
@@ -26,7 +26,7 @@ def cross_entropy(
     impl: str,
     logits: Tensor,
     target: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     *,
     loss: Tensor | None = None,
     lse: Tensor | None = None,
@@ -50,7 +50,7 @@ def cross_entropy(
             grad.copy_(eager.dlogits(r, weight, terms))
 
     if is_triton(impl):
-        _attempt(impl, logits.dtype, logits, run, plain)
+        _run_guarded(impl, logits.dtype, logits, run, plain)
     else:
         plain()
 
@@ -91,7 +91,7 @@ def _total(x: Tensor, factor: Tensor | None) -> Tensor:
 
 def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
     def fresh() -> tuple[Tensor, Tensor]:
-        return numeric_probe.fresh(x, 5000), torch.full((), 1.5, device=x.device)
+        return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)
 
     return _simple(impl, "scale_", (x, s), _scale_, fresh)
 
@@ -109,12 +109,12 @@ def _simple(impl: str, name: str, args: tuple, plain: Any, fresh: Any) -> Any:
 
     def mismatch() -> str | None:
         x, *rest = fresh()
-        error = numeric_probe.relative(run(x.clone(), *rest), plain(x.clone(), *rest))
+        error = numeric_probe.relative_error(run(x.clone(), *rest), plain(x.clone(), *rest))
         return None if error < 1e-2 else f"off by {error:.1e} of its size"
 
     instead = None if impl == "triton" else plain
     kind = f"cross_entropy.{name}", x.dtype
-    return guarded_launch.attempt(lambda: kind, x.device, run, instead, args, mismatch)
+    return guarded_launch.run_guarded(lambda: kind, x.device, run, instead, args, mismatch)
 
 
 def linear_rows(
@@ -124,7 +124,7 @@ def linear_rows(
     bias: Tensor | None,
     target: Tensor,
     dloss: Tensor | None,
-    terms: Terms,
+    terms: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,12 +136,12 @@ def linear_rows(
         loss, dhidden, dweight, dbias = made
         return loss, dhidden, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
-    return _attempt(impl, hidden.dtype, weight.t(), run, plain)
+    return _run_guarded(impl, hidden.dtype, weight.t(), run, plain)
 
 
-def _attempt(impl: str, dtype: torch.dtype, like: Tensor, run: Any, plain: Any) -> Any:
+def _run_guarded(impl: str, dtype: torch.dtype, like: Tensor, run: Any, plain: Any) -> Any:
     """like: [..., V]."""
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(dtype, like.shape[-1]),
         like.device,
         run,
@@ -160,7 +160,7 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
     made = {"logits": torch.randn(9, classes, device=device).to(dtype)}
 
     def run(impl: str) -> Any:
-        terms = Terms(-100, 0.1, 20.0, 1e-3, 0.9)
+        terms = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9)
         return lambda t: op.cross_entropy(t["logits"], target, terms, "mean", impl)
 
     return numeric_probe.mismatch(run("triton|eager"), run("eager"), made)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.loss import cross_entropy_op, eager, launch
-from slipstream.kernels.loss.reference import Terms, rows_reference
+from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -17,13 +17,13 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import expect_ids, launched
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, terms: Terms, reduction: str, impl: str
+    logits: Tensor, target: Tensor, terms: LossInputs, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, V], target [N] -> loss [N] or []."""
     if not is_triton(impl):
@@ -36,7 +36,7 @@ def cross_entropy(
     return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
 
 
-def cross_entropy_rows(logits: Tensor, target: Tensor, terms: Terms, impl: str) -> Tensor:
+def cross_entropy_rows(logits: Tensor, target: Tensor, terms: LossInputs, impl: str) -> Tensor:
     """logits [N, V] float32 or float64, target [N] -> loss [N]."""
     if by_operation() or impl == "reference":
         return rows_reference(logits, target, terms)
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     reduction: str,
     impl: str,
 ) -> Tensor:
@@ -71,7 +71,7 @@ def linear_cross_entropy(
     return _reduced(loss, target, terms, reduction)
 
 
-def _reduced(total: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+def _reduced(total: Tensor, target: Tensor, terms: LossInputs, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
     return total / (target != terms.ignore_index).sum().clamp(min=1)
@@ -81,7 +81,7 @@ class _CrossEntropy(Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: LossInputs) -> Tensor:
         touched = terms.softcap or terms.logit_scale != 1.0
         r = eager.rows(logits.clone() if touched else logits, target, terms)
         ctx.save_for_backward(r.logp, r.lse, r.live, r.target, *anchors(logits))
@@ -106,7 +106,7 @@ class _LinearSum(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: Terms,
+        terms: LossInputs,
         grads: bool,
         impl: str,
     ) -> Tensor:
@@ -137,7 +137,7 @@ class _LinearRows(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: Terms,
+        terms: LossInputs,
         impl: str,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
@@ -167,7 +167,7 @@ class _TritonLinear(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: Terms,
+        terms: LossInputs,
         mean: bool,
         grads: bool,
         impl: str,
@@ -214,7 +214,7 @@ def _linear(
     impl: str = "eager",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     expect_ids("target", target, weight.shape[0], ignore_index)
-    terms = Terms(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    terms = LossInputs(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     if is_triton(impl):
         return launch.linear_rows(impl, hidden, weight, bias, target, dloss, terms, grads)
     return eager.linear_rows(hidden, weight, bias, target, dloss, terms, grads)
@@ -244,7 +244,7 @@ def _linear_fake(
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
-_LINEAR = define(
+_LINEAR = register_op(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? dloss, int ignore_index, "
     "float label_smoothing, float softcap, float z_loss, float logit_scale, bool grads, "
@@ -253,7 +253,7 @@ _LINEAR = define(
     _linear,
     _linear_fake,
 )
-_call_linear = shortcut(_LINEAR)
+_call_linear = bypass_dispatcher(_LINEAR)
 
 
 def _of_operator(*args: Any) -> Any:
@@ -261,7 +261,7 @@ def _of_operator(*args: Any) -> Any:
     hidden, weight, bias, target, dloss, *terms, _, impl = args
     if dloss is not None:
         return ()
-    return _LinearRows.apply(hidden, weight, bias, target, Terms(*terms), impl)
+    return _LinearRows.apply(hidden, weight, bias, target, LossInputs(*terms), impl)
 
 
 set_gradient(_LINEAR, _of_operator)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Terms(NamedTuple):
+class LossInputs(NamedTuple):
     """Everything about a loss but its tensors; softcap 0 is none."""
 
     ignore_index: int = -100
@@ -24,7 +24,7 @@ class Terms(NamedTuple):
     logit_scale: float = 1.0
 
 
-def rows_reference(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
+def rows_reference(logits: Tensor, target: Tensor, terms: LossInputs) -> Tensor:
     """logits [N, V], target int64 [N] -> loss [N]."""
     z = logits * terms.logit_scale
     if terms.softcap:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, once_differentiable
 from slipstream.runtime.backends import is_triton
@@ -51,7 +51,7 @@ def equal_shards(count: int, group: Any) -> Shard:
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, terms: Terms, shard: Shard, reduction: str, impl: str
+    logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, count], target [N] of the whole vocabulary -> loss [N] or []."""
     expect_ids("target", target, shard.size, terms.ignore_index)
@@ -64,7 +64,7 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     shard: Shard,
     reduction: str,
     impl: str,
@@ -75,7 +75,7 @@ def linear_cross_entropy(
     return _reduced(rows, target, terms, reduction)
 
 
-def _reduced(rows: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+def _reduced(rows: Tensor, target: Tensor, terms: LossInputs, reduction: str) -> Tensor:
     if reduction == "none":
         return rows
     if reduction == "sum":
@@ -87,23 +87,23 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _z(logits: Tensor, terms: Terms) -> Tensor:
+def _z(logits: Tensor, terms: LossInputs) -> Tensor:
     z = _wide(logits) * terms.logit_scale
     return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
 
 
-def _local(target: Tensor, terms: Terms, shard: Shard) -> tuple[Tensor, Tensor]:
+def _local(target: Tensor, terms: LossInputs, shard: Shard) -> tuple[Tensor, Tensor]:
     """The column of each row's target here, and whether it is here."""
     local = target - shard.first
     inside = (target != terms.ignore_index) & (local >= 0) & (local < shard.count)
     return torch.where(inside, local, 0), inside
 
 
-def columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard, impl: str) -> Columns:
-    return _attempt(impl, _columns, plain_columns, (logits, target, terms, shard))
+def columns(logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard, impl: str) -> Columns:
+    return _run_guarded(impl, _columns, eager_columns, (logits, target, terms, shard))
 
 
-def _columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard) -> Columns:
+def _columns(logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard) -> Columns:
     from slipstream.kernels.loss.triton import launch
 
     lse, hit, z_sum = (
@@ -114,13 +114,13 @@ def _columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard) -> Colu
     return Columns(lse, hit, z_sum)
 
 
-def plain_columns(logits: Tensor, target: Tensor, terms: Terms, shard: Shard) -> Columns:
+def eager_columns(logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard) -> Columns:
     z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
     hit = torch.where(inside, z.gather(1, local[:, None])[:, 0], 0)
     return Columns(torch.logsumexp(z, -1), hit, z.sum(-1))
 
 
-def combined(c: Columns, target: Tensor, terms: Terms, shard: Shard) -> tuple[Tensor, Tensor]:
+def combined(c: Columns, target: Tensor, terms: LossInputs, shard: Shard) -> tuple[Tensor, Tensor]:
     """loss and lse of the whole vocabulary, [N]."""
     live = target != terms.ignore_index
     lse = torch.where(live, c.lse, 0)
@@ -139,7 +139,7 @@ def dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     shard: Shard,
     dloss: Tensor,
     impl: str,
@@ -147,14 +147,14 @@ def dlogits(
 ) -> Tensor:
     """The gradient of a rank's logits, in `out`, which may be the logits."""
     args = logits, target, lse, terms, shard, dloss, out
-    return _attempt(impl, _dlogits, plain_dlogits, args)
+    return _run_guarded(impl, _dlogits, eager_dlogits, args)
 
 
 def _dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     shard: Shard,
     dloss: Tensor,
     out: Tensor,
@@ -168,11 +168,11 @@ def _dlogits(
     return out
 
 
-def plain_dlogits(
+def eager_dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     shard: Shard,
     dloss: Tensor,
     out: Tensor,
@@ -188,13 +188,13 @@ def plain_dlogits(
     return out.copy_(d.masked_fill_((target == terms.ignore_index)[:, None], 0))
 
 
-def _attempt(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
+def _run_guarded(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
     """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
     if not is_triton(impl):
         return plain(*args)
     logits = args[0]
     dtype, classes, device = logits.dtype, logits.shape[1], logits.device
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: ("cross_entropy.shard", dtype, classes),
         device,
         run,
@@ -206,21 +206,24 @@ def _attempt(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
     """The probe: the second of two shards, every option on, one row ignored."""
-    terms, shard = Terms(-100, 0.1, 20.0, 1e-3, 0.9), Shard(classes, classes, 2 * classes, None)
+    terms, shard = (
+        LossInputs(-100, 0.1, 20.0, 1e-3, 0.9),
+        Shard(classes, classes, 2 * classes, None),
+    )
     logits = torch.randn(9, classes, device=device).to(dtype)
     target, dloss = torch.randint(0, 2 * classes, (9,), device=device), torch.rand(9, device=device)
     target[:4] = classes + target[:4] % classes
     target[4] = -100
     live = target != -100
     with torch.no_grad():
-        pairs = [f(logits, target, terms, shard) for f in (_columns, plain_columns)]
+        pairs = [f(logits, target, terms, shard) for f in (_columns, eager_columns)]
         lse = pairs[1].lse + 1
         grads = [
             f(logits, target, lse, terms, shard, dloss, torch.empty_like(logits))
-            for f in (_dlogits, plain_dlogits)
+            for f in (_dlogits, eager_dlogits)
         ]
     for name, x, y in (*zip(Columns._fields, *pairs), ("gradient", *grads)):
-        error = numeric_probe.relative(x[live], y[live])
+        error = numeric_probe.relative_error(x[live], y[live])
         if not error < 2e-2:
             return f"{name} of a shard is off by {error:.1e} of its size"
     return None
@@ -231,7 +234,7 @@ class _Rows(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, terms: Terms, shard: Shard, impl: str
+        ctx: Any, logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard, impl: str
     ) -> Tensor:
         target = target.contiguous()
         loss, lse = combined(columns(logits, target, terms, shard, impl), target, terms, shard)
@@ -261,7 +264,7 @@ class _LinearRows(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: Terms,
+        terms: LossInputs,
         shard: Shard,
         impl: str,
     ) -> Tensor:

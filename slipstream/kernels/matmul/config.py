@@ -27,11 +27,11 @@ SIZES = {
 TMA_ROWS, TMA_BYTES = 128, 128
 TMA_OUT = 4 * 64 * 128
 # A thread has 255 registers; with more than that of accumulators everything goes through memory.
-MOST_SUMS = 256
+MAX_PARTIAL_SUMS = 256
 # Programs that may share a tile, each with a part of K.
-MOST_SPLITS = 8
+MAX_SPLIT_K = 8
 # Multiply-adds that a thread does one by one where there is no matrix instruction.
-MOST_UNROLLED = 8192
+MAX_UNROLLED = 8192
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
     return max(ring, c.block_m * c.block_n * max(p.out_dtype.itemsize, leaving))
 
 
-def objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
+def violation(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
     """What forbids a configuration, or None."""
     if c.kernel not in KERNELS:
         return f"kernel: want one of {KERNELS}, got {c.kernel!r}"
@@ -116,7 +116,7 @@ def objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
         value = getattr(c, name)
         if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
             return f"{name}: want a power of two from {least} to {most}, got {value!r}"
-    for name, most in (("num_stages", 8), ("group_m", 64), ("split_k", MOST_SPLITS)):
+    for name, most in (("num_stages", 8), ("group_m", 64), ("split_k", MAX_SPLIT_K)):
         value = getattr(c, name)
         if not isinstance(value, int) or not 1 <= value <= most:
             return f"{name}: want a number from 1 to {most}, got {value!r}"
@@ -126,10 +126,10 @@ def objection(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
         return f"{arch.name} has no products of {str(p.dtype)[6:]}"
     threads = arch.warp * c.num_warps
     sums = c.block_m * c.block_n // threads
-    if sums > MOST_SUMS:
+    if sums > MAX_PARTIAL_SUMS:
         return f"{sums} float32 sums a thread do not fit its 255 registers"
     unrolled = sums * c.block_k
-    if unrolled > MOST_UNROLLED and p.instruction(c, arch) is None:
+    if unrolled > MAX_UNROLLED and p.instruction(c, arch) is None:
         return f"without a matrix instruction a thread has {unrolled} multiply-adds one by one"
     shared = shared_bytes(c, p, arch)
     if shared > arch.shared:
@@ -162,22 +162,22 @@ def _fp8_of(arch: Arch) -> tuple[torch.dtype, ...]:
 
 def check(c: MatmulConfig, p: Problem, arch: Arch) -> None:
     """Raises ValueError if a configuration cannot run on `arch`."""
-    reason = objection(c, p, arch)
+    reason = violation(c, p, arch)
     if reason is None:
         return
-    raise ValueError(f"config: {reason}; {tiles.way_out(nearest(c, p, arch))}")
+    raise ValueError(f"config: {reason}; {tiles.way_out(closest_legal(c, p, arch))}")
 
 
-def nearest(c: MatmulConfig, p: Problem, arch: Arch) -> MatmulConfig | None:
+def closest_legal(c: MatmulConfig, p: Problem, arch: Arch) -> MatmulConfig | None:
     """The configuration that works with the fewest halvings and doublings of its sizes."""
     kernels = ("tma", "pointer") if c.kernel == "tma" else ("pointer",)
     sizes = {"kernel": kernels, "num_stages": (1, 2, 3, 4, 5, 6), **SIZES}
-    return tiles.nearest(c, _changed, lambda near: objection(near, p, arch), sizes)
+    return tiles.closest_legal(c, _changed, lambda near: violation(near, p, arch), sizes)
 
 
 def _changed(c: MatmulConfig, **sizes: Any) -> MatmulConfig:
     """With what else is out of bounds put back into them."""
-    most = 1 if sizes["kernel"] == "tma" else MOST_SPLITS
+    most = 1 if sizes["kernel"] == "tma" else MAX_SPLIT_K
     group, split = (x if isinstance(x, int) else 1 for x in (c.group_m, c.split_k))
     return replace(c, **sizes, group_m=min(max(group, 1), 64), split_k=min(max(split, 1), most))
 
@@ -247,4 +247,4 @@ def _shared(c: MatmulConfig, arch: Arch, M: int, N: int, K: int) -> MatmulConfig
     slices, each = -(-K // c.block_k), arch.units // _tiles(c, M, N)
     once = min(each, slices // LEAST_SLICES)
     twice = min(2 * arch.units // _tiles(c, M, N), slices // TWICE_SLICES)
-    return replace(c, split_k=max(min(max(once, twice), MOST_SPLITS), 1))
+    return replace(c, split_k=max(min(max(once, twice), MAX_SPLIT_K), 1))

@@ -6,11 +6,11 @@ float32 products have the precision that torch is set to; float8 ones are taken 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.inputs import FP8, Terms, activated, scaled
+from slipstream.kernels.matmul.inputs import FP8, MatmulInputs, activated, scaled
 from slipstream.kernels.matmul.reference import matmul_reference
 
 
-def matmul(t: Terms) -> Tensor:
+def matmul(t: MatmulInputs) -> Tensor:
     """out [M, N]."""
     if t.a.dtype in FP8 or t.a.dtype == torch.float64:
         return matmul_reference(t)

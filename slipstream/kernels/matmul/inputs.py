@@ -14,7 +14,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class Terms(NamedTuple):
+class MatmulInputs(NamedTuple):
     """a [M, K], b [K, N], bias [N], residual [M, N], scale_a [M] or [], scale_b [N] or [].
 
     activation "" is none.
@@ -60,7 +60,7 @@ def row_by_row(x: Tensor) -> bool:
     return x.stride(1) == 1 and step > 0 and step % 16 == 0
 
 
-def tma_swaps(t: Terms) -> bool:
+def tma_swaps(t: MatmulInputs) -> bool:
     """Whether the sm_90 kernel multiplies b^T a^T: its right factor of 32 bits goes along K."""
     a, b = t.a, t.b
     return a.element_size() == 4 and row_by_row(a) and row_by_row(b) and not row_by_row(b.t())

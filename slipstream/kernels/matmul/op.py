@@ -13,25 +13,32 @@ from torch import Tensor
 
 from slipstream.compiler import arch as arches
 from slipstream.compiler.arch import Arch
-from slipstream.compiler.kernel_key import Kind
+from slipstream.compiler.kernel_key import KernelKey
 from slipstream.kernels.matmul import eager
 from slipstream.kernels.matmul.config import KERNELS, MatmulConfig, Problem, check, few, unpack
 from slipstream.kernels.matmul.config import choose as choose_tile
-from slipstream.kernels.matmul.inputs import FP8, Terms, activated, row_by_row, scaled, tma_swaps
+from slipstream.kernels.matmul.inputs import (
+    FP8,
+    MatmulInputs,
+    activated,
+    row_by_row,
+    scaled,
+    tma_swaps,
+)
 from slipstream.kernels.matmul.reference import matmul_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, needs_autograd
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
-from slipstream.runtime.custom_op import define, shortcut
-from slipstream.runtime.dispatch import Candidate, Plan, choose
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.dispatch import Candidate, Selection, choose
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.numeric_probe import Given, mismatch
 
 # and whether an implementation was named
-Call = tuple[Terms, MatmulConfig | None, bool]
+Call = tuple[MatmulInputs, MatmulConfig | None, bool]
 
 
-def matmul(t: Terms, config: MatmulConfig | None, impl: str | None) -> Tensor:
+def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
     given = (t.a, t.b, t.bias, t.residual)
     rest = () if config is None else config.pack(), impl or ""
@@ -64,7 +71,7 @@ class _Matmul(Function):
         bias_dtype, residual_dtype = ctx.dtypes
 
         def product(x: Tensor, y: Tensor) -> Tensor:
-            t = Terms(x, y, None, None, None, None, "", ctx.precision, x.dtype)
+            t = MatmulInputs(x, y, None, None, None, None, "", ctx.precision, x.dtype)
             return matmul(t, None, ctx.impl)
 
         return (
@@ -87,27 +94,27 @@ def arch_of(device: torch.device) -> Arch:
     return arches.of(torch.cuda.get_device_capability(device), bool(torch.version.hip))
 
 
-def problem(t: Terms) -> Problem:
+def problem(t: MatmulInputs) -> Problem:
     residual = None if t.residual is None else t.residual.dtype
     columns = t.a.stride(1) != 1, t.b.stride(1) != 1
     return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, tma_swaps(t), residual)
 
 
-def _kind(name: str, t: Terms) -> Kind:
+def _kind(name: str, t: MatmulInputs) -> KernelKey:
     """What a verdict on the kernels holds for."""
     return (f"matmul.{name}", t.a.dtype, t.precision)
 
 
-def _triton_refuses(call: Call) -> str | None:
+def _triton_unsupported_reason(call: Call) -> str | None:
     t, config, _ = call
     if reason := _unfit(t):
         return reason
     if config is not None and config.kernel != "pointer":
         return "the configuration is another kernel's"
-    return guarded_launch.objection(lambda: _kind("triton", t), t.a.device)
+    return guarded_launch.known_failure(lambda: _kind("triton", t), t.a.device)
 
 
-def _unfit(t: Terms) -> str | None:
+def _unfit(t: MatmulInputs) -> str | None:
     """Why no kernel can multiply these."""
     if not HAVE_TRITON:
         return "Triton is not installed"
@@ -125,18 +132,18 @@ def _unfit(t: Terms) -> str | None:
     return None
 
 
-def sm90_refuses(call: Call) -> str | None:
+def sm90_unsupported_reason(call: Call) -> str | None:
     t, config, named = call
     if config is not None and config.kernel != "tma":
         return "the configuration is the portable kernel's"
-    if reason := sm90_unsupported(t.a) or _unfit(t) or tma_refuses(t):
+    if reason := sm90_unsupported(t.a) or _unfit(t) or tma_unsupported_reason(t):
         return reason
     if config is None and not named and few(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1]):
         return "there are few tiles, of which the portable kernel's programs share each"
-    return guarded_launch.objection(lambda: _kind("sm90", t), t.a.device)
+    return guarded_launch.known_failure(lambda: _kind("sm90", t), t.a.device)
 
 
-def tma_refuses(t: Terms) -> str | None:
+def tma_unsupported_reason(t: MatmulInputs) -> str | None:
     """What of dtypes and strides keeps TMA and wgmma from a call."""
     if t.a.dtype == torch.float32 and t.precision != "tf32":
         return f"wgmma multiplies float32 as tf32, not as {t.precision}"
@@ -156,8 +163,8 @@ def tma_refuses(t: Terms) -> str | None:
 
 
 CANDIDATES = (
-    Candidate("sm90", "TMA and wgmma, on sm_90", sm90_refuses),
-    Candidate("triton", "the portable Triton kernel, on CUDA", _triton_refuses),
+    Candidate("sm90", "TMA and wgmma, on sm_90", sm90_unsupported_reason),
+    Candidate("triton", "the portable Triton kernel, on CUDA", _triton_unsupported_reason),
     Candidate(
         "eager",
         "plain torch, on any device",
@@ -167,13 +174,13 @@ CANDIDATES = (
 )
 
 
-def plan_for(t: Terms, config: MatmulConfig | None, impl: str | None) -> Plan:
+def plan_for(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Selection:
     return choose(CANDIDATES, (t, config, impl is not None), impl, "matmul", t.a)
 
 
 def _impl(*args: Any) -> Tensor:
     *given, packed, impl = args
-    t, config = Terms(*given), unpack(packed) if packed else None
+    t, config = MatmulInputs(*given), unpack(packed) if packed else None
     # such a call makes only what is added, whatever the kernel
     if config is not None and 0 not in (*t.a.shape, *t.b.shape):
         check(config, problem(t), arch_of(t.a.device))
@@ -182,14 +189,14 @@ def _impl(*args: Any) -> Tensor:
     return _with(plan_for(t, config, impl or None).tries.split("|"), t, config)
 
 
-def _with(names: list[str], t: Terms, config: MatmulConfig | None) -> Tensor:
+def _with(names: list[str], t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """By the first of the implementations at which this machine's compilers do not fail."""
     name, *rest = names
     if name == "reference":
         return matmul_reference(t)
     if name == "eager":
         return eager.matmul(t)
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: _kind(name, t),
         t.a.device,
         lambda t, config: _launch(name, t, config),
@@ -199,7 +206,7 @@ def _with(names: list[str], t: Terms, config: MatmulConfig | None) -> Tensor:
     )
 
 
-def _launch(name: str, t: Terms, config: MatmulConfig | None) -> Tensor:
+def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     if config is None:
         shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
@@ -212,7 +219,7 @@ def _launch(name: str, t: Terms, config: MatmulConfig | None) -> Tensor:
     return launch.matmul(t, config)
 
 
-def _probe(name: str, like: Terms) -> str | None:
+def _probe(name: str, like: MatmulInputs) -> str | None:
     """A small product with edges in every direction; float8 is not random enough to compare."""
     if like.a.dtype in FP8:
         return None
@@ -224,7 +231,9 @@ def _probe(name: str, like: Terms) -> str | None:
     def run(given: Given, impl: str) -> Tensor:
         a, b = given["a"], given["b"]
         assert a is not None and b is not None
-        return matmul(Terms(a, b, None, None, None, None, "", like.precision, a.dtype), None, impl)
+        return matmul(
+            MatmulInputs(a, b, None, None, None, None, "", like.precision, a.dtype), None, impl
+        )
 
     # tf32 keeps 10 bits, which is not what is looked for
     if like.a.dtype == torch.float32 and like.precision == "tf32":
@@ -237,20 +246,20 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-_OP = define(
+_OP = register_op(
     "matmul",
     "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? scale_a, Tensor? scale_b, "
     "str activation, str precision, ScalarType out_dtype, int[] config, str impl) -> Tensor",
     _impl,
     _fake,
 )
-_CALL = shortcut(_OP, replays=True)
+_CALL = bypass_dispatcher(_OP, replays=True)
 
 
 def _of_operator(*args: Any) -> Tensor:
     """As slipstream::matmul is called."""
     *terms, packed, impl = args
-    return matmul(Terms(*terms), unpack(packed) if packed else None, impl or None)
+    return matmul(MatmulInputs(*terms), unpack(packed) if packed else None, impl or None)
 
 
 set_gradient(_OP, _of_operator)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.inputs import Terms, activated, scaled
+from slipstream.kernels.matmul.inputs import MatmulInputs, activated, scaled
 
 
-def matmul_reference(t: Terms) -> Tensor:
+def matmul_reference(t: MatmulInputs) -> Tensor:
     """out [M, N]: every factor is taken to the wide dtype first."""
     wide = torch.float64 if torch.float64 in (t.a.dtype, t.out_dtype) else torch.float32
     z = scaled(t.a.to(wide) @ t.b.to(wide), t.scale_a, t.scale_b)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slipstream.kernels.norm import eager, reference
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.op import kind, norm
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import DTYPES, choose_impl, is_triton
@@ -15,11 +15,11 @@ def run(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose_impl(impl, x, _refuses, n, weight, bias, gate, residual)
+    impl = choose_impl(impl, x, _unsupported_reason, n, weight, bias, gate, residual)
     if is_triton(impl):
         y, h = norm(x, weight, bias, gate, residual, n, impl)
         return y, x if h is None else h
@@ -29,10 +29,10 @@ def run(
     return eager.compose(x, weight, bias, gate, residual, n, *functions)
 
 
-def _refuses(x: Tensor, n: Norm, *given: Tensor | None) -> str | None:
+def _unsupported_reason(x: Tensor, n: NormOptions, *given: Tensor | None) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
     for t in given:
         if t is not None and t.dtype not in DTYPES:
             return f"it computes in float32, and an input is {t.dtype}"
-    return guarded_launch.objection(lambda: kind(x, given[0], given[2], n), x.device)
+    return guarded_launch.known_failure(lambda: kind(x, given[0], given[2], n), x.device)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.norm.inputs import Norm
+from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.reference import rms_reference
 from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable
 
@@ -31,7 +31,7 @@ def compose(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
     rms: Callable[..., Tensor],
     layer: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor]:

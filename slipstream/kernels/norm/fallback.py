@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import eager
-from slipstream.kernels.norm.inputs import Norm, stats_shape, stores_h
-from slipstream.runtime.guarded_launch import apart
+from slipstream.kernels.norm.inputs import NormOptions, stats_shape, stores_h
+from slipstream.runtime.guarded_launch import run_isolated
 
 
 def norm(
@@ -16,7 +16,7 @@ def norm(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
 ) -> tuple[Tensor, Tensor | None]:
     y, h = eager.compose(x, weight, bias, gate, residual, n, eager.rms, eager.layer)
     return y, h if n.keep_h and h is not x else None
@@ -28,7 +28,7 @@ def forward(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
     save: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The statistics are left 0: `backward` makes them again."""
@@ -48,7 +48,7 @@ def backward(
     gate: Tensor | None,
     stats: Tensor | None,
     residual_dtype: torch.dtype | None,
-    n: Norm,
+    n: NormOptions,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def backward(
         found = iter(torch.autograd.grad(y, wanted, dy.to(y.dtype)))
         return [None if x is None else next(found) for x in leaves]
 
-    dsum, dweight, dbias, dgate = apart(run, dy.device)
+    dsum, dweight, dbias, dgate = run_isolated(run, dy.device)
     assert dsum is not None
     if dh is not None:
         dsum = dsum + dh

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Norm(NamedTuple):
+class NormOptions(NamedTuple):
     """eps: inside the root. centre: subtract the mean. l2: the sum of squares, not their mean.
 
     groups: equal runs of features, each normalised alone; 0 is one run.
@@ -26,7 +26,7 @@ class Norm(NamedTuple):
     keep_h: bool = False
 
 
-def h_dtype(x: Tensor, residual: Tensor | None, n: Norm) -> torch.dtype:
+def h_dtype(x: Tensor, residual: Tensor | None, n: NormOptions) -> torch.dtype:
     """Of the sum with the residual."""
     if n.wide_h and x.dtype != torch.float64:
         return torch.promote_types(torch.float32, x.dtype if residual is None else residual.dtype)
@@ -35,18 +35,18 @@ def h_dtype(x: Tensor, residual: Tensor | None, n: Norm) -> torch.dtype:
 
 # Widest row of the l2 norm whose backward makes rstd again: its sum is within a warp, and costs
 # less than to write and read it.
-AGAIN = 256
+RECOMPUTED = 256
 
 
-def stats_shape(x: Tensor, n: Norm, save: bool) -> tuple[int, int] | None:
+def stats_shape(x: Tensor, n: NormOptions, save: bool) -> tuple[int, int] | None:
     """Of what a forward keeps for its backward, [1 or 2, rows]: rstd, mean; None: nothing."""
     width, groups = x.shape[-1], n.groups or 1
-    if not save or (n.l2 and width <= AGAIN):
+    if not save or (n.l2 and width <= RECOMPUTED):
         return None
     return 1 + n.centre, x.numel() // width * groups
 
 
-def stores_h(x: Tensor, residual: Tensor | None, n: Norm, save: bool) -> bool:
+def stores_h(x: Tensor, residual: Tensor | None, n: NormOptions, save: bool) -> bool:
     """Whether a kernel writes h: it is a result or wanted for backward, and is not x itself."""
     if residual is None:
         return n.keep_h and h_dtype(x, None, n) != x.dtype

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.norm import fallback
-from slipstream.kernels.norm.inputs import Norm, h_dtype, stats_shape, stores_h
+from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, stores_h
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -21,7 +21,7 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.runtime.custom_op import define, direct
+from slipstream.runtime.custom_op import is_plain_call, register_op
 from slipstream.runtime.gradient import set_gradient
 
 _NORM = (
@@ -37,7 +37,7 @@ def norm(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
@@ -54,17 +54,17 @@ def _forward(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
     save: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if direct(x):
+    if is_plain_call(x):
         return _run_forward(x, weight, bias, gate, residual, n, save, impl)
     y, h, stats = _forward_op(x, weight, bias, gate, residual, *n, save, impl)
     return y, h if stores_h(x, residual, n, save) else None, stats
 
 
-def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: Norm) -> Kind:
+def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) -> KernelKey:
     """What a verdict on the kernels holds for."""
     flags = n.centre and "layer", n.l2 and "l2", n.groups, gate is not None and n.activation
     return ("norm.triton", x.dtype, x.shape[-1], None if weight is None else weight.dtype, *flags)
@@ -74,7 +74,7 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As the launch, which is the same but for the last argument."""
     *given, impl = args
     x, weight, bias, gate, residual, n, _ = given
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(x, weight, gate, n),
         x.device,
         _launch().forward,
@@ -87,7 +87,7 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def _run_backward(*args: Any) -> Any:
     *given, impl = args
     _, _, h, weight, bias, gate, _, _, n, _, _ = given
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: kind(h, weight, gate, n),
         h.device,
         _launch().backward,
@@ -103,14 +103,19 @@ def _mismatch(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
 ) -> str | None:
     """The probe: rows of the same width."""
     width = x.shape[-1]
     rows = {"x": x, "gate": gate, "residual": residual}
     given = {"weight": weight, "bias": bias}
-    made = {name: y if y is None else numeric_probe.fresh(y, 37, width) for name, y in rows.items()}
-    made |= {name: y if y is None else numeric_probe.fresh(y, width) for name, y in given.items()}
+    made = {
+        name: y if y is None else numeric_probe.random_like(y, 37, width)
+        for name, y in rows.items()
+    }
+    made |= {
+        name: y if y is None else numeric_probe.random_like(y, width) for name, y in given.items()
+    }
     return numeric_probe.mismatch(
         lambda t: norm(**t, n=n, impl="triton|eager"), lambda t: fallback.norm(**t, n=n), made
     )
@@ -135,7 +140,7 @@ class _Norm(Function):
         bias: Tensor | None,
         gate: Tensor | None,
         residual: Tensor | None,
-        n: Norm,
+        n: NormOptions,
         impl: str,
     ) -> tuple[Tensor, Tensor | None]:
         y, h, stats = _forward(x, weight, bias, gate, residual, n, True, impl)
@@ -158,7 +163,7 @@ class _Norm(Function):
         if dy is None:
             dy = torch.zeros_like(h, dtype=ctx.dtype)
         args = (dy, dh, h, weight, bias, gate, stats, ctx.residual_dtype)
-        if direct(dy):
+        if is_plain_call(dy):
             grads = _run_backward(*args, ctx.norm, needs_weight, needs_bias, ctx.impl)
         else:
             grads = _backward_op(*args, *ctx.norm, needs_weight, needs_bias, ctx.impl)
@@ -178,21 +183,21 @@ class _Norm(Function):
 
 def _forward_impl(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *given, save, impl = args
-    given, n = given[:5], Norm(*given[5:])
+    given, n = given[:5], NormOptions(*given[5:])
     y, h, stats = _run_forward(*given, n, save, impl)
     return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
 
 
 def _backward_impl(*args: Any) -> list[Tensor]:
     tensors, residual_dtype, options = args[:7], args[7], args[8:]
-    n, needs, impl = Norm(*options[:-3]), options[-3:-1], options[-1]
+    n, needs, impl = NormOptions(*options[:-3]), options[-3:-1], options[-1]
     dx, dr, *rest = _run_backward(*tensors, residual_dtype, n, *needs, impl)
     dr = None if dr is dx else dr  # results of an operator are no aliases
     return [dx, *(dx.new_empty(0) if x is None else x for x in (dr, *rest))]
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, residual, n, save = args[0], args[4], Norm(*args[5:-2]), args[-2]
+    x, residual, n, save = args[0], args[4], NormOptions(*args[5:-2]), args[-2]
     h, stats = x.new_empty(0), x.new_empty(0)
     if stores_h(x, residual, n, save):
         h = x.new_empty(x.shape, dtype=h_dtype(x, residual, n))
@@ -215,14 +220,14 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     ]
 
 
-_forward_op: Any = define(
+_forward_op: Any = register_op(
     "norm_forward",
     f"(Tensor x, {_GIVEN}, Tensor? residual, {_NORM}, bool save, str impl) -> "
     "(Tensor, Tensor, Tensor)",
     _forward_impl,
     _forward_fake,
 )
-_backward_op: Any = define(
+_backward_op: Any = register_op(
     "norm_backward",
     f"(Tensor dy, Tensor? dh, Tensor h, {_GIVEN}, Tensor? stats, ScalarType? residual_dtype, "
     f"{_NORM}, bool needs_weight, bool needs_bias, str impl) -> Tensor[]",
@@ -233,7 +238,7 @@ _backward_op: Any = define(
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     """As slipstream::norm_forward is called."""
-    n = Norm(*args[5:-2])
+    n = NormOptions(*args[5:-2])
     y, h = _Norm.apply(*args[:5], n, args[-1])
     return (y,) if h is None else (y, h)
 

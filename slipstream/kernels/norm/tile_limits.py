@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slipstream.compiler.arch import Arch
-from slipstream.compiler.tile_limits import Needs, expect
+from slipstream.compiler.tile_limits import TileRequirements, check_tile
 from slipstream.kernels.norm.triton.tiles import AHEAD, Tile
 
 SIZES = {
@@ -14,12 +14,12 @@ SIZES = {
 }
 
 
-def of(tile: Tile, size: int) -> Needs:
+def of(tile: Tile, size: int) -> TileRequirements:
     row = tile.BR * tile.BD
     ahead = (row,) * AHEAD if tile.stages > 1 else ()
-    return Needs(size, tile.warps, tile.stages, loads=ahead, sums=row)
+    return TileRequirements(size, tile.warps, tile.stages, loads=ahead, sums=row)
 
 
 def check(tile: Tile, size: int, arch: Arch) -> None:
     """Raises ValueError for a tile that cannot run on `arch`, with the nearest that can."""
-    expect("norm", tile, arch, replace, lambda x: [of(x, size)], SIZES)
+    check_tile("norm", tile, arch, replace, lambda x: [of(x, size)], SIZES)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import choose_impl, is_triton
-from slipstream.runtime.custom_op import define, shortcut
-from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.gradient import set_gradient
 
 
@@ -40,13 +40,13 @@ def glu(gate: Tensor, up: Tensor | None, f: str, impl: str | None) -> Tensor:
 def choose(gate: Tensor, f: str, impl: str | None) -> str:
     if impl is None and torch.compiler.is_compiling():
         return "eager"  # torch.compile makes one kernel of it and of what is around it
-    return choose_impl(impl, gate, _refuses, f)
+    return choose_impl(impl, gate, _unsupported_reason, f)
 
 
 def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     """By an implementation as `choose` names it."""
     if not is_triton(impl):
-        return _plain(gate, up, f)
+        return _eager(gate, up, f)
     if needs_autograd(gate, up):
         return _Glu.apply(gate, up, f, impl)
     return forward(gate, up, f, impl)
@@ -69,61 +69,63 @@ class _Glu(Function):
         return dgate, dup[0] if dup else None, None, None
 
 
-def _plain(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
+def _eager(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
     y = FUNCTIONS[f](gate)
     return y if up is None else y * up
 
 
-def _plain_backward(
+def _eager_backward(
     gate: Tensor, up: Tensor | None, dy: Tensor, f: str
 ) -> tuple[Tensor, Tensor | None]:
     """dgate, dup; in the order of memory."""
 
     def grads() -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in (gate, up) if x is not None]
-        y = _plain(leaves[0], leaves[1] if up is not None else None, f)
+        y = _eager(leaves[0], leaves[1] if up is not None else None, f)
         return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
 
-    dgate, *dup = guarded_launch.apart(grads, dy.device)
+    dgate, *dup = guarded_launch.run_isolated(grads, dy.device)
     return dgate, dup[0] if dup else None
 
 
-def _refuses(x: Tensor, f: str) -> str | None:
+def _unsupported_reason(x: Tensor, f: str) -> str | None:
     if x.dim() == 0 or x.shape[-1] == 0:
         return "there are no features"
-    return guarded_launch.objection(lambda: _kind(x, f), x.device)
+    return guarded_launch.known_failure(lambda: _kind(x, f), x.device)
 
 
-def _kind(x: Tensor, f: str) -> Kind:
+def _kind(x: Tensor, f: str) -> KernelKey:
     return ("glu.triton", f, x.dtype, x.shape[-1])
 
 
 def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     """The probe: rows of the same width."""
     width = gate.shape[-1]
-    made = {"gate": numeric_probe.fresh(gate, 37, width)}
-    made |= {"up": None if up is None else numeric_probe.fresh(up, 37, width)}
+    made = {"gate": numeric_probe.random_like(gate, 37, width)}
+    made |= {"up": None if up is None else numeric_probe.random_like(up, 37, width)}
     return numeric_probe.mismatch(
-        lambda t: run(t["gate"], t["up"], f, OR_PLAIN), lambda t: _plain(**t, f=f), made
+        lambda t: run(t["gate"], t["up"], f, TRITON_OR_EAGER), lambda t: _eager(**t, f=f), made
     )
 
 
 def _forward(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     if not is_triton(impl):
-        return _plain(gate, up, f).contiguous()
-    return _attempt("glu", _plain, (gate, up, f), gate, up, impl)
+        return _eager(gate, up, f).contiguous()
+    return _run_guarded("glu", _eager, (gate, up, f), gate, up, impl)
 
 
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> list[Tensor]:
     args = (gate, up, dy, f)
     if is_triton(impl):
-        dgate, dup = _attempt("glu_backward", _plain_backward, args, gate, up, impl)
+        dgate, dup = _run_guarded("glu_backward", _eager_backward, args, gate, up, impl)
     else:
-        dgate, dup = _plain_backward(*args)
+        dgate, dup = _eager_backward(*args)
     return [dgate] if dup is None else [dgate, dup]
 
 
-def _attempt(name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None, impl: str) -> Any:
+def _run_guarded(
+    name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None, impl: str
+) -> Any:
     f = args[-1]
 
     def kernel(*args: Any) -> Any:
@@ -131,7 +133,7 @@ def _attempt(name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None
 
         return getattr(glu, name)(*args)
 
-    return guarded_launch.attempt(
+    return guarded_launch.run_guarded(
         lambda: _kind(gate, f),
         gate.device,
         kernel,
@@ -149,15 +151,15 @@ def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: st
     return [x.new_empty(x.shape) for x in (gate, up) if x is not None]
 
 
-_FORWARD = define(
+_FORWARD = register_op(
     "glu", "(Tensor gate, Tensor? up, str f, str impl) -> Tensor", _forward, _forward_fake
 )
-_BACKWARD = define(
+_BACKWARD = register_op(
     "glu_backward",
     "(Tensor dy, Tensor gate, Tensor? up, str f, str impl) -> Tensor[]",
     _backward,
     _backward_fake,
 )
-forward = shortcut(_FORWARD, replays=True)
-backward = shortcut(_BACKWARD, replays=True)
+forward = bypass_dispatcher(_FORWARD, replays=True)
+backward = bypass_dispatcher(_BACKWARD, replays=True)
 set_gradient(_FORWARD, _Glu.apply)

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, once_differentiable
 from slipstream.runtime.backends import HAVE_TRITON
-from slipstream.runtime.custom_op import define, shortcut
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import clamped, expect_ids, launched, raise_pending
 
@@ -42,7 +42,7 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"weight: want at least one row [V, D], got shape {(*weight.shape,)}")
     if not HAVE_TRITON:
         return _nearest(input_ids, weight)
-    y = guarded_launch.attempt(
+    y = guarded_launch.run_guarded(
         lambda: ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1]),
         weight.device,
         _launch().gather,
@@ -64,7 +64,7 @@ def _mismatch(input_ids: Tensor, weight: Tensor) -> str | None:
     if weight.dtype not in numeric_probe.BARS:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
-    made = {"weight": numeric_probe.fresh(weight, 40, weight.shape[1])}
+    made = {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])}
     return numeric_probe.mismatch(
         lambda t: _launch().gather(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
@@ -85,8 +85,8 @@ def _launch() -> Any:
     return embedding
 
 
-_EMBEDDING = define(
+_EMBEDDING = register_op(
     "embedding", "(Tensor input_ids, Tensor weight) -> Tensor", _embedding, _embedding_fake
 )
-_call = shortcut(_EMBEDDING)
+_call = bypass_dispatcher(_EMBEDDING)
 set_gradient(_EMBEDDING, Embedding.apply)

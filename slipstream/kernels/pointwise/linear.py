@@ -25,8 +25,8 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import define, shortcut
-from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 
 
 def glu_linear(
@@ -67,7 +67,7 @@ class _GluLinear(Function):
         if not (needs_gate or needs_up):
             h = _product(gate, up, ctx.f, ctx.impl)
             return None, None, rows.t() @ _flat(h), dbias, None, None
-        run = _kernel_grads if is_triton(ctx.impl) else _plain_grads
+        run = _kernel_grads if is_triton(ctx.impl) else _eager_grads
         return *run(rows, gate, up, weight, ctx.f, ctx.impl, needs_weight), dbias, None, None
 
 
@@ -99,7 +99,7 @@ def _kernel_grads(
     return dgate, None if up is None else dup, dweight
 
 
-def _plain_grads(
+def _eager_grads(
     dy: Tensor,
     gate: Tensor,
     up: Tensor | None,
@@ -129,29 +129,31 @@ def _derivative(d: Tensor, gate: Tensor, y: Tensor, f: str) -> Tensor:
     return aten.sigmoid_backward(d, y) if f == "sigmoid" else d.mul_(F.relu(gate)).mul_(2)
 
 
-def _again(dh: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> tuple[Tensor, Tensor]:
+def _recompute(
+    dh: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str
+) -> tuple[Tensor, Tensor]:
     """dgate and dup, which is empty without an up; dh becomes h."""
     if not is_triton(impl):
-        dgate, dup = _plain_again(dh, gate, up, f)
+        dgate, dup = _eager_recompute(dh, gate, up, f)
     else:
 
         def kernel(*args: Any) -> tuple[Tensor, Tensor | None]:
-            from slipstream.kernels.pointwise.triton.glu_bwd_recompute import glu_again
+            from slipstream.kernels.pointwise.triton.glu_bwd_recompute import glu_bwd_recompute
 
-            return glu_again(*args)
+            return glu_bwd_recompute(*args)
 
-        dgate, dup = guarded_launch.attempt(
+        dgate, dup = guarded_launch.run_guarded(
             lambda: ("glu_again.triton", f, gate.dtype, gate.shape[-1]),
             gate.device,
             kernel,
-            None if impl == "triton" else _plain_again,
+            None if impl == "triton" else _eager_recompute,
             (dh, gate, up, f),
             lambda: _mismatch(gate, up, f),
         )
     return dgate, dgate.new_empty(0) if dup is None else dup
 
 
-def _plain_again(
+def _eager_recompute(
     dh: Tensor, gate: Tensor, up: Tensor | None, f: str
 ) -> tuple[Tensor, Tensor | None]:
     y = activation.FUNCTIONS[f](gate)
@@ -164,14 +166,14 @@ def _plain_again(
 def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     """The probe: rows of the same width."""
     names = ("dh", "gate") if up is None else ("dh", "gate", "up")
-    made = {name: numeric_probe.fresh(gate, 37, gate.shape[-1]) for name in names}
+    made = {name: numeric_probe.random_like(gate, 37, gate.shape[-1]) for name in names}
 
     def kernels(t: numeric_probe.Given) -> tuple[Tensor, ...]:
-        grads = _again(t["dh"], t["gate"], t.get("up"), f, OR_PLAIN)
+        grads = _recompute(t["dh"], t["gate"], t.get("up"), f, TRITON_OR_EAGER)
         return (*grads[: len(names) - 1], t["dh"])
 
     def plain(t: numeric_probe.Given) -> tuple[Tensor | None, ...]:
-        return (*_plain_again(t["dh"], t["gate"], t.get("up"), f), t["dh"])
+        return (*_eager_recompute(t["dh"], t["gate"], t.get("up"), f), t["dh"])
 
     return numeric_probe.mismatch(kernels, plain, made, gradients=False)
 
@@ -180,10 +182,10 @@ def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor,
     return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
 
 
-_AGAIN = define(
+_AGAIN = register_op(
     "glu_again",
     "(Tensor(a!) dh, Tensor gate, Tensor? up, str f, str impl) -> (Tensor, Tensor)",
-    _again,
+    _recompute,
     _fake,
 )
-_call = shortcut(_AGAIN, replays=True)
+_call = bypass_dispatcher(_AGAIN, replays=True)

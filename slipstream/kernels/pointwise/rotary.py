@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -23,8 +23,8 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import define, shortcut
-from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import SYNC, launched
 
@@ -119,7 +119,7 @@ class _Turned(Function):
         return dx, None, None, None, None, None
 
 
-def _plain(
+def _eager(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -146,18 +146,18 @@ def _rotary(
 ) -> Tensor:
     args = (x, cos, sin, positions, interleaved, back)
     if not is_triton(impl):
-        return _plain(*args)
+        return _eager(*args)
 
     def kernel(*args: Any) -> Tensor:
         from slipstream.kernels.pointwise.triton.rotary import turn
 
         return turn(*args)
 
-    y = guarded_launch.attempt(
+    y = guarded_launch.run_guarded(
         lambda: _kind(x, cos.shape[-1], interleaved),
         x.device,
         kernel,
-        None if impl == "triton" else _plain,
+        None if impl == "triton" else _eager,
         args,
         lambda: _mismatch(x, cos, interleaved),
     )
@@ -165,7 +165,7 @@ def _rotary(
     return y
 
 
-def _kind(x: Tensor, half: int, interleaved: bool) -> Kind:
+def _kind(x: Tensor, half: int, interleaved: bool) -> KernelKey:
     return ("rotary.triton", x.dtype, x.shape[-1], half, interleaved and "interleaved")
 
 
@@ -175,33 +175,33 @@ def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
     tables = angle.cos().to(cos.dtype), angle.sin().to(cos.dtype)
     positions = torch.randint(0, 40, (1, 19), device=x.device)
     rows = [y.float()[positions][:, :, None] for y in tables]
-    made = {"x": numeric_probe.fresh(x, 1, 19, 3, x.shape[-1])}
+    made = {"x": numeric_probe.random_like(x, 1, 19, 3, x.shape[-1])}
     return numeric_probe.mismatch(
-        lambda t: turned(t["x"], *tables, positions, interleaved, OR_PLAIN),
+        lambda t: turned(t["x"], *tables, positions, interleaved, TRITON_OR_EAGER),
         lambda t: rotary(t["x"], *rows, interleaved=interleaved),
         made,
     )
 
 
-def refuses(x: Tensor, half: int, interleaved: bool = False) -> str | None:
+def unsupported_reason(x: Tensor, half: int, interleaved: bool = False) -> str | None:
     """Why the Triton kernel can't take a call, or None if it can."""
     if half == 0:
         return "no features turn"
-    return guarded_launch.objection(lambda: _kind(x, half, interleaved), x.device)
+    return guarded_launch.known_failure(lambda: _kind(x, half, interleaved), x.device)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_ROTARY = define(
+_ROTARY = register_op(
     "rotary",
     "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str impl) "
     "-> Tensor",
     _rotary,
     _fake,
 )
-_call = shortcut(_ROTARY, replays=not SYNC)
+_call = bypass_dispatcher(_ROTARY, replays=not SYNC)
 
 
 def _of_operator(*args: Any) -> Tensor:

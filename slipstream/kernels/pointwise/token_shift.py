@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import choose_impl, is_triton
-from slipstream.runtime.custom_op import define, shortcut
-from slipstream.runtime.dispatch import OR_PLAIN
+from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.gradient import set_gradient
 
 
@@ -70,7 +70,7 @@ def previous(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     """y and the last tokens, by the implementation that is chosen."""
-    impl = choose_impl(impl, x, _refuses, cu_seqlens)
+    impl = choose_impl(impl, x, _unsupported_reason, cu_seqlens)
     if is_triton(impl):
         return kernel_shift(x, state, cu_seqlens, impl)
     return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)
@@ -111,7 +111,7 @@ class _Shift(Function):
         return dx, dstate if ctx.needs_input_grad[1] else None, None, None
 
 
-def _plain(
+def _eager(
     x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool
 ) -> tuple[Tensor, Tensor]:
     if back:  # the sequences from their ends on
@@ -132,43 +132,43 @@ def _shift(
 ) -> tuple[Tensor, Tensor]:
     args = (x, edge, cu_seqlens, back)
     if not is_triton(impl):
-        return _plain(*args)
+        return _eager(*args)
 
     def kernel(*args: Any) -> tuple[Tensor, Tensor]:
         from slipstream.kernels.pointwise.triton.token_shift import shift
 
         return shift(*args)
 
-    instead = None if impl == "triton" else _plain
-    return guarded_launch.attempt(
+    instead = None if impl == "triton" else _eager
+    return guarded_launch.run_guarded(
         lambda: _kind(x), x.device, kernel, instead, args, lambda: _mismatch(x)
     )
 
 
-def _kind(x: Tensor) -> Kind:
+def _kind(x: Tensor) -> KernelKey:
     return ("token_shift.triton", x.dtype, x.shape[-1])
 
 
 def _mismatch(x: Tensor) -> str | None:
     """The probe: three packed sequences, one of them empty, with states."""
     made = {
-        "x": numeric_probe.fresh(x, 1, 40, x.shape[-1]),
-        "state": numeric_probe.fresh(x, 3, x.shape[-1]),
+        "x": numeric_probe.random_like(x, 1, 40, x.shape[-1]),
+        "state": numeric_probe.random_like(x, 3, x.shape[-1]),
     }
     made["cu_seqlens"] = torch.tensor([0, 17, 17, 40], device=x.device)
     return numeric_probe.mismatch(
-        lambda t: kernel_shift(**t, impl=OR_PLAIN), lambda t: shift_reference(**t), made
+        lambda t: kernel_shift(**t, impl=TRITON_OR_EAGER), lambda t: shift_reference(**t), made
     )
 
 
-def _refuses(x: Tensor, *given: Tensor | None) -> str | None:
+def _unsupported_reason(x: Tensor, *given: Tensor | None) -> str | None:
     """Why the Triton kernel can't take a call, or None if it can."""
     cu_seqlens = given[-1]
     if 0 in (x.shape[0], x.shape[2]) or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
         return "there are no features or sequences"
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs at all sizes"
-    return guarded_launch.objection(lambda: _kind(x), x.device)
+    return guarded_launch.known_failure(lambda: _kind(x), x.device)
 
 
 def _fake(
@@ -177,13 +177,13 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty(_sequences(x, cu_seqlens), x.shape[2])
 
 
-_OP = define(
+_OP = register_op(
     "token_shift",
     "(Tensor x, Tensor? edge, Tensor? cu_seqlens, bool back, str impl) -> (Tensor, Tensor)",
     _shift,
     _fake,
 )
-_call = shortcut(_OP, replays=True)
+_call = bypass_dispatcher(_OP, replays=True)
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:

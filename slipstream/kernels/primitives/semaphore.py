@@ -13,7 +13,7 @@ from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 
 @builtin
-def reduce_out(desc, coord, src, _semantic=None):
+def tma_reduce_add(desc, coord, src, _semantic=None):
     """Starts to add a tile in shared memory to one in global memory."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
@@ -21,7 +21,7 @@ def reduce_out(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def turn_of(ptr):
+def semaphore_acquire(ptr):
     """How many have added, and what they have added is there."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;",
@@ -34,7 +34,7 @@ def turn_of(ptr):
 
 
 @gluon.jit
-def turn_done(ptr, value):
+def semaphore_release(ptr, value):
     """Waits until what was added is there, and says so."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; "
@@ -48,7 +48,7 @@ def turn_done(ptr, value):
 
 
 @gluon.jit
-def landed():
+def wait_bulk_stores():
     """Waits until what these threads have stored and added by TMA is there."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
@@ -61,7 +61,7 @@ def landed():
 
 
 @gluon.jit
-def settled():
+def proxy_fence():
     """After a barrier at which another part of this program came once its stores by TMA had
     `landed`: copies by TMA from here on find what those left."""
     gl.inline_asm_elementwise(
@@ -75,7 +75,7 @@ def settled():
 
 
 @gluon.jit
-def take_slot(ptr, first, count):
+def lock_workspace(ptr, first, count):
     """One of `count` slots that no program has, looked for from `first` on."""
     slot = first
     while gl.atomic_cas(ptr + slot, 0, 1, sem="acquire") != 0:
@@ -85,7 +85,7 @@ def take_slot(ptr, first, count):
 
 
 @gluon.jit
-def leave_slot(ptr):
+def unlock_workspace(ptr):
     """All parts are done with it."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "

@@ -8,14 +8,14 @@ from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 
 @gluon.jit
-def notes(COUNT: gl.constexpr):
+def alloc_scalars(COUNT: gl.constexpr):
     """Shared memory for COUNT numbers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
 
 
 @gluon.jit
-def note(pad, numbers, FIRST: gl.constexpr, WARPS: gl.constexpr):
+def store_scalars(pad, numbers, FIRST: gl.constexpr, WARPS: gl.constexpr):
     """Writes them down from place FIRST on; a barrier comes before others read them."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     for i in gl.static_range(len(numbers)):
@@ -23,7 +23,7 @@ def note(pad, numbers, FIRST: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def noted(pad, AT: gl.constexpr, WARPS: gl.constexpr):
+def load_scalar(pad, AT: gl.constexpr, WARPS: gl.constexpr):
     """The number at a place; WARPS: of those that read it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(pad.index(AT).load(layout), 0)

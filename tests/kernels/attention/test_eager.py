@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.kernels.attention import eager, op
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs
 from slipstream.ops.attention import attention
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 
@@ -79,7 +79,7 @@ def test_padding_may_be_nan() -> None:
         return x
 
     k, v = spoiled(terms.k), spoiled(terms.v)
-    terms = Terms(terms.q, k, v, g=terms.g, lengths=terms.lengths)
+    terms = AttentionInputs(terms.q, k, v, g=terms.g, lengths=terms.lengths)
     check(got(eager, terms, call.options, do, dlse), right, 5e-6, "nan")
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.attention.inputs import Options, Terms
-from slipstream.kernels.attention.latent import _op, latent_attention, plain
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.latent import _op, eager_latent_attention, latent_attention
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
@@ -37,11 +37,11 @@ def inputs(
 @pytest.mark.parametrize("call", CALLS)
 def test_plain_latent_attention_matches_reference(call: tuple) -> None:
     q, latent, lengths, table = inputs(call, torch.float64)
-    o, lse = plain(q, latent, lengths, table, call[5], 0.2)
+    o, lse = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
     rows = latent if table is None else latent[table.long()].flatten(1, 2)
     k = rows[:, :, None]
-    terms = Terms(q, k, k[..., : call[5]], lengths=lengths)
-    right_o, right_lse = softmax_reference(terms, Options(0.2, -1, 0))
+    terms = AttentionInputs(q, k, k[..., : call[5]], lengths=lengths)
+    right_o, right_lse = softmax_reference(terms, AttentionOptions(0.2, -1, 0))
     torch.testing.assert_close(o, right_o)
     torch.testing.assert_close(lse, right_lse)
 
@@ -122,7 +122,7 @@ if __name__ == "__main__":
         q, latent, lengths, table = inputs(call, torch.float32)
         given = {"width": call[5], "scale": 0.2, "table": table, "impl": "triton"}
         o = latent_attention(q, latent, lengths, **given)
-        right, _ = plain(q, latent, lengths, table, call[5], 0.2)
+        right, _ = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
         torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
         if table is None:
             continue
@@ -130,6 +130,6 @@ if __name__ == "__main__":
 
         table[0, 1], table[1] = -1, len(latent)
         o, _ = decode_latent_launch.decode(q, latent, lengths, table, call[5], 0.2)
-        right, _ = plain(q, latent, lengths, table, call[5], 0.2)
+        right, _ = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
         torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
         assert not o[1].any()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.attention.latent import plain
+from slipstream.kernels.attention.latent import eager_latent_attention
 from tests.gluon_emulator.threads import Descriptor, Pointer, kernel, launch
 
 _NAME = "slipstream.kernels.attention.sm90.decode_latent:softmax_latent_decode_sm90_kernel"
@@ -34,7 +34,7 @@ def test_latent_kernel_matches_plain_torch(
         table[0, 1] = table[1] = missing
     cache = latent.view(-1, page or S, 576)
     lengths = torch.tensor([S, 1, 177], dtype=torch.int32)
-    o, lse = plain(q, cache, lengths, table, 512, 0.05)
+    o, lse = eager_latent_attention(q, cache, lengths, table, 512, 0.05)
     parts = torch.full((shares, B, T, H, 512), torch.nan, dtype=torch.float64)
     lses = torch.full((shares, B, H, T), torch.nan, dtype=torch.float64)
     rows = q.view(-1, 576)

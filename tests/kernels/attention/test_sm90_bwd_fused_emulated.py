@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from tests.gluon_emulator.threads import Descriptor, launch_together
 from tests.kernels.attention.test_sm90_emulated import (
     CALLS,
@@ -41,7 +41,9 @@ def test_fused_backward_matches_reference(call: Call, D: int) -> None:
     check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
 
 
-def fused(terms: Terms, options: Options, right: dict, do: Any, dlse: Any) -> dict[str, Any]:
+def fused(
+    terms: AttentionInputs, options: AttentionOptions, right: dict, do: Any, dlse: Any
+) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     o, lse = right["o"], right["lse"]
@@ -64,7 +66,7 @@ def fused(terms: Terms, options: Options, right: dict, do: Any, dlse: Any) -> di
     rows = [Descriptor(x.numpy().reshape(-1), (64,)) for x in (base, delta)]
     dq = Descriptor(sums.numpy().reshape(-1, D), (64, D // 2))
     launch_together(
-        found("backward_fused:softmax_bwd_sm90_kernel"), sizes(terms, options, True)[8],
+        found("bwd_fused:softmax_bwd_sm90_kernel"), sizes(terms, options, True)[8],
         (desc(q, 64), desc(k, 128), desc(v, 128), desc(do, 64), *rows, dq, ptr(turns), ptr(dk),
          ptr(dv), *offsets(terms), *factors(options), options.scale, *sizes(terms, options, True),
          *at(q), *at(k), *at(v), *at(do)),

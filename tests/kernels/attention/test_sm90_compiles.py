@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.tiles import TILES, TRIED
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import disassemble, most_spilled, overwritten
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 STACK = {("fwd", 128, "packed window"): 8, ("fwd", 128, "window"): 16}
 
 
-def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:
+def call_of(D: int, options: AttentionOptions, packed: bool, DV: int = 0) -> Any:
     def call(device: torch.device) -> None:
         from slipstream.kernels.attention.sm90 import launch
 
@@ -34,7 +34,7 @@ def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         # more units of work than multiprocessors
-        terms = Terms(*(make(1, 5000, h, x) for h, x in ((4, D), (2, D), (2, DV or D))))
+        terms = AttentionInputs(*(make(1, 5000, h, x) for h, x in ((4, D), (2, D), (2, DV or D))))
         if packed:
             cu = make(4, dtype=torch.int32)
             terms = terms._replace(cu_q=cu, cu_k=cu)
@@ -49,29 +49,29 @@ def call_of(D: int, options: Options, packed: bool, DV: int = 0) -> Any:
     "D", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
 )
 def test_causal_attention_compiles(D: int) -> None:
-    check(call_of(D, Options(0.1, -1, 0), packed=False))
+    check(call_of(D, AttentionOptions(0.1, -1, 0), packed=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("options", [Options(0.1), Options(0.1, 100, 20)])
-def test_packed_attention_compiles(D: int, options: Options) -> None:
+@pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, 100, 20)])
+def test_packed_attention_compiles(D: int, options: AttentionOptions) -> None:
     check(call_of(D, options, packed=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_attention_with_a_window_compiles(D: int) -> None:
-    check(call_of(D, Options(0.1, 100, 20), packed=False))
+    check(call_of(D, AttentionOptions(0.1, 100, 20), packed=False))
 
 
 def test_the_forward_without_a_mask_compiles() -> None:
-    check(call_of(64, Options(0.1), packed=False), only="fwd")
+    check(call_of(64, AttentionOptions(0.1), packed=False), only="fwd")
 
 
 @pytest.mark.slow
 def test_the_forward_of_two_widths_compiles() -> None:
-    check(call_of(192, Options(0.1, -1, 0), packed=False, DV=128), only="fwd_sm90")
+    check(call_of(192, AttentionOptions(0.1, -1, 0), packed=False, DV=128), only="fwd_sm90")
 
 
 @pytest.mark.slow
@@ -79,14 +79,14 @@ def test_the_forward_of_two_widths_compiles() -> None:
 def test_what_is_tried_compiles(part: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for tile in TRIED[64][part][1:]:
         monkeypatch.setitem(TILES, 64, TILES[64]._replace(**{part: tile}))
-        check(call_of(64, Options(0.1, -1, right), packed=False), only="fwd")
+        check(call_of(64, AttentionOptions(0.1, -1, right), packed=False), only="fwd")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("right", [0, -1])
 def test_softcap_compiles(D: int, right: int) -> None:
-    call = call_of(D, Options(0.1, -1, right, 5.0), packed=True)
+    call = call_of(D, AttentionOptions(0.1, -1, right, 5.0), packed=True)
     check(call)
 
 

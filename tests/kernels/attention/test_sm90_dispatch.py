@@ -9,18 +9,20 @@ import torch
 
 from slipstream.compiler import compiler_state
 from slipstream.kernels.attention import dispatch as call
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90 import plan
 from slipstream.kernels.attention.triton.plan import kind
 from slipstream.runtime import backends, guarded_launch
 
-PLAIN = Options(0.1)
+PLAIN = AttentionOptions(0.1)
 WIDTHS = "one width of 64, 128, 256, 192 and 128"
 
 
-def terms(D: int = 128, DV: int = 0, dtype: torch.dtype = torch.bfloat16, **rest: Any) -> Terms:
+def terms(
+    D: int = 128, DV: int = 0, dtype: torch.dtype = torch.bfloat16, **rest: Any
+) -> AttentionInputs:
     made = (torch.zeros(1, 4, 2, x, dtype=dtype) for x in (D, D, DV or D))
-    return Terms(*made)._replace(**rest)
+    return AttentionInputs(*made)._replace(**rest)
 
 
 @pytest.fixture
@@ -34,14 +36,14 @@ def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (terms(64), PLAIN),
         (terms(dtype=torch.float16), PLAIN),
-        (terms(256), Options(0.1, left=7, right=0, softcap=5.0)),
+        (terms(256), AttentionOptions(0.1, left=7, right=0, softcap=5.0)),
         (terms(192, 128), PLAIN),
         (terms(sinks=torch.zeros(2), lengths=torch.tensor([3])), PLAIN),
     ],
     ids=["64", "fp16", "windows and a cap", "latent", "sinks and lengths"],
 )
-def test_hopper_takes(call: Terms, options: Options) -> None:
-    assert plan.refuses(call, options) is None
+def test_hopper_takes(call: AttentionInputs, options: AttentionOptions) -> None:
+    assert plan.unsupported_reason(call, options) is None
 
 
 @pytest.mark.usefixtures("on_sm_90")
@@ -55,15 +57,17 @@ def test_hopper_takes(call: Terms, options: Options) -> None:
         (terms(192), PLAIN, WIDTHS),
         (terms(128, 64), PLAIN, WIDTHS),
         (terms(128, 192), PLAIN, WIDTHS),
-        (terms(g=torch.zeros(1, 4, 2)), Options(0.1, right=0), "it takes no g"),
+        (terms(g=torch.zeros(1, 4, 2)), AttentionOptions(0.1, right=0), "it takes no g"),
         (terms(slopes=torch.zeros(2)), PLAIN, "it takes no slopes"),
-        (terms(), Options(0.0), "the scale is to be positive"),
-        (terms(), Options(-0.1), "the scale is to be positive"),
+        (terms(), AttentionOptions(0.0), "the scale is to be positive"),
+        (terms(), AttentionOptions(-0.1), "the scale is to be positive"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_hopper_says_why_it_refuses(call: Terms, options: Options, words: str) -> None:
-    assert words in (plan.refuses(call, options) or "")
+def test_hopper_says_why_it_refuses(
+    call: AttentionInputs, options: AttentionOptions, words: str
+) -> None:
+    assert words in (plan.unsupported_reason(call, options) or "")
 
 
 @pytest.mark.usefixtures("on_sm_90")
@@ -72,12 +76,12 @@ def test_gradients_of_two_widths_are_planned_for_the_portable_kernels(
 ) -> None:
     ways: list[tuple[Any, ...]] = []
 
-    def noted(terms: Terms, options: Options, *impls: Any) -> tuple[Any, Any]:
+    def noted(terms: AttentionInputs, options: AttentionOptions, *impls: Any) -> tuple[Any, Any]:
         ways.append(impls)
         return terms.v, terms.v
 
-    monkeypatch.setattr(call, "refuses", lambda qkv: None)
-    monkeypatch.setattr(call.guard, "objection", lambda kind, device: None)
+    monkeypatch.setattr(call, "unsupported_reason", lambda qkv: None)
+    monkeypatch.setattr(call.guarded_launch, "known_failure", lambda kind, device: None)
     monkeypatch.setattr(call.op, "softmax", noted)
     for given in (terms(192, 128), terms(128)):
         call.run(given, PLAIN, True, None)
@@ -97,12 +101,12 @@ def test_gradients_of_two_widths_are_planned_for_the_portable_kernels(
 @pytest.mark.usefixtures("on_sm_90")
 def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same kind alone: another width, or the portable kernels, may do."""
-    here = compiler_state.Machine("sm_90", "3.6.0", "1.2.3", passive=True, remembers=False)
+    here = compiler_state.CompilerState("sm_90", "3.6.0", "1.2.3", passive=True, remembers=False)
     here._reasons[kind(terms(), PLAIN, "sm90")] = "killed by SIGABRT"
     here.quiet = False
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
-    assert plan.refuses(terms(), PLAIN) == "killed by SIGABRT"
-    assert plan.refuses(terms(64), PLAIN) is None
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: here)
+    assert plan.unsupported_reason(terms(), PLAIN) == "killed by SIGABRT"
+    assert plan.unsupported_reason(terms(64), PLAIN) is None
     assert here.unusable(kind(terms(), PLAIN)) is None
 
 
@@ -138,6 +142,6 @@ def test_hopper_says_what_it_wants_of_the_machine(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert words in (plan.refuses(Terms(q, q, q), PLAIN) or "")
+            assert words in (plan.unsupported_reason(AttentionInputs(q, q, q), PLAIN) or "")
     # of a release without them, once: the GPU could run these kernels
     assert [words in str(x.message) for x in said] == [True] * ("of Triton" in words)

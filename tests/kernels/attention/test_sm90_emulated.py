@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from tests.gluon_emulator.threads import Descriptor, Pointer, kernel, launch
 from tests.support.attention_calls import Call, check, incoming, want
 
@@ -56,7 +56,7 @@ def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
     call = Call("pair", B=2, T=150, S=140, H=2, HKV=2, D=D, DV=D, right=0)
     terms, options = call.terms(torch.float64), call.options
     do, dlse = incoming(terms)
-    alone = Terms(*(x[:1].clone() for x in terms[:3]))
+    alone = AttentionInputs(*(x[:1].clone() for x in terms[:3]))
     right = want(alone, options, do[:1].clone(), dlse[:1].clone())
     for x in (*terms[:3], do):
         x[1] = torch.nan
@@ -65,7 +65,7 @@ def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
 
 
 def forward(
-    terms: Terms, options: Options, programs: int, room: int = 1, extra: int = 0
+    terms: AttentionInputs, options: AttentionOptions, programs: int, room: int = 1, extra: int = 0
 ) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
@@ -84,7 +84,9 @@ def forward(
     return {"o": o, "lse": lse}
 
 
-def run(terms: Terms, options: Options, do: Any, dlse: Any, programs: int) -> dict[str, Any]:
+def run(
+    terms: AttentionInputs, options: AttentionOptions, do: Any, dlse: Any, programs: int
+) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     o, lse = forward(terms, options, programs).values()
@@ -96,13 +98,13 @@ def run(terms: Terms, options: Options, do: Any, dlse: Any, programs: int) -> di
     rest = (*offsets(terms), *factors(options), options.scale)
     ats = (*at(q), *at(k), *at(v), *at(do))
     launch(
-        found("backward_q:softmax_dq_sm90_kernel"), programs,
+        found("bwd_dq:softmax_dq_sm90_kernel"), programs,
         (desc(q, 64), desc(k, 32), desc(v, 32), desc(do, 64), ptr(dq), ptr(base), ptr(delta), *rest,
          *sizes(terms, options, False), *ats),
         BN=32, D=D, KS=3, VS=2, **flags(terms, options),
     )  # fmt: skip
     launch(
-        found("backward_kv:softmax_dkv_sm90_kernel"), programs,
+        found("bwd_dkv:softmax_dkv_sm90_kernel"), programs,
         (desc(q, 32), desc(k, 64), desc(v, 64), desc(do, 32), ptr(dk), ptr(dv), ptr(base),
          ptr(delta), *rest, *sizes(terms, options, True, 64), *ats),
         BM=32, D=D, ST=2, **flags(terms, options),
@@ -160,17 +162,19 @@ def ptr(x: torch.Tensor | None) -> Pointer | None:
     return None if x is None else Pointer(x.numpy().reshape(-1))
 
 
-def offsets(terms: Terms) -> tuple:
+def offsets(terms: AttentionInputs) -> tuple:
     return ptr(terms.cu_q), ptr(terms.cu_k), ptr(terms.lengths)
 
 
-def factors(options: Options) -> tuple[float, float]:
+def factors(options: AttentionOptions) -> tuple[float, float]:
     if options.softcap == 0:
         return options.scale / _LN2, 0.0
     return 2 * options.scale / options.softcap / _LN2, options.softcap / _LN2
 
 
-def sizes(terms: Terms, options: Options, of_keys: bool, rows: int = 128) -> tuple:
+def sizes(
+    terms: AttentionInputs, options: AttentionOptions, of_keys: bool, rows: int = 128
+) -> tuple:
     q, k, N = terms.q, terms.k, terms.sequences
     T, S, H, HKV = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     total, cu, heads = (S, terms.cu_k, HKV) if of_keys else (T, terms.cu_q, H)
@@ -181,7 +185,7 @@ def sizes(terms: Terms, options: Options, of_keys: bool, rows: int = 128) -> tup
     return T, S, H, N, H // HKV, tiles, steps, min(3, pairs), tiles * pairs, left, right
 
 
-def flags(terms: Terms, options: Options, extra: int = 0) -> dict[str, int]:
+def flags(terms: AttentionInputs, options: AttentionOptions, extra: int = 0) -> dict[str, int]:
     extra |= 64 if terms.sinks is not None else 0
     given = (
         options.left >= 0,

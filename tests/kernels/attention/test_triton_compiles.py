@@ -11,7 +11,7 @@ import torch
 
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.cache import Cache
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -31,12 +31,12 @@ def attention_call(D: int, DV: int, dtype: torch.dtype, full: bool) -> Any:
         def make(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
-        options = Options(0.1, 100, 0, 5.0) if full else Options(0.1, -1, 0)
-        terms = Terms(make(1, 500, 4, D), make(1, 500, 2, D), make(1, 500, 2, DV))
+        options = AttentionOptions(0.1, 100, 0, 5.0) if full else AttentionOptions(0.1, -1, 0)
+        terms = AttentionInputs(make(1, 500, 4, D), make(1, 500, 2, D), make(1, 500, 2, DV))
         if full:
             cu = make(4, dtype=torch.int32)
             wide = {"dtype": torch.float32}
-            terms = Terms(
+            terms = AttentionInputs(
                 *terms[:3],
                 make(1, 500, 4, **wide),
                 make(4, **wide),
@@ -62,7 +62,7 @@ def decode_call(D: int, dtype: torch.dtype, page: int) -> Any:
         k = make(90, page, 2, D) if page else make(2, 3000, 2, D)
         lengths = make(2, dtype=torch.int32)
         cache = Cache(make(2, 1, 8, D), k, k, lengths, table=table)
-        decode_launch.decode(cache, Options(0.1, -1, 0))
+        decode_launch.decode(cache, AttentionOptions(0.1, -1, 0))
         new = make(2, 1, 2, D)
         decode_launch.append(k, k, new, new, lengths, None, table)
 

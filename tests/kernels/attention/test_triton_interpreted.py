@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.kernels.attention.cache import Cache, append, gathered, hidden_keys
+from slipstream.kernels.attention.cache import Cache, append, gather, hidden_keys
 from slipstream.kernels.attention.eager import forward as eager_forward
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 from tests.support.attention_calls import CALLS, check, got, incoming, want
 
@@ -37,7 +37,7 @@ def check_strides() -> None:
     qkv = torch.randn(1, 40, 6, 16)
     q, k = qkv[:, :, :4], qkv[:, :, 4:]
     v = torch.randn(1, 2, 40, 16).transpose(1, 2)
-    terms, options = Terms(q, k, v), Options(0.3, -1, 0)
+    terms, options = AttentionInputs(q, k, v), AttentionOptions(0.3, -1, 0)
     do, dlse = incoming(terms)
     right = want(terms, options, do, dlse)
     check(got(launch, terms, options, do, dlse), right, 5e-6, "strides")
@@ -76,9 +76,9 @@ def surrounded(x: torch.Tensor) -> torch.Tensor:
 def check_caches() -> None:
     from slipstream.kernels.attention.triton import decode_launch
 
-    for options in (Options(0.3, -1, 0), Options(-0.3, 6, 0, 3.0)):
+    for options in (AttentionOptions(0.3, -1, 0), AttentionOptions(-0.3, 6, 0, 3.0)):
         for name, call in caches().items():
-            o, lse = eager_forward(gathered(call), options, hidden_keys(call))
+            o, lse = eager_forward(gather(call), options, hidden_keys(call))
             right = {"o": o.double(), "lse": lse.double()}
             found = dict(zip(right, decode_launch.decode(call, options)))
             check(found, right, 5e-6, f"{name}, {options}")

@@ -16,8 +16,8 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
 
     tile, kernel = launch.FORWARD, f"{MODULE}:conv_fwd_kernel"
     if backward:
-        tile = launch.BACKWARD if full else launch.WALK
-        kernel = f"{MODULE}:conv_bwd_kernel" if full else f"{WALK}:conv_bwd_walk_kernel"
+        tile = launch.BACKWARD if full else launch.BACKWARD_ROLLING
+        kernel = f"{MODULE}:conv_bwd_kernel" if full else f"{WALK}:conv_bwd_rolling_kernel"
     names = ["x", "w", *(["dy", "dx"] if backward else ["y"])]
     names += ["b", "s", *([] if backward else ["r"])] if full else []
     tensors = {f"{name}_ptr": dtype for name in names}
@@ -58,7 +58,7 @@ def test_small_convolution_kernels_compile(arch: str) -> None:
         return got.stack
 
     tensors = {"cu_ptr": "*i32", "where_ptr": "*i32"}
-    assert stack("conv_where_kernel", tensors, {"B": 1024}, 4) == 0
+    assert stack("conv_positions_kernel", tensors, {"B": 1024}, 4) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("dy", "x", "w", "b", "s", "ds")} | {"cu_ptr": "*i64"}
     flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
     assert stack("conv_state_bwd_kernel", tensors, flags, 2) == 0

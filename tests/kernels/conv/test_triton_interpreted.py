@@ -108,7 +108,7 @@ def main() -> None:
     for W in (1, 3, 4, 8):
         check(1, 40, 6, W, (), True)
         check(1, sum(lengths), 6, W, lengths, W % 2 == 0)
-    for name, BT in (("FORWARD", 4), ("BACKWARD", 4), ("WALK", 8)):
+    for name, BT in (("FORWARD", 4), ("BACKWARD", 4), ("BACKWARD_ROLLING", 8)):
         setattr(launch, name, launch.Tile(BT, 16, 1, 1))
     for W in (2, 5, 8):
         check(2, 17, 40, W, (), False)

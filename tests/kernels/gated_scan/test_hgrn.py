@@ -46,7 +46,7 @@ def near(got: Any, want: Any, tolerance: float = 1e-12) -> None:
 @pytest.fixture(params=[1 << 20, 24 * C], ids=["one span", "spans"])
 def span(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 C elements are two blocks of 2 x 6 channels."""
-    monkeypatch.setattr(eager, "SPAN_ELEMENTS", request.param)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("span")

@@ -62,7 +62,7 @@ def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
         tensors = [x for x in given if x is not None]
         with Counted(tensors) as seen:
             o, final, marks = gated_delta_product._forward(
-                *given, *OPTIONS, gated_delta_product.spans_of(given, OPTIONS[-1])
+                *given, *OPTIONS, gated_delta_product.num_slices(given, OPTIONS[-1])
             )
             outs, before = [o, final], 0
             if trained:
@@ -87,6 +87,6 @@ def test_spans_take_little_and_are_replayed(
             assert grads[name].untyped_storage()._cdata == there, f"{name} is copied"
         return grads
 
-    monkeypatch.setattr(workspace, "placed", placed)
+    monkeypatch.setattr(workspace, "copy_into", placed)
     percent, operations = found(case[0], trained)
-    assert percent <= case[1] and operations <= call_replay.MOST_OPERATIONS
+    assert percent <= case[1] and operations <= call_replay.MAX_OPERATIONS

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.householder import plain_spread, plain_take
+from slipstream.kernels.linear.householder import eager_deinterleave, eager_interleave
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.support.interpreted import run
 
@@ -24,15 +24,17 @@ def check(q: Tensor, g: Tensor, do: Tensor, n: int) -> None:
     from slipstream.kernels.linear.triton import householder
 
     for given in ((q, g, None), (q, None, None), (q, g, do), (q, None, do)):
-        for x, y in zip(householder.spread(*given, n), plain_spread(*given, n), strict=True):
+        for x, y in zip(
+            householder.interleave(*given, n), eager_interleave(*given, n), strict=True
+        ):
             assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
     rows = torch.randn(q.shape[0], q.shape[1] * n, *q.shape[2:]).to(q.dtype)
     gates = torch.randn(g.shape[0], g.shape[1] * n, g.shape[2])
     for x in (gates, None):
         for dtype in (g.dtype, q.dtype):
             got, want = ((torch.empty_like(q), torch.zeros_like(g, dtype=dtype)) for _ in "gw")
-            householder.take(rows, x, n, got[0], None if x is None else got[1])
-            plain_take(rows, x, n, want[0], None if x is None else want[1])
+            householder.deinterleave(rows, x, n, got[0], None if x is None else got[1])
+            eager_deinterleave(rows, x, n, want[0], None if x is None else want[1])
             assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 

@@ -12,14 +12,15 @@ from torch import Tensor
 from slipstream.common.varlen import ChunkMap, chunk_map
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.kernels.linear.test_peak_memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 MODULES = [
-    "triton.launch", "triton.channel_launch", "triton.delta_launch", "triton.dplr_launch",
-    "triton.step_launch", "hopper.launch", "hopper.additive_launch", "hopper.channel_launch",
+    "triton.scalar_decay.launch", "triton.vector_decay.backend", "triton.delta.backend",
+    "triton.dplr.backend", "triton.decode_launch", "sm90.delta.backend",
+    "sm90.scalar_decay.backend", "sm90.vector_decay.backend",
 ]  # fmt: skip
 
 
@@ -31,25 +32,25 @@ def test_what_forward_leaves_backward_takes(name: str) -> None:
     """
     module = import_module(f"slipstream.kernels.linear.{name}")
     assert hasattr(module, "forward")
-    leaves = hasattr(module, "forward_kept")
+    leaves = hasattr(module, "forward_saving")
     takes = hasattr(module, "backward") and "kept" in inspect.signature(module.backward).parameters
     assert leaves == takes
     if leaves:
-        assert get_args(get_type_hints(module.forward_kept)["return"])[-1] == list[Tensor]
+        assert get_args(get_type_hints(module.forward_saving)["return"])[-1] == list[Tensor]
 
 
 @pytest.mark.parametrize("kind", ["delta_rule", "gated"])
 def test_the_portable_backward_follows_a_forward_in_gluon(kind: str) -> None:
     def call(device: torch.device) -> None:
         terms = make(kind, (8192,), 32, device)
-        o, _, marks, *kept = op.spans_forward(*terms, 0.1, 64, "sm90", False, 1, keep=True)
+        o, _, marks, *kept = op.forward_impl(*terms, 0.1, 64, "sm90", False, 1, keep=True)
         assert kept
         more = {"marks": None if not marks.numel() else marks, "kept": kept}
-        grads = op.gradients(terms, o, None, 0.1, 64, "triton", terms.g is not None, **more)
+        grads = op.backward_impl(terms, o, None, 0.1, 64, "triton", terms.g is not None, **more)
         assert grads["q"].shape == terms.q.shape
 
     names = [x.name for x in trace(call, "sm_90", backward=False)]
-    assert any("sm90" in x for x in names) and "delta_walk_back_kernel" in names
+    assert any("sm90" in x for x in names) and "delta_chunk_dstate_kernel" in names
 
 
 def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
@@ -65,16 +66,16 @@ def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
     def launch_grads(work: object, prepared: Any, *args: object, **named: object) -> None:
         made.append(prepared.decay)
 
-    for name in ("edges", "walk"):
+    for name in ("chunk_dqk", "chunk_fwd"):
         monkeypatch.setattr(backend, name, lambda *args, **named: None)
     monkeypatch.setattr(backend.portable, "launch_grads", launch_grads)
-    monkeypatch.setattr(backend.portable, "pairs_of", lambda work: None)
+    monkeypatch.setattr(backend.portable, "choose_pairs", lambda work: None)
     for module in (backend.portable, launch):
         monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
-    monkeypatch.setattr(backend, "sums_of", lambda work: SimpleNamespace(z=None))
+    monkeypatch.setattr(backend, "gate_sums", lambda work: SimpleNamespace(z=None))
     x = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
     cu = torch.tensor([0, 1, 65, 130], dtype=torch.int32)
-    terms = Terms(x, x, x, g=x, u=torch.zeros(2, 128), cu_seqlens=cu)
+    terms = LinearInputs(x, x, x, g=x, u=torch.zeros(2, 128), cu_seqlens=cu)
     backend.backward(terms, x, None, 1.0)
     (decay,) = made
     assert decay.shape[0] == 130 // 64 + 3
@@ -87,9 +88,9 @@ def test_gates_far_apart_are_laid_side_by_side() -> None:
 
     x = torch.empty(64, 8192, 8, 64, device="meta")
     g = torch.empty(64, 8192, 8192, device="meta")[..., :8]
-    assert contiguous(Terms(x, x, x, g=g)).g.is_contiguous()  # pyright: ignore
+    assert contiguous(LinearInputs(x, x, x, g=g)).g.is_contiguous()  # pyright: ignore
     near = torch.empty(2, 8192, 8192, device="meta")[..., :8]
-    assert contiguous(Terms(x[:2], x[:2], x[:2], g=near)).g is near
+    assert contiguous(LinearInputs(x[:2], x[:2], x[:2], g=near)).g is near
 
 
 def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPa
     x = torch.rand(1, 9, 2, 4, dtype=torch.float64)
     state = torch.rand(2, 2, 4, 4, dtype=torch.float64)
     cu = torch.tensor([0, 4, 7], dtype=torch.int32)
-    terms = Terms(x, x, x, beta=x[..., 0], initial_state=state, cu_seqlens=cu)
+    terms = LinearInputs(x, x, x, beta=x[..., 0], initial_state=state, cu_seqlens=cu)
     short = terms._replace(q=x[:, :7], k=x[:, :7], v=x[:, :7], beta=x[:, :7, :, 0])
     want = recurrent.recurrent_forward(short, 0.5)
     wanted = recurrent_backward(short, x[:, :7], state, 0.5)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.linear import op, workspace
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.kernels.linear.test_triton_scalar_decay_interpreted import reference
 from tests.support.interpreted import PARTS, parts, run
@@ -45,7 +45,9 @@ CASES = {
 }
 
 
-def make(kind: str, lengths: tuple[int, ...], T: int, H: int, HV: int, states: bool) -> Terms:
+def make(
+    kind: str, lengths: tuple[int, ...], T: int, H: int, HV: int, states: bool
+) -> LinearInputs:
     K, V = 16, 12
     q, k, p, a = (F.normalize(torch.randn(1, T, H, K), dim=-1) for _ in range(4))
     channels = (K,) if kind in ("kda", "dplr", "gla") else ()
@@ -60,7 +62,7 @@ def make(kind: str, lengths: tuple[int, ...], T: int, H: int, HV: int, states: b
         given["p"] = 0.7 * k + 0.3 * p
     if states:
         given["initial_state"] = torch.randn(len(lengths), HV, K, V)
-    return Terms(q, k, torch.randn(1, T, HV, V), **given, cu_seqlens=offsets(lengths).int())
+    return LinearInputs(q, k, torch.randn(1, T, HV, V), **given, cu_seqlens=offsets(lengths).int())
 
 
 def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> None:
@@ -75,12 +77,17 @@ def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> No
         }
     else:
         more = {}
-    workspace.LITTLE, workspace.SPARSE, workspace.BUSY, workspace.COUNT = 0, 1, 1, count
+    (
+        workspace.LITTLE,
+        workspace.MIN_SLICE_TOKENS_GROUPED,
+        workspace.MIN_ACTIVE_PROGRAMS,
+        workspace.COUNT,
+    ) = 0, 1, 1, count
     workspace.GROUPED = workspace.PACKED = 1
     given = {n: x for n, x in terms._replace(**more)._asdict().items() if x is not None}
     live = {n: x.requires_grad_() for n, x in given.items() if n in DIFFERENTIABLE}
-    ours = Terms(**{**given, **live})
-    spans = workspace.spans_of(ours, "triton")
+    ours = LinearInputs(**{**given, **live})
+    spans = workspace.num_slices(ours, "triton")
     assert terms.transition == "none" or spans == count, spans
     o, final = op.linear(ours, SCALE, CHUNK, "triton")
     do, dfinal = torch.randn(1, tokens, HV, terms.v.shape[3]), torch.randn(final.shape)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op, workspace
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
@@ -63,15 +63,15 @@ class Allocated(TorchDispatchMode):
 Allocated.__torch_dispatch__ = Allocated.dispatch  # pyright: ignore
 
 
-def batch(B: int, T: int, H: int, HV: int, device: torch.device) -> Terms:
+def batch(B: int, T: int, H: int, HV: int, device: torch.device) -> LinearInputs:
     """Of the gated delta rule, HV value heads that share H of q and k."""
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     q, k = torch.empty(B, T, H, _K, **like), torch.empty(B, T, H, _K, **like)
     g, beta = torch.empty(B, T, HV, device=device), torch.empty(B, T, HV, device=device)
-    return Terms(q, k, torch.empty(B, T, HV, _K, **like), g=g, beta=beta)
+    return LinearInputs(q, k, torch.empty(B, T, HV, _K, **like), g=g, beta=beta)
 
 
-def make(kind: str, lengths: tuple[int, ...], H: int, device: torch.device) -> Terms:
+def make(kind: str, lengths: tuple[int, ...], H: int, device: torch.device) -> LinearInputs:
     T = sum(lengths)
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     each, wide = (T, H), (T, H, _K)
@@ -86,16 +86,16 @@ def make(kind: str, lengths: tuple[int, ...], H: int, device: torch.device) -> T
         given |= {name: torch.empty(1, *wide, **like) for name in "ab"}
     if len(lengths) > 1:
         given["cu_seqlens"] = torch.empty(len(lengths) + 1, device=device, dtype=torch.int32)
-    return Terms(*(torch.empty(1, *wide, **like) for _ in "qkv"), **given)
+    return LinearInputs(*(torch.empty(1, *wide, **like) for _ in "qkv"), **given)
 
 
-def trained(terms: Terms) -> tuple[float, float]:
+def trained(terms: LinearInputs) -> tuple[float, float]:
     """Peak of forward and backward, and bytes of what they are given and leave."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
-        spans = workspace.spans_of(terms, "sm90")
+        spans = workspace.num_slices(terms, "sm90")
         keep = terms.transition == "delta"
-        found = op.spans_forward(*terms, 0.1, 64, "sm90", False, spans, keep=keep)
+        found = op.forward_impl(*terms, 0.1, 64, "sm90", False, spans, keep=keep)
         o, kept = found[0], found[2:]
         do = torch.empty_like(o)
         del found
@@ -105,7 +105,7 @@ def trained(terms: Terms) -> tuple[float, float]:
     return seen.peak - made, made + sum(x.nbytes for x in given)
 
 
-def alone(terms: Terms) -> tuple[float, float]:
+def alone(terms: LinearInputs) -> tuple[float, float]:
     """Of a forward pass without gradients."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
@@ -114,7 +114,9 @@ def alone(terms: Terms) -> tuple[float, float]:
 
 
 def percent(
-    of: Callable[[Terms], tuple[float, float]], make: Callable[..., Terms], *shape: Any
+    of: Callable[[LinearInputs], tuple[float, float]],
+    make: Callable[..., LinearInputs],
+    *shape: Any,
 ) -> float:
     found: list[float] = []
 
@@ -129,12 +131,12 @@ def percent(
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("of", [trained, alone], ids=["trained", "alone"])
 def test_a_call_takes_a_quarter_more_at_most(
-    of: Callable[[Terms], tuple[float, float]], case: tuple[str, tuple[int, ...], int]
+    of: Callable[[LinearInputs], tuple[float, float]], case: tuple[str, tuple[int, ...], int]
 ) -> None:
     assert percent(of, make, *case) <= PROMISED
 
 
-def packed(B: int, T: int, H: int, HV: int, device: torch.device) -> Terms:
+def packed(B: int, T: int, H: int, HV: int, device: torch.device) -> LinearInputs:
     """The same tokens as packed sequences."""
     cu = torch.empty(B + 1, device=device, dtype=torch.int32)
     return batch(1, B * T, H, HV, device)._replace(cu_seqlens=cu)
@@ -192,7 +194,7 @@ def test_shared_heads_take_a_quarter_more_or_else_little(
     """Of these sizes. Where heads or tokens are few, states are as much as their tokens."""
     beyond: list[float] = []
 
-    def seen(terms: Terms) -> tuple[float, float]:
+    def seen(terms: LinearInputs) -> tuple[float, float]:
         found = trained(terms)
         beyond.append(found[0])
         return found

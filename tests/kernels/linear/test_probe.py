@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from slipstream.kernels.linear import op, probe
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import kind
 
 
-def terms(dtype: torch.dtype, packed: bool) -> Terms:
+def terms(dtype: torch.dtype, packed: bool) -> LinearInputs:
     q, k = torch.randn(2, 1, 9, 2, 16, dtype=dtype)
     v = torch.randn(1, 9, 4, 24, dtype=dtype)
     g, beta = -torch.rand(2, 1, 9, 4)
     cu = torch.tensor([0, 4, 9]) if packed else None
     state = torch.randn(2 if packed else 1, 4, 16, 24)
-    return Terms(q, k, v, g=g, beta=-beta, initial_state=state, cu_seqlens=cu)
+    return LinearInputs(q, k, v, g=g, beta=-beta, initial_state=state, cu_seqlens=cu)
 
 
 def planted(wrong: str | None) -> Callable:
     """The operator, with one gradient of its Triton path made wrong."""
 
-    def linear(terms: Terms, scale: float, chunk: int, impl: str) -> Any:
+    def linear(terms: LinearInputs, scale: float, chunk: int, impl: str) -> Any:
         o, final = op.linear(terms, scale, chunk, "eager")
         if wrong is not None and impl != "eager":
             getattr(terms, wrong).register_hook(lambda grad: grad * 1.2)

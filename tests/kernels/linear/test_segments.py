@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -25,20 +25,20 @@ RULE = [
 
 @pytest.mark.parametrize("case", RULE, ids=str)
 def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
-    from slipstream.kernels.linear.sm90.dplr.segment_policy import segments
+    from slipstream.kernels.linear.sm90.dplr.segment_policy import num_segments
 
     *shape, n = case
-    assert segments(*shape) == n
+    assert num_segments(*shape) == n
 
 
 @pytest.mark.parametrize("lengths", [None, (20000, 0, 12768)], ids=["whole", "packed"])
 def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
-    from slipstream.kernels.linear.sm90.dplr.segment_policy import split_of
+    from slipstream.kernels.linear.sm90.dplr.segment_policy import choose_segments
 
     T = 32768
     cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
     x = torch.empty(1, T, 4, 128, device="meta")
-    split = split_of(Terms(x, x, x, g=x, cu_seqlens=cu))
+    split = choose_segments(LinearInputs(x, x, x, g=x, cu_seqlens=cu))
     assert split is not None and split.tokens % 64 == 0
     wanted = sum(-(-n // split.tokens) for n in lengths or (T,))
     assert wanted <= split.slots <= wanted + len(lengths or ())

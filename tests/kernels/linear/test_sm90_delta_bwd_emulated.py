@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import threads
 from tests.kernels.linear.test_sm90_delta_emulated import (
@@ -56,7 +56,7 @@ def fused(
     return {n: x.view(run.B, run.T, H, -1, K).sum(3) for n, x in made.items()} | sums | {"v": w}
 
 
-def wanted(terms: Terms, do: Tensor, dfinal: Tensor, end: int) -> dict[str, Tensor]:
+def wanted(terms: LinearInputs, do: Tensor, dfinal: Tensor, end: int) -> dict[str, Tensor]:
     live: dict[str, Any] = {
         name: x[:, :end].clone().requires_grad_() if name in ("q", "k", "v", "g", "beta") else x
         for name, x in terms._asdict().items()
@@ -64,7 +64,7 @@ def wanted(terms: Terms, do: Tensor, dfinal: Tensor, end: int) -> dict[str, Tens
     }
     start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
     live["initial_state"] = start.clone().requires_grad_()
-    o, final = linear_reference(Terms(**live), 0.3)
+    o, final = linear_reference(LinearInputs(**live), 0.3)
     loss = (o * do[:, :end]).sum() + (final * dfinal).sum()
     names = [n for n in ("v", "initial_state", "q", "k", "beta", "g") if n in live]
     return dict(zip(names, torch.autograd.grad(loss, [live[n] for n in names]), strict=True))

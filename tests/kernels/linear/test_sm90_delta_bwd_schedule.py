@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
@@ -25,13 +25,13 @@ SHAPES = [
 ]
 
 
-def terms(shape: tuple[int, int, int, int, int], V: int = 128) -> Terms:
+def terms(shape: tuple[int, int, int, int, int], V: int = 128) -> LinearInputs:
     B, T, H, HV, N = shape
     make = {"dtype": torch.bfloat16, "device": "meta"}
     q, v = torch.empty(B, T, H, K, **make), torch.empty(B, T, HV, V, **make)
     beta = torch.empty(B, T, HV, device="meta")
     cu = torch.empty(N + 1, dtype=torch.int32, device="meta") if N else None
-    return Terms(q, q, v, g=beta, beta=beta, cu_seqlens=cu)
+    return LinearInputs(q, q, v, g=beta, beta=beta, cu_seqlens=cu)
 
 
 def packings(T: int, N: int) -> list[list[int]]:
@@ -43,11 +43,11 @@ def packings(T: int, N: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_there_is_room_for_all_parts_and_segments(shape: tuple[int, int, int, int, int]) -> None:
-    from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_of
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule
 
     B, T, _, HV, N = shape
     given = terms(shape)
-    cut = cut_of(given)
+    cut = choose_schedule(given)
     assert cut is not None
     part, segment = cut.every * C, cut.tokens or T
     assert cut.slots == 0 or segment % part == 0
@@ -74,11 +74,11 @@ def test_segments_are_as_many_as_there_are_multiprocessors_for() -> None:
     for T in range(9000, 40000, 1111):
         for HV in (8, 24, 32, 40, 64):
             given = terms((1, T, 8, HV, 0))
-            cut = bwd_schedule.cut_of(given)
+            cut = bwd_schedule.choose_schedule(given)
             assert cut is not None
             assert cut.programs(given) <= plan.PROGRAMS
-            wanted = -(-T // C) / plan.segments(given)
-            assert cut.tokens // C <= (1 + bwd_schedule.LONGER) * -(-wanted // 1)
+            wanted = -(-T // C) / plan.num_segments(given)
+            assert cut.tokens // C <= (1 + bwd_schedule.MEMORY_SLACK) * -(-wanted // 1)
 
 
 def test_parts_are_short_where_memory_is_wanted() -> None:
@@ -87,8 +87,8 @@ def test_parts_are_short_where_memory_is_wanted() -> None:
     given = terms((1, 30000, 16, 64, 4))
     lengths = []
     for most in (10.0, 24.0, 40.0, 90.0):
-        with mock.patch.object(bwd_schedule, "MOST", most):
-            cut = bwd_schedule.cut_of(given)
+        with mock.patch.object(bwd_schedule, "MAX_WORKSPACE_PCT", most):
+            cut = bwd_schedule.choose_schedule(given)
         assert cut is not None
         lengths.append(cut.every)
     assert lengths == sorted(lengths)
@@ -103,6 +103,6 @@ def test_parts_are_short_where_memory_is_wanted() -> None:
 def test_few_heads_of_little_go_back_in_two_kernels(
     shape: tuple[int, int, int, int, int], V: int
 ) -> None:
-    from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_of
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule
 
-    assert cut_of(terms(shape, V)) is None
+    assert choose_schedule(terms(shape, V)) is None

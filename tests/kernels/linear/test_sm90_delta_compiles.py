@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90 import plan
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import arrives_early, disassemble, most_spilled
@@ -53,12 +53,12 @@ FURTHER = (
 )  # flags of others: one case is the sample
 
 
-def terms(case: tuple, device: torch.device | str) -> Terms:
+def terms(case: tuple, device: torch.device | str) -> LinearInputs:
     dtype, K, V, gate, state, packed = case
     B, T, H, HV = 1 if packed else 2, 192, 1, 2
     make = {"device": device, "dtype": dtype}
     N = 2 if packed else B
-    return Terms(
+    return LinearInputs(
         torch.ones(B, T, H, K, **make),
         torch.ones(B, T, H, K, **make),
         torch.ones(B, T, HV, V, **make),
@@ -72,11 +72,11 @@ def terms(case: tuple, device: torch.device | str) -> Terms:
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, launch
-    from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_into
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        assert plan.refuses(given) is None
+        assert plan.unsupported_reason(given) is None
         like = given.v
         (B, T, HV, V), K = like.shape, given.q.shape[-1]
         gates, chunks = 1 + (given.g is not None), 8
@@ -85,57 +85,57 @@ def jobs(case: tuple, make: str) -> list[Job]:
         out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
         end = rows.new_empty(given.state_shape)
         ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
-        cut = cut_into(given, 2, 1 if make == "split_walk" else 0)
+        cut = make_schedule(given, 2, 1 if make == "split_walk" else 0)
         marks = like.new_empty(cut.marks, HV, V, K)
         if make == "solve":
-            launch.solve(given, r, rows)
+            launch.solve_tril(given, r, rows)
         elif make == "span":
-            launch.walk(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+            launch.chunk_fwd(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
         elif make == "wide_span":
-            launch.walk_wide(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+            launch.chunk_fwd_2tile(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
         elif make == "back_span":
             both = {"s_in": end, "s_out": end, "skip": True}
-            launch.walk_back(given, out, r, rows, 0.1, out, states, **both)
+            launch.chunk_dstate(given, out, r, rows, 0.1, out, states, **both)
         elif make == "o":
-            launch.walk(given, r, rows, 0.1, out, s_out=end, **ends)
+            launch.chunk_fwd(given, r, rows, 0.1, out, s_out=end, **ends)
         elif make in ("parts", "parts_split"):
             ends["segment"] = (64, 8) if make == "parts_split" else None
-            launch.walk(given, r, rows, 0.1, out, s_out=end, **ends, parts=(2, marks))
+            launch.chunk_fwd(given, r, rows, 0.1, out, s_out=end, **ends, parts=(2, marks))
         elif make == "states":
-            launch.walk(given, r, rows, 0.1, out, states=states, **ends)
+            launch.chunk_fwd(given, r, rows, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
             kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
             kept["parts"] = (2, marks) if make == "wide_parts" else None
-            launch.walk_wide(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
+            launch.chunk_fwd_2tile(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
-            launch.grads(given, out, rows, out, out, states, states, 0.1, made)
+            launch.chunk_dqkg(given, out, rows, out, out, states, states, 0.1, made)
         elif make.endswith("_walk"):
             wide = like.new_empty(B, T, given.q.shape[2] if "shared" in make else HV, K)
-            each, solved = rows.new_empty(B, T, HV), launch.Solved(r, rows)
+            each, solved = rows.new_empty(B, T, HV), launch.WYFactors(r, rows)
             made = {"q": wide, "k": wide, "v": out, "beta": each, "g": each}
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
             if make == "split_walk":
                 both["s_in"] = rows.new_empty(cut.slots, HV, K, V)
-            bwd_fused_launch.launch_back(given, out, solved, 0.1, marks, made, cut, **both)
+            bwd_fused_launch.launch_bwd_fused(given, out, solved, 0.1, marks, made, cut, **both)
         elif "ends" in make or "meet" in make:
             at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
-            solved = launch.Solved(r, rows, growth)
+            solved = launch.WYFactors(r, rows, growth)
             start = given.initial_state
             made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
             m = made[..., V:].contiguous() if "alone" in make else made
             if make == "ends":
-                launch.ends(given, solved, start, at)
+                launch.segment_transition(given, solved, start, at)
             elif make == "ends_alone":
-                launch.ends(given, solved, None, at, alone=True)
+                launch.segment_transition(given, solved, None, at, alone=True)
             elif make == "ends_back":
-                launch.ends_back(given, out, solved, 0.1, start, at)
+                launch.segment_transition_bwd(given, out, solved, 0.1, start, at)
             else:
-                launch.meet(given, made, m, far, start, at, back="back" in make)
+                launch.state_passing(given, made, m, far, start, at, back="back" in make)
         else:
-            launch.walk_back(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
+            launch.chunk_dstate(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
 
     # but for what sets counts to zero
     return [x for x in trace(call, "sm_90", backward=False) if x.name != "zeros_kernel"]
@@ -184,18 +184,20 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms(CASES["gated"], "cpu")
-    assert "sm_90" in str(plan.refuses(given))
+    assert "sm_90" in str(plan.unsupported_reason(given))
     monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
-    assert plan.refuses(given) is None
+    assert plan.unsupported_reason(given) is None
     wide = F.pad(given.q, (0, 8))
-    assert "one of (64, 128)" in str(plan.refuses(given._replace(q=wide, k=wide)))
+    assert "one of (64, 128)" in str(plan.unsupported_reason(given._replace(q=wide, k=wide)))
     for width in (96, 192, 320):
         v = torch.zeros(*given.v.shape[:3], width, dtype=given.v.dtype)
-        assert "V of (64, 128, 256)" in str(plan.refuses(given._replace(v=v)))
-    assert "float16" in str(plan.refuses(given._replace(q=given.q.float())))
-    assert "one beta" in str(plan.refuses(given._replace(p=given.k)))
-    assert "one gate" in str(plan.refuses(given._replace(gv=torch.zeros(*given.v.shape))))
+        assert "V of (64, 128, 256)" in str(plan.unsupported_reason(given._replace(v=v)))
+    assert "float16" in str(plan.unsupported_reason(given._replace(q=given.q.float())))
+    assert "one beta" in str(plan.unsupported_reason(given._replace(p=given.k)))
+    assert "one gate" in str(
+        plan.unsupported_reason(given._replace(gv=torch.zeros(*given.v.shape)))
+    )
     channel = given._replace(g=torch.zeros(*given.v.shape))
-    assert plan.refuses(channel) is None
+    assert plan.unsupported_reason(channel) is None
     wide = F.pad(given.v, (0, 64))
-    assert "K and V have to be" in str(plan.refuses(channel._replace(v=wide)))
+    assert "K and V have to be" in str(plan.unsupported_reason(channel._replace(v=wide)))

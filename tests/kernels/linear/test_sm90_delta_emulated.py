@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import race_detector, threads
 
@@ -129,23 +129,28 @@ def emulated() -> Any:
 
 @functools.cache
 def kernels() -> SimpleNamespace:
-    parts = {
-        "solve": "solve", "walk": "walk", "back": "walk_back", "grads": "grads", "ends": "ends",
-        "ends_back": "ends_back", "wide": "walk_wide", "fused": "back",
+    files = {  # file and kernel of each name
+        "solve": ("solve_tril", "solve_tril"), "walk": ("chunk_fwd", "chunk_fwd"),
+        "back": ("chunk_dstate", "chunk_dstate"), "grads": ("dqkg", "dqkg"),
+        "ends": ("segment_transition", "segment_transition"),
+        "ends_back": ("segment_transition", "segment_transition_bwd"),
+        "wide": ("chunk_fwd_2tile", "chunk_fwd_2tile"), "fused": ("bwd_fused", "chunk_bwd"),
     }  # fmt: skip
     with emulated():
         # not from the package, which may have those that are compiled
         found = {
-            name: importlib.import_module(f"slipstream.kernels.linear.sm90.delta_{file}")
-            for name, file in {**parts, "ends_back": "ends"}.items()
+            name: importlib.import_module(f"slipstream.kernels.linear.sm90.delta.{file}")
+            for name, (file, _) in files.items()
         }
         inverse = importlib.import_module("slipstream.kernels.linear.sm90.common.tril_inverse")
         vars(inverse)["halves"] = lambda b: (b, 0.0 * b)
-        named = {name: getattr(x, f"delta_{parts[name]}_sm90_kernel") for name, x in found.items()}
+        named = {
+            name: getattr(x, f"delta_{files[name][1]}_sm90_kernel") for name, x in found.items()
+        }
         return SimpleNamespace(**named, inverse=inverse.inverse)
 
 
-def inputs(case: tuple) -> Terms:
+def inputs(case: tuple) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     T, H, HV, K, V, batch, gated, state = case
     lengths: Any = batch if isinstance(batch, tuple) else None
@@ -154,7 +159,7 @@ def inputs(case: tuple) -> Terms:
     torch.manual_seed(0)
     make: dict[str, Any] = {"dtype": torch.float64}
     x = torch.rand(B, T, HV, **make)
-    terms = Terms(
+    terms = LinearInputs(
         torch.randn(B, T, H, K, **make),
         torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
         torch.randn(B, T, HV, V, **make),
@@ -171,7 +176,7 @@ def inputs(case: tuple) -> Terms:
 
 
 class Run:
-    def __init__(self, terms: Terms, segment: int | None = None) -> None:
+    def __init__(self, terms: LinearInputs, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
         self.B, self.T, self.HV, self.V = terms.v.shape
         self.H, self.K = terms.q.shape[2:]
@@ -336,7 +341,7 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     }
     start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
     live["initial_state"] = start.clone().requires_grad_()
-    want_o, want_final = linear_reference(Terms(**live), 0.3)
+    want_o, want_final = linear_reference(LinearInputs(**live), 0.3)
     loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
     names = [n for n in ("v", "initial_state", "q", "k", "beta", "g") if n in live]
     want = dict(zip(names, torch.autograd.grad(loss, [live[n] for n in names]), strict=True))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90 import plan
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
@@ -27,12 +27,13 @@ pytestmark = pytest.mark.skipif(
 SCALE = 0.3
 COMPILERS = ("num_warps", "maxnreg", "num_stages")  # arguments that no kernel has
 NAMES = {
-    "solve": "solve", "walk": "walk", "walk_wide": "wide", "walk_back": "back", "grads": "grads",
-    "back": "fused", "ends": "ends", "ends_back": "ends_back",
+    "solve_tril": "solve", "chunk_fwd": "walk", "chunk_fwd_2tile": "wide", "chunk_dstate": "back",
+    "dqkg": "grads", "chunk_bwd": "fused", "segment_transition": "ends",
+    "segment_transition_bwd": "ends_back",
 }  # fmt: skip
 
 
-def sequences(terms: Terms) -> list[tuple[int, int]]:
+def sequences(terms: LinearInputs) -> list[tuple[int, int]]:
     """First token, of all rows one after the other, and tokens of each."""
     B, T = terms.v.shape[:2]
     if terms.cu_seqlens is None:
@@ -41,7 +42,7 @@ def sequences(terms: Terms) -> list[tuple[int, int]]:
 
 
 def meet(
-    terms: Terms,
+    terms: LinearInputs,
     made: Tensor,
     m: Tensor,
     far: Tensor,
@@ -75,7 +76,7 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     ran: list[str] = []
 
-    def kept(kernel: Any) -> Any:
+    def cached(kernel: Any) -> Any:
         name = kernel.__name__.removeprefix("delta_").removesuffix("_sm90_kernel")
 
         def on(grid: tuple[int, ...], *args: Any, **flags: Any) -> None:
@@ -100,53 +101,62 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=plan.CHUNK), None)
     monkeypatch.setattr(Tensor, "new_empty", empty)
-    monkeypatch.setattr(sm90_delta_launch, "meet", meet)
+    monkeypatch.setattr(sm90_delta_launch, "state_passing", meet)
     for module in (sm90_delta_launch, bwd_fused_launch):
-        monkeypatch.setattr(module, "kept", kept)
-        monkeypatch.setattr(module, "tiles_of", Descriptor)
-        monkeypatch.setattr(module, "counts_at_zero", zeros)
+        monkeypatch.setattr(module, "cached", cached)
+        monkeypatch.setattr(module, "tma_descriptor", Descriptor)
+        monkeypatch.setattr(module, "zero_counters", zeros)
     for module in (portable, triton_delta_plan):
         monkeypatch.setattr(module, "tile_of", lambda terms: tile)
     return ran
 
 
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    return {"solve", "walk", "walk_back", "grads"}
+    return {"solve_tril", "chunk_fwd", "chunk_dstate", "dqkg"}
 
 
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     from slipstream.kernels.linear.sm90.delta import backend
 
-    monkeypatch.setattr(backend, "PROGRAMS", 1)
-    return {"solve", "walk_wide", "walk_back", "grads"}
+    monkeypatch.setattr(backend, "NUM_SMS", 1)
+    return {"solve_tril", "chunk_fwd_2tile", "chunk_dstate", "dqkg"}
 
 
 def segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     from slipstream.kernels.linear.sm90.delta import backend
 
-    monkeypatch.setattr(backend, "LEAST", 1)
-    monkeypatch.setattr(backend, "WORTH", 1)
-    return {"solve", "walk", "ends", "ends_back", "walk_back", "grads"}
+    monkeypatch.setattr(backend, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(backend, "MIN_CHUNKS_SAVED", 1)
+    return {
+        "solve_tril",
+        "chunk_fwd",
+        "segment_transition",
+        "segment_transition_bwd",
+        "chunk_dstate",
+        "dqkg",
+    }
 
 
-def one_walk(every: int, parts: int = 0, forward: str = "walk") -> Callable[..., set[str]]:
+def one_walk(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable[..., set[str]]:
     """In parts of `every` chunks; parts: of a segment, where there are any."""
 
     def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         from slipstream.kernels.linear.sm90.delta import backend, bwd_fused_launch
-        from slipstream.kernels.linear.sm90.delta.bwd_schedule import cut_into
+        from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
 
-        monkeypatch.setattr(backend, "cut_of", lambda terms: cut_into(terms, every, parts))
-        monkeypatch.setattr(bwd_fused_launch, "RUNNING", 3)
-        ends = {"ends", "ends_back"} if parts else set()
-        return {"solve", forward, "back"} | ends
+        monkeypatch.setattr(
+            backend, "choose_schedule", lambda terms: make_schedule(terms, every, parts)
+        )
+        monkeypatch.setattr(bwd_fused_launch, "NUM_SMS", 3)
+        ends = {"segment_transition", "segment_transition_bwd"} if parts else set()
+        return {"solve_tril", forward, "chunk_bwd"} | ends
 
     return chosen
 
 
 def one_wide_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     many_programs(monkeypatch)
-    return one_walk(2, forward="walk_wide")(monkeypatch)
+    return one_walk(2, forward="chunk_fwd_2tile")(monkeypatch)
 
 
 def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -195,11 +205,11 @@ def test_launches_lead_from_inputs_to_gradients(
     }
     want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
     named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
-    o, final, kept = backend.forward_kept(terms, SCALE)
+    o, final, kept = backend.forward_saving(terms, SCALE)
     left = {"kept": kept} if keeps else {}
     found = backend.backward(terms, do, dfinal, SCALE, **left)
     assert set(ran) == named
-    assert ran.count("solve") == 2 - keeps
+    assert ran.count("solve_tril") == 2 - keeps
     if terms.initial_state is None:
         del want["initial_state"]
     found = {name: found[name] for name in want} | {"o": o, "final": final}
@@ -217,9 +227,9 @@ def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPat
     terms = inputs((320, 1, 1, 64, 64, (0, 250), True, True))
     segments(monkeypatch)
     as_numpy(monkeypatch)
-    want = backend.forward_kept(terms, SCALE)[:2]
+    want = backend.forward_saving(terms, SCALE)[:2]
     cu = torch.tensor([70, 70, 320], dtype=torch.int32)
     moved = {n: getattr(terms, n).nan_to_num().roll(70, 1) for n in ("q", "k", "v", "g", "beta")}
-    o, final, _ = backend.forward_kept(terms._replace(**moved, cu_seqlens=cu), SCALE)
+    o, final, _ = backend.forward_saving(terms._replace(**moved, cu_seqlens=cu), SCALE)
     torch.testing.assert_close(final, want[1], rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)

@@ -55,7 +55,7 @@ def behind(x: Tensor, before: float) -> Tensor:
 def check(case: tuple, back: bool, decays: bool) -> None:
     from slipstream.kernels.linear.sm90.delta import state_passing
 
-    launch: Any = state_passing.delta_meet_kernel
+    launch: Any = state_passing.delta_state_passing_sm90_kernel
     packed, N = case[0] != "batch", len(sequences(case))
     T = case[-1]
     slots = T // SEGMENT + N if packed else N * -(-T // SEGMENT)
@@ -82,9 +82,9 @@ def check(case: tuple, back: bool, decays: bool) -> None:
 if __name__ == "__main__":
     from slipstream.kernels.linear.sm90.delta import state_passing
 
-    product: Any = state_passing._product
+    product: Any = state_passing.tile_product
     # pairs of bf16 are not what the interpreter multiplies
-    state_passing._product = lambda a, b, inner: product(a, b, "ieee")
+    state_passing.tile_product = lambda a, b, inner: product(a, b, "ieee")
     torch.manual_seed(0)
     for case in CASES:
         for back in (False, True):

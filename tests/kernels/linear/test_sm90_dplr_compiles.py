@@ -7,7 +7,7 @@ import torch
 
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.kernels.linear.test_sm90_delta_compiles import INVERSE
 from tests.support.sass import arrives_early, disassemble, overwritten
@@ -24,12 +24,12 @@ CASES = {
     "iplr": (False, False, torch.bfloat16, 64, 128, False),
     "rwkv7": (False, True, torch.bfloat16, 64, 64, False),
 }
-# bytes of stack a thread of dplr_strong, of 64 channels: what ptxas makes before the loop over
+# bytes of stack a thread of dplr_intra_safe, of 64 channels: what ptxas makes before the loop over
 # chunks and reads once a chunk
 STACK = {"rwkv7": 72}
 
 
-def terms(case: tuple, device: torch.device) -> Terms:
+def terms(case: tuple, device: torch.device) -> LinearInputs:
     delta, gated, dtype, K, V, packed = case
     B, T, H, HV = 1, 192, 1, 2
 
@@ -37,7 +37,7 @@ def terms(case: tuple, device: torch.device) -> Terms:
         return torch.ones(*shape, device=device, dtype=dtype)
 
     q, k, a, b = (ones(B, T, H, K, dtype=dtype) for _ in range(4))
-    return Terms(
+    return LinearInputs(
         q,
         k,
         ones(B, T, HV, V, dtype=dtype),
@@ -54,15 +54,17 @@ def jobs(case: tuple, split: bool) -> dict[str, Job]:
     from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.sm90.delta import backend as delta_backend
     from slipstream.kernels.linear.sm90.dplr import backend
-    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into
+    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        with mock.patch.object(backend, "split_of", lambda x: split_into(x, 64 if split else None)):
+        with mock.patch.object(
+            backend, "choose_segments", lambda x: split_into_segments(x, 64 if split else None)
+        ):
             delta_backend.forward(given, 0.1)
             delta_backend.backward(given, given.v, None, 0.1)
 
-    own = ("prepare", "strong", "walk", "walk_back")
+    own = ("wy", "intra_safe", "chunk_fwd", "chunk_dstate")
     names = {f"dplr_{name}_sm90_kernel" for name in own}
     found = [job for job in trace(call, "sm_90", backward=False) if job.name in names]
     return {f"{job.name} {n}": job for n, job in enumerate(found)}
@@ -82,11 +84,11 @@ def test_dplr_kernels_compile(name: str, split: bool) -> None:
     case = CASES[name]
     found = jobs(case, split)
     if split:  # the others are the same
-        found = {name: job for name, job in found.items() if "walk" in name}
+        found = {name: job for name, job in found.items() if "chunk" in name}
         assert len(found) == 5
         check(found)
         return
-    wanted = {"prepare", "walk", "walk_back"} | ({"strong"} if case[1] else set())
+    wanted = {"wy", "chunk_fwd", "chunk_dstate"} | ({"intra_safe"} if case[1] else set())
     assert {name.split("_sm90")[0] for name in found} == {f"dplr_{name}" for name in wanted}
     check(found, STACK.get(name, 0))
 
@@ -97,7 +99,7 @@ def check(found: dict[str, Job], stack: int = 0) -> None:
         assert got.shared <= ARCHS["sm_90"].shared
         assert got.stack <= stack * ("strong" in job.name), f"{job.name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0
-        inverts = job.name.startswith(("dplr_prepare", "dplr_strong"))
+        inverts = job.name.startswith(("dplr_wy", "dplr_intra_safe"))
         assert got.instructions["mma.sync"] == inverts * INVERSE
         assert got.instructions["atomic"] == 0
         assert not arrives_early(got.ptx)

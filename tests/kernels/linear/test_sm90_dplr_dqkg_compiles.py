@@ -5,7 +5,7 @@ import torch
 
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import arrives_early, disassemble, overwritten
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-KERNELS = ("dplr_grads_sm90_kernel", "dplr_level_grads_sm90_kernel", "dplr_scores_sm90_kernel")
+KERNELS = ("dplr_dqkg_sm90_kernel", "dplr_intra_safe_bwd_sm90_kernel", "dplr_scores_sm90_kernel")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # transition, dtype, of gates, K, V, packed
 CASES = {
@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-def terms(case: tuple, device: torch.device) -> Terms:
+def terms(case: tuple, device: torch.device) -> LinearInputs:
     kind, dtype, gates, K, V, packed = case
     B, T, H, HV = 1 if packed else 2, 192, 1, 2
 
@@ -34,7 +34,7 @@ def terms(case: tuple, device: torch.device) -> Terms:
         return torch.empty(*shape, device=device, dtype=dtype)
 
     free = kind == "dplr"
-    return Terms(
+    return LinearInputs(
         empty(B, T, H, K),
         empty(B, T, H, K),
         empty(B, T, HV, V),

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import threads
 from tests.kernels.linear import test_sm90_delta_emulated as delta
 
 C, SCALE = 64, 0.3
-PACKAGE = "slipstream.kernels.linear.sm90"
+PACKAGE = "slipstream.kernels.linear.sm90.dplr"
 CASES = {  # kind, T, H, HV, K, V, batch or lengths of packed sequences
     "kda": ("kda", 150, 1, 2, 16, 32, 2),
     "dplr": ("dplr", 150, 1, 2, 16, 32, 2),
@@ -58,27 +58,27 @@ def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
 @functools.cache
 def kernels() -> SimpleNamespace:
     with delta.emulated():
-        parts = ("grads_parts", "levels", "grads", "level_grads", "scores")
-        for name in (f"dplr_{part}" for part in parts):
+        parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd", "scores")
+        for name in parts:
             sys.modules.pop(f"{PACKAGE}.{name}", None)
         gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
         gluon.gl.inline_asm_elementwise = assembly
         gluon.gl.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
-        whole: Any = importlib.import_module(f"{PACKAGE}.dplr_grads")
-        levels: Any = importlib.import_module(f"{PACKAGE}.dplr_level_grads")
-        parts: Any = importlib.import_module(f"{PACKAGE}.dplr_grads_parts")
-        sums: Any = importlib.import_module(f"{PACKAGE}.dplr_scores")
+        whole: Any = importlib.import_module(f"{PACKAGE}.dqkg")
+        levels: Any = importlib.import_module(f"{PACKAGE}.intra_safe_bwd")
+        parts: Any = importlib.import_module(f"{PACKAGE}.dqkg_device")
+        sums: Any = importlib.import_module(f"{PACKAGE}.scores")
         for module in (whole, levels, parts):
             module.halves = lambda b: (b, 0.0 * b)
             module.range = lambda *ends: map(threads.tensor, range(*map(int, ends)))
         return SimpleNamespace(
-            whole=whole.dplr_grads_sm90_kernel,
-            levels=levels.dplr_level_grads_sm90_kernel,
+            whole=whole.dplr_dqkg_sm90_kernel,
+            levels=levels.dplr_intra_safe_bwd_sm90_kernel,
             scores=sums.dplr_scores_sm90_kernel,
         )
 
 
-def inputs(case: tuple) -> Terms:
+def inputs(case: tuple) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     kind, T, H, HV, K, V, batch = case
     packed, free = isinstance(batch, tuple), kind == "dplr"
@@ -86,7 +86,7 @@ def inputs(case: tuple) -> Terms:
     torch.manual_seed(0)
     make: dict[str, Any] = {"dtype": torch.float64}
     a, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1) for _ in "ak")
-    terms = Terms(
+    terms = LinearInputs(
         torch.randn(B, T, H, K, **make),
         k,
         torch.randn(B, T, HV, V, **make),
@@ -102,7 +102,7 @@ def inputs(case: tuple) -> Terms:
     return terms
 
 
-def sequences(terms: Terms) -> list[tuple[int, int, int]]:
+def sequences(terms: LinearInputs) -> list[tuple[int, int, int]]:
     """Batch row, first token and tokens of each."""
     B, T = terms.q.shape[:2]
     if terms.cu_seqlens is None:
@@ -113,7 +113,7 @@ def sequences(terms: Terms) -> list[tuple[int, int, int]]:
 class Walked:
     """What the walks and the scores' kernel leave, chunk by chunk."""
 
-    def __init__(self, terms: Terms, do: Tensor) -> None:
+    def __init__(self, terms: LinearInputs, do: Tensor) -> None:
         B, T, HV, V = terms.v.shape
         K = terms.q.shape[-1]
         self.terms, self.do = terms, do
@@ -249,7 +249,7 @@ def test_gradients_match_reference(case: tuple, levels: bool) -> None:
     live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
     for n in (*names, "v"):
         live[n] = live[n][:, :end].clone().requires_grad_()
-    o, _ = linear_reference(Terms(**live), SCALE)
+    o, _ = linear_reference(LinearInputs(**live), SCALE)
     want = torch.autograd.grad((o * do[:, :end]).sum(), [live[n] for n in names])
     for n, x in zip(names, want, strict=True):
         if n == "beta":
@@ -291,7 +291,7 @@ def test_gradients_of_scores_are_those_of_the_walks(case: tuple) -> None:
     live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
     live |= {n: live[n][:, :end].clone() for n in live if n != "cu_seqlens"}
     live["v"].requires_grad_()
-    o, _ = linear_reference(Terms(**live), SCALE)
+    o, _ = linear_reference(LinearInputs(**live), SCALE)
     (want,) = torch.autograd.grad((o * do[:, :end]).sum(), [live["v"]])
     torch.testing.assert_close(dv[:, :end], want, rtol=1e-8, atol=1e-8)
     assert dv[:, end:].isnan().all()

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.scalar_decay.launch import split_into
+from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
 from tests.gluon_emulator import threads
 from tests.kernels.linear import test_sm90_delta_emulated as delta
 
@@ -47,20 +47,20 @@ def kernels() -> SimpleNamespace:
     with mock.patch.object(threads, "_language", return_value=language), delta.emulated():
         for name in [x for x in sys.modules if x.startswith(PARTS)]:
             del sys.modules[name]
-        own = ("prepare", "solve", "strong", "walk", "walk_back")
-        names = ["inverse", *(f"dplr_{name}" for name in own)]
+        own = ("wy", "solve_tril", "intra_safe", "chunk_fwd", "chunk_dstate")
+        names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
         made = {name: importlib.import_module(PARTS + name) for name in names}
-        for name in ("inverse", "dplr_strong"):
+        for name in ("common.tril_inverse", "dplr.intra_safe"):
             vars(made[name])["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
-            weak=made["dplr_prepare"].dplr_prepare_sm90_kernel,
-            strong=made["dplr_strong"].dplr_strong_sm90_kernel,
-            walk=made["dplr_walk"].dplr_walk_sm90_kernel,
-            back=made["dplr_walk_back"].dplr_walk_back_sm90_kernel,
+            weak=made["dplr.wy"].dplr_wy_sm90_kernel,
+            strong=made["dplr.intra_safe"].dplr_intra_safe_sm90_kernel,
+            walk=made["dplr.chunk_fwd"].dplr_chunk_fwd_sm90_kernel,
+            back=made["dplr.chunk_dstate"].dplr_chunk_dstate_sm90_kernel,
         )
 
 
-def inputs(case: tuple, gates: Any = None) -> Terms:
+def inputs(case: tuple, gates: Any = None) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     T, H, HV, K, V, batch, of_delta, gated = case
     lengths: Any = batch if isinstance(batch, tuple) else None
@@ -69,7 +69,7 @@ def inputs(case: tuple, gates: Any = None) -> Terms:
     make: dict[str, Any] = {"dtype": torch.float64}
     unit = torch.nn.functional.normalize
     k, a = (unit(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
-    terms = Terms(
+    terms = LinearInputs(
         torch.randn(B, T, H, K, **make),
         k,
         torch.randn(B, T, HV, V, **make),
@@ -86,7 +86,7 @@ def inputs(case: tuple, gates: Any = None) -> Terms:
     return terms
 
 
-def prepared(terms: Terms, keep: bool) -> dict[str, Tensor | None]:
+def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     N = terms.sequences
@@ -120,11 +120,13 @@ def prepared(terms: Terms, keep: bool) -> dict[str, Tensor | None]:
 class Walk:
     """The kernels on what is prepared. segment: tokens of one."""
 
-    def __init__(self, terms: Terms, made: dict[str, Any], segment: int | None = None) -> None:
+    def __init__(
+        self, terms: LinearInputs, made: dict[str, Any], segment: int | None = None
+    ) -> None:
         self.terms, self.made = terms, made
         T, self.HV, V = terms.v.shape[1:]
         self.K, self.N = terms.q.shape[-1], terms.sequences
-        split = split_into(terms, segment)
+        split = split_into_segments(terms, segment)
         self.slots = self.N if split is None else split.slots
         self.columns, self.delta = (self.HV * V, 64), terms.beta is not None
         self.states = (made["q"].shape[0], self.HV, V)
@@ -208,7 +210,7 @@ def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
 
 
-def places_of(terms: Terms) -> list[tuple[int, int, int]]:
+def places_of(terms: LinearInputs) -> list[tuple[int, int, int]]:
     """Of sequences: first token, last one's next, first chunk."""
     T, ends = terms.q.shape[1], terms.cu_seqlens
     if ends is None:
@@ -216,7 +218,7 @@ def places_of(terms: Terms) -> list[tuple[int, int, int]]:
     return [(x, y, x // C + n) for n, (x, y) in enumerate(itertools.pairwise(ends.tolist()))]
 
 
-def check(terms: Terms) -> dict[str, Any]:
+def check(terms: LinearInputs) -> dict[str, Any]:
     made = prepared(terms, keep=True)
     walk = Walk(terms, made)
     do, dfinal = torch.randn_like(terms.v), torch.randn(*walk.ends, dtype=torch.float64)
@@ -230,7 +232,9 @@ def check(terms: Terms) -> dict[str, Any]:
     return made
 
 
-def check_sequence(terms: Terms, made: dict[str, Any], n: int, begin: int, end: int, first: int):
+def check_sequence(
+    terms: LinearInputs, made: dict[str, Any], n: int, begin: int, end: int, first: int
+):
     one = {
         name: x.flatten(0, 1)[None, begin:end]
         for name, x in terms._asdict().items()
@@ -239,7 +243,7 @@ def check_sequence(terms: Terms, made: dict[str, Any], n: int, begin: int, end: 
     starts = terms.initial_state
     start = torch.zeros_like(made["dfinal"][:1]) if starts is None else starts[n : n + 1].clone()
     start.requires_grad_()
-    o, final = linear_reference(Terms(**one, initial_state=start), 0.3)
+    o, final = linear_reference(LinearInputs(**one, initial_state=start), 0.3)
     near(made["o"].flatten(0, 1)[begin:end], o[0])
     near(made["final"][n], final[0])
     loss = (o[0] * made["do"].flatten(0, 1)[begin:end]).sum() + (final * made["dfinal"][n]).sum()

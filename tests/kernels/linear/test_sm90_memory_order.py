@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
 )
 ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
-PACKAGE = "slipstream.kernels.linear.sm90."
+PACKAGE = "slipstream.kernels.linear.sm90.delta."
 
 
 def walks(run: Run, name: str) -> None:
@@ -54,32 +54,32 @@ def whole(run: Run, name: str) -> None:
 # of global memory, which is not followed.
 WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str, int]]] = {
     "walk": (
-        "delta_walk", ("delta_walk",), walks, {
-            "delta_walk: mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)": 1,
-            "delta_walk: mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
-            "delta_walk: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
+        "chunk_fwd", ("chunk_fwd",), walks, {
+            "chunk_fwd: mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_fwd: mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_fwd: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
         },
     ),
     "wide": (
-        "delta_walk_wide", ("delta_walk_wide",), walks, {
-            "delta_walk_wide: mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)": 1,
+        "chunk_fwd_2tile", ("chunk_fwd_2tile",), walks, {
+            "chunk_fwd_2tile: mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)": 1,
         },
     ),
     "back": (
-        "delta_walk_back", ("delta_walk_back",), back, {
-            "delta_walk_back: mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)": 1,
-            "delta_walk_back: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
+        "chunk_dstate", ("chunk_dstate",), back, {
+            "chunk_dstate: mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_dstate: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
         },
     ),
     "fused": (
-        "delta_back", ("delta_back_there", "delta_back_grads", "delta_back"), whole, {
-            "delta_back_there: mbarrier.wait(early.index(0), (gone & 1) ^ 1)": 1,
-            "delta_back_there: mbarrier.wait(late.index(0), (gone & 1) ^ 1)": 1,
-            "delta_back_there: fence_async_shared()": 2,
-            "delta_back_grads: mbarrier.wait(full.index(s), (j // ST) & 1)": 1,
-            "delta_back_grads: mbarrier.wait(w_full.index(0), i & 1)": 1,
-            "delta_back_grads: store_wait(0)": 2,
-            "delta_back: mbarrier.wait(walked.index(0), part & 1)": 1,
+        "bwd_fused", ("bwd_fused_recompute", "bwd_fused_dqk", "bwd_fused"), whole, {
+            "bwd_fused_recompute: mbarrier.wait(early.index(0), (gone & 1) ^ 1)": 1,
+            "bwd_fused_recompute: mbarrier.wait(late.index(0), (gone & 1) ^ 1)": 1,
+            "bwd_fused_recompute: fence_async_shared()": 2,
+            "bwd_fused_dqk: mbarrier.wait(full.index(s), (j // ST) & 1)": 1,
+            "bwd_fused_dqk: mbarrier.wait(w_full.index(0), i & 1)": 1,
+            "bwd_fused_dqk: store_wait(0)": 2,
+            "bwd_fused: mbarrier.wait(walked.index(0), part & 1)": 1,
         },
     ),
 }  # fmt: skip
@@ -110,7 +110,8 @@ def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for part in files:
         for line, text in without(modules[part]):
             run_of({part: text}, modules, file)
-            with mock.patch.object(kernels(), name, vars(modules[file])[f"{file}_sm90_kernel"]):
+            kernel = f"delta_{file.replace('bwd_fused', 'chunk_bwd')}_sm90_kernel"
+            with mock.patch.object(kernels(), name, vars(modules[file])[kernel]):
                 try:
                     runs(run, name)
                 except (AssertionError, TimeoutError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.scalar_decay import schedule
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import arrives_early
@@ -23,12 +23,12 @@ CASES = {
 }
 
 
-def terms(case: tuple, device: torch.device | str) -> Terms:
+def terms(case: tuple, device: torch.device | str) -> LinearInputs:
     dtype, gate, state, packed, T = case
     B, H, HV, K, V = 1 if packed else 2, 1, 2, 128, 128
     make = {"device": device, "dtype": dtype}
     N = 2 if packed else B
-    return Terms(
+    return LinearInputs(
         torch.ones(B, T, H, K, **make),
         torch.ones(B, T, H, K, **make),
         torch.ones(B, T, HV, V, **make),
@@ -45,7 +45,7 @@ def test_additive_walks_compile(case: tuple) -> None:
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        assert schedule.refuses(given) is None
+        assert schedule.unsupported_reason(given) is None
         backend.forward(given, 0.1)
         dfinal = given.initial_state
         backend.backward(given, torch.ones_like(given.v), dfinal, 0.1)
@@ -72,7 +72,7 @@ def test_additive_walks_compile(case: tuple) -> None:
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms(CASES["gated"], "cpu")
-    refuses = schedule.refuses
+    refuses = schedule.unsupported_reason
     assert "sm_90" in str(refuses(given))
     monkeypatch.setattr(schedule, "sm90_unsupported", lambda x: None)
     assert refuses(given) is None

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import threads
 from tests.kernels.linear import test_sm90_delta_emulated as delta
@@ -28,7 +28,7 @@ CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gat
     "packed": (290, 1, 2, (5, 0, 200, 1, 64), True, True),
 }
 SCALE = 0.3
-MODULES = "slipstream.kernels.linear.sm90.additive"
+MODULES = "slipstream.kernels.linear.sm90.scalar_decay"
 
 
 def _scan(x: Any, axis: int, combine: Any) -> Any:
@@ -47,15 +47,16 @@ def kernel(name: str) -> Any:
         mock.patch.object(threads, "_language", return_value=language),
         delta.emulated(),
     ):
-        for part in ("walk", "back"):
-            sys.modules.pop(f"{MODULES}_{part}", None)  # which come back after this
-        return getattr(importlib.import_module(f"{MODULES}_{name}"), f"additive_{name}_sm90_kernel")
+        for file in ("chunk_fwd", "chunk_bwd"):
+            sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
+        module = importlib.import_module(f"{MODULES}.{name}")
+        return getattr(module, f"scalar_decay_{name}_sm90_kernel")
 
 
 class Run:
     """The walks of one call, whole or in segments; sums for the gate's gradient by `terms.g`."""
 
-    def __init__(self, terms: Terms, segment: int | None = None) -> None:
+    def __init__(self, terms: LinearInputs, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
         self.B, self.T, self.HV = terms.v.shape[:3]
         self.H = terms.q.shape[2]
@@ -92,7 +93,7 @@ class Run:
         sums = (self.rows["q"], self.anchors) if qk else (None, None)
         flags = {"D": 128, "X": 128, "TRANSPOSED": transposed}
         heads = (r.shape[2], x.shape[2])
-        self.launch("walk", tiles, [y], [s_in, s_out, *sums], (1.0, 1.0), heads, flags)
+        self.launch("chunk_fwd", tiles, [y], [s_in, s_out, *sums], (1.0, 1.0), heads, flags)
         return y
 
     def back(self, do: Tensor, s_in: Tensor, s_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +102,7 @@ class Run:
         tiles = [(t.q, 128), (t.k, 128), (t.v, 64), (do, 64), (dk, 128), (dv, 64)]
         sums = (None, None, None) if t.g is None else (self.rows["k"], self.z, self.anchors)
         rest, scales = [s_in, s_out, *sums], (1 / SCALE, SCALE)
-        self.launch("back", tiles, [dk, dv], rest, scales, (self.H,), {"K": 128, "V": 128})
+        self.launch("chunk_bwd", tiles, [dk, dv], rest, scales, (self.H,), {"K": 128, "V": 128})
         return dk, dv
 
     def launch(
@@ -123,7 +124,7 @@ class Run:
         flags |= {"C": C, "ST": 2, "SPAN": SPAN, "HAS_GATE": t.g is not None}
         flags |= {"HAS_DG": rows is not None, "HAS_S_IN": s_in is not None}
         flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": self.segment is not None}
-        spans = (self.spans,) if name == "back" else ()
+        spans = (self.spans,) if name == "chunk_bwd" else ()
         args = (*made, *pointers, SCALE, *scales, *sizes, *spans, *strides)
         programs = self.HV * self.slots
         threads.launch(kernel(name), programs, args, PACKED=self.packed, **flags)
@@ -142,7 +143,7 @@ class Run:
         return grads
 
     def gate_gradient(self) -> Tensor:
-        """As gate_gradient_kernel."""
+        """As scalar_decay_dg_kernel."""
         cu = self.terms.cu_seqlens
         each = [(n * self.T, self.T) for n in range(self.B)]
         if cu is not None:
@@ -158,7 +159,7 @@ class Run:
         return dg.view(self.HV, self.B, self.T).permute(1, 2, 0)
 
 
-def inputs(case: tuple) -> Terms:
+def inputs(case: tuple) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     T, H, HV, batch, gated, state = case
     lengths: Any = batch if isinstance(batch, tuple) else None
@@ -167,7 +168,7 @@ def inputs(case: tuple) -> Terms:
     torch.manual_seed(0)
     make: dict[str, Any] = {"dtype": torch.float64}
     x = torch.rand(B, T, HV, **make)
-    terms = Terms(
+    terms = LinearInputs(
         torch.randn(B, T, H, K, **make),
         torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
         torch.randn(B, T, HV, V, **make),
@@ -202,7 +203,7 @@ def test_additive_walks_match_reference(case: tuple) -> None:
         if x is not None and name in ("q", "k", "v", "g")
     }
     live["initial_state"] = start.clone().requires_grad_()
-    want_o, want_final = linear_reference(Terms(**live, cu_seqlens=terms.cu_seqlens), SCALE)
+    want_o, want_final = linear_reference(LinearInputs(**live, cu_seqlens=terms.cu_seqlens), SCALE)
     loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
     want = dict(zip(live, torch.autograd.grad(loss, list(live.values()))))
     near(o[:, :end], want_o)

@@ -9,7 +9,7 @@ import torch
 
 from slipstream import ops
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import arrives_early
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.skipif(
 
 # u, initial state, packed
 CASES = {"plain": (False, False, False), "before": (True, True, True)}
-WALKS = {"channel_walk_sm90_kernel", "channel_edges_sm90_kernel"}
+WALKS = {"vector_decay_chunk_fwd_sm90_kernel", "vector_decay_dqk_sm90_kernel"}
 
 
-def terms(case: tuple, device: torch.device | str) -> Terms:
+def terms(case: tuple, device: torch.device | str) -> LinearInputs:
     before, state, packed = case
     B, T, H, HV, K, V = 1 if packed else 2, 192, 1, 2, 128, 128
     make = {"device": device, "dtype": torch.bfloat16}
     N = 2
-    return Terms(
+    return LinearInputs(
         torch.ones(B, T, H, K, **make),
         torch.ones(B, T, H, K, **make),
         torch.ones(B, T, HV, V, **make),
@@ -46,7 +46,7 @@ def test_channel_walks_compile(case: tuple) -> None:
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        assert schedule.refuses(given) is None
+        assert schedule.unsupported_reason(given) is None
         backend.forward(given, 0.1)
         dfinal = given.initial_state
         backend.backward(given, torch.ones_like(given.v), dfinal, 0.1)
@@ -89,20 +89,20 @@ def test_channel_walks_are_wired(name: str) -> None:
         call = partial(operator, name, gate)
         return sorted(x.name for x in trace(call, "sm_90", backward))
 
-    assert kernels(torch.bfloat16, False) == ["channel_walk_sm90_kernel"]
+    assert kernels(torch.bfloat16, False) == ["vector_decay_chunk_fwd_sm90_kernel"]
     both = kernels(torch.bfloat16, True)
     assert set(both) >= WALKS
-    assert not {"channel_prepare_kernel", "channel_walk_kernel"} & set(both)
-    assert "channel_grads_kernel" in both
+    assert not {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} & set(both)
+    assert "vector_decay_dqkg_kernel" in both
     for backward in (False, True):
         portable = set(kernels(torch.float32, backward))
-        assert {"channel_prepare_kernel", "channel_walk_kernel"} <= portable
+        assert {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} <= portable
         assert not WALKS & portable
 
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms(CASES["before"], "cpu")
-    refuses = schedule.refuses
+    refuses = schedule.unsupported_reason
     assert "sm_90" in str(refuses(given))
     monkeypatch.setattr(schedule, "sm90_unsupported", lambda x: None)
     assert refuses(given) is None
@@ -115,5 +115,5 @@ def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
             other = given._replace(**{name: getattr(given, name).to(dtype)})
             assert f"{name} is {dtype}" in str(refuses(other))
     long = (x[:, :1].expand(1, 32768, *x.shape[2:]) for x in (*given[:3], given.g))
-    assert "few heads" in str(refuses(Terms(*long)))
+    assert "few heads" in str(refuses(LinearInputs(*long)))
     assert "one gate" in str(refuses(given._replace(g=None)))

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import threads
 from tests.kernels.linear import test_sm90_delta_emulated as delta
 
 C, SPAN, K, V = 64, 2, 128, 128
 SCALE = 0.3
-MODULES = "slipstream.kernels.linear.sm90.channel_"
+MODULES = "slipstream.kernels.linear.sm90.vector_decay."
 CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gates, u, initial state
     "weak": (128, 1, 1, 1, "weak", False, False),
     "odd": (150, 1, 2, 1, "reset", False, True),
@@ -63,9 +63,10 @@ def kernel(name: str) -> Any:
     ):
         language.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
         sys.modules.pop("slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd", None)
-        for part in ("prepare", "walk", "edges"):
+        for part in ("intra", "chunk_fwd", "chunk_dqk"):
             sys.modules.pop(f"{MODULES}{part}", None)  # which come back after this
-        return getattr(importlib.import_module(f"{MODULES}{name}"), f"channel_{name}_sm90_kernel")
+        module = importlib.import_module(f"{MODULES}{name}")
+        return getattr(module, f"vector_decay_{name.replace('chunk_dqk', 'dqk')}_sm90_kernel")
 
 
 def gates(kind: str, *shape: int) -> Tensor:
@@ -76,7 +77,7 @@ def gates(kind: str, *shape: int) -> Tensor:
     return torch.where(x < 0.01, -torch.inf, weak) if kind == "reset" else weak
 
 
-def inputs(case: tuple) -> Terms:
+def inputs(case: tuple) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     T, H, HV, batch, kind, before, state = case
     lengths: Any = batch if isinstance(batch, tuple) else None
@@ -84,7 +85,7 @@ def inputs(case: tuple) -> Terms:
     N = len(lengths) if lengths else B
     torch.manual_seed(0)
     make: dict[str, Any] = {"dtype": torch.float64}
-    terms = Terms(
+    terms = LinearInputs(
         torch.randn(B, T, H, K, **make),
         torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
         torch.randn(B, T, HV, V, **make),
@@ -101,7 +102,7 @@ def inputs(case: tuple) -> Terms:
 
 
 def walk(
-    t: Terms,
+    t: LinearInputs,
     x: Tensor,
     s_in: Tensor | None,
     s_out: Tensor,
@@ -120,7 +121,7 @@ def walk(
     flags |= {"REVERSE": reverse, "HAS_U": t.u is not None, "HAS_S_IN": s_in is not None}
     flags |= {"HAS_S_OUT": True, "PACKED": t.cu_seqlens is not None}
     args = (*made, *pointers, SCALE, *scales, *sizes)
-    threads.launch(kernel("walk"), HV * t.sequences, args, **flags)
+    threads.launch(kernel("chunk_fwd"), HV * t.sequences, args, **flags)
     return y
 
 
@@ -151,7 +152,7 @@ def test_channel_walk_matches_reference(case: tuple) -> None:
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
 
 
-def edges(t: Terms, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) -> Tensor:
+def edges(t: LinearInputs, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) -> Tensor:
     _, T, HV, _ = do.shape
     y = torch.full((1, T, HV, K), torch.nan, dtype=torch.float64)
     tiles = [(t.q, K), (t.k, K), (t.v, V), (do, V), (t.g, K), (y, 64)]
@@ -162,11 +163,11 @@ def edges(t: Terms, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) 
     flags = {"K": K, "V": V, "C": C, "ST": 2, "SPAN": SPAN, "LOST": 0.0, "BOUND": 60.0}
     flags |= {"REVERSE": reverse, "BEFORE": t.u is not None}
     flags |= {"HAS_S_IN": s_in is not None, "PACKED": t.cu_seqlens is not None}
-    threads.launch(kernel("edges"), HV * t.sequences, (*made, *pointers, 1.0, *sizes), **flags)
+    threads.launch(kernel("chunk_dqk"), HV * t.sequences, (*made, *pointers, 1.0, *sizes), **flags)
     return y
 
 
-def chunks(t: Terms) -> list[tuple[int, int, int, int, int]]:
+def chunks(t: LinearInputs) -> list[tuple[int, int, int, int, int]]:
     """Sequence, first token, past the last, slot of the chunk and of its span, without batches."""
     ends = [0, t.q.shape[1]] if t.cu_seqlens is None else t.cu_seqlens.tolist()
     found = []

@@ -42,7 +42,7 @@ def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bo
         "L2_NORM": pool,
     }
     return compile_kernel(
-        "slipstream.kernels.linear.triton.decode:linear_step_kernel",
+        "slipstream.kernels.linear.triton.decode:linear_decode_kernel",
         tensors,
         constants,
         scalars,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import dispatch
 from slipstream.kernels.linear import op as linear_op
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.dispatch import Candidate
@@ -101,9 +101,9 @@ def check_boundary() -> None:
         mock.patch.object(decode_launch, "forward", wraps=decode_launch.forward) as stepped,
         mock.patch.object(launch, "forward", wraps=launch.forward) as walked,
     ):
-        for T in (1, linear_op.STEP_TOKENS, linear_op.STEP_TOKENS + 1):
-            linear_op.linear(Terms(q[:, :T], q[:, :T], v[:, :T]), 1.0, 0, "triton")
-        linear_op.linear(Terms(q[:, :1], q[:, :1], v[:, :1]), 1.0, 32, "triton")
+        for T in (1, linear_op.MAX_STEP_TOKENS, linear_op.MAX_STEP_TOKENS + 1):
+            linear_op.linear(LinearInputs(q[:, :T], q[:, :T], v[:, :T]), 1.0, 0, "triton")
+        linear_op.linear(LinearInputs(q[:, :1], q[:, :1], v[:, :1]), 1.0, 32, "triton")
     assert (stepped.call_count, walked.call_count) == (2, 2)
 
 
@@ -114,7 +114,7 @@ def check_strides() -> None:
         q, k, v = torch.randn(B, T, 3 * H * K).unflatten(-1, (3, H, K)).unbind(2)
         beta, g = torch.rand(B, T, 2 * H).chunk(2, -1)
         for gate in (-g, -torch.rand(H).expand(B, T, H), -torch.rand(T, B, H).transpose(0, 1)):
-            terms = Terms(q, k, v, g=gate, beta=beta)
+            terms = LinearInputs(q, k, v, g=gate, beta=beta)
             want, _ = linear_reference(terms, 0.25)
             got, _ = linear_op.linear(terms, 0.25, 0, "triton")
             assert relative_error(got, want) <= 2e-6

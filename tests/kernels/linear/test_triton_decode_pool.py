@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.ops.recurrent_step import recurrent_step
@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> Terms:
+def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> LinearInputs:
     lengths = tokens if isinstance(tokens, tuple) else None
     rows: Any = (1, sum(lengths)) if lengths else (B, tokens)
     made: dict[str, Any] = {
@@ -53,7 +53,7 @@ def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> Terms:
     q, k = (torch.randn(*rows, H, K).to(dtype) for _ in range(2))
     names = {"gk": "g", "beta wide": "beta"}
     given: dict[str, Any] = {names.get(x) or x: made[x]() for x in KINDS[kind]}
-    return Terms(
+    return LinearInputs(
         q,
         k / K**0.5,
         torch.randn(*rows, HV, V).to(dtype),
@@ -62,19 +62,19 @@ def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> Terms:
     )
 
 
-def step(terms: Terms, state: Tensor, **options: Any) -> Tensor:
+def step(terms: LinearInputs, state: Tensor, **options: Any) -> Tensor:
     given = terms._asdict()
     given.pop("initial_state")
     return recurrent_step(**given, state=state, **options)
 
 
-def expected(terms: Terms, pool: Tensor, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def expected(terms: LinearInputs, pool: Tensor, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """o and the pool [slots, HV, K, V] afterwards, in float64."""
     wide: dict[str, Any] = {n: x if x is None else x.double() for n, x in terms._asdict().items()}
     wide["cu_seqlens"] = terms.cu_seqlens
     at = torch.tensor(indices)
     start = pool.double()[at.clamp(min=0)]
-    o, final = linear_reference(Terms(**wide)._replace(initial_state=start), 0.3)
+    o, final = linear_reference(LinearInputs(**wide)._replace(initial_state=start), 0.3)
     after = pool.double().clone()
     after[at[at >= 0]] = final[at >= 0]
     cu = terms.cu_seqlens

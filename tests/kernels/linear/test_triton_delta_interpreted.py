@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.kernels.linear.test_triton_scalar_decay_interpreted import GATES, reference
 from tests.support.interpreted import PARTS, parts, run
@@ -54,7 +54,7 @@ FINE = {
 }
 
 
-def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> Terms:
+def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> LinearInputs:
     """Keys of norm 1, some of them alike, and beta from 0 to 2."""
     B, T, H, HV, K, V, lengths = SIZES[size]
     N = B if lengths is None else len(lengths)
@@ -64,7 +64,7 @@ def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> 
     beta = 2 * torch.rand(B, T, HV)
     beta[:, ::7] = 0
     beta[:, 1::7] = 2
-    return Terms(
+    return LinearInputs(
         q.to(dtype),
         k.to(dtype),
         torch.randn(B, T, HV, V).to(dtype),
@@ -136,23 +136,23 @@ def check_fine(part: str) -> None:
     """Products of pairs, of float16 here, for the interpreter gets bfloat16 wrong."""
     from slipstream.kernels.linear.triton.delta import backend
 
-    kept = backend.fine
-    backend.fine = lambda terms: terms.q.dtype == torch.float16
+    kept = backend.uses_split_bf16
+    backend.uses_split_bf16 = lambda terms: terms.q.dtype == torch.float16
     for size, gate, has_p in FINE[part]:
         check(size, gate, has_p, torch.float16, True)
         print(size, gate, has_p, "fine ok", flush=True)
-    backend.fine = kept
+    backend.uses_split_bf16 = kept
 
 
 def check_inverse() -> None:
     """Of 64 rows, where keys alike and a beta of 2 make 2 below the diagonal."""
-    from slipstream.kernels.linear.triton.delta.solve_tril import delta_solve_kernel
+    from slipstream.kernels.linear.triton.delta.solve_tril import delta_solve_tril_kernel
 
     k = torch.ones(1, 64, 1, 1)
     beta, r = torch.full((1, 64, 1), 2.0), torch.empty(1, 64, 1, 64)
     flags = {"HAS_P": False, "HAS_GATE": False, "PACKED": False, "EXACT": True, "PRECISION": "ieee"}
     shape = {"K": 1, "BK": 16, "C": 64, "LEVELS": 2, "INNER": "ieee"}
-    delta_solve_kernel[(1,)](
+    delta_solve_tril_kernel[(1,)](
         k, None, None, beta, r, torch.empty(64), None, 64, 1, 1, 1, **shape, **flags
     )
     lower = torch.eye(64) + 2 * torch.ones(64, 64).tril(-1)

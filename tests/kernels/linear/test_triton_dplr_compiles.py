@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.compiler.aot import Compiled, compile_kernel, load
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.delta.tiles import KernelTile
 from slipstream.kernels.linear.triton.dplr import tiles as triton_dplr_tiles
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.kernels.linear.triton.scalar_decay import tiles
@@ -19,18 +19,18 @@ from tests.kernels.linear.test_triton_scalar_decay_compiles import TYPES
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
-MODULES = "slipstream.kernels.linear.triton."
+MODULES = "slipstream.kernels.linear.triton.dplr."
 PATHS = {
-    "prepare": MODULES + "dplr_prepare:dplr_prepare_kernel",
-    "strong": MODULES + "dplr_strong:dplr_strong_kernel",
-    "walk": MODULES + "dplr_walk:dplr_walk_kernel",
-    "keep": MODULES + "dplr_walk:dplr_walk_kernel",
-    "ends": MODULES + "dplr_walk:dplr_walk_kernel",
-    "back": MODULES + "dplr_walk:dplr_walk_back_kernel",
-    "back_ends": MODULES + "dplr_walk:dplr_walk_back_kernel",
-    "scores": MODULES + "dplr_scores:dplr_scores_kernel",
-    "grads": MODULES + "dplr_grads:dplr_grads_kernel",
-    "strong_grads": MODULES + "dplr_strong_grads:dplr_strong_grads_kernel",
+    "prepare": MODULES + "wy:dplr_wy_kernel",
+    "strong": MODULES + "intra_safe:dplr_intra_safe_kernel",
+    "walk": MODULES + "chunk:dplr_chunk_fwd_kernel",
+    "keep": MODULES + "chunk:dplr_chunk_fwd_kernel",
+    "ends": MODULES + "chunk:dplr_chunk_fwd_kernel",
+    "back": MODULES + "chunk:dplr_chunk_dstate_kernel",
+    "back_ends": MODULES + "chunk:dplr_chunk_dstate_kernel",
+    "scores": MODULES + "scores:dplr_scores_kernel",
+    "grads": MODULES + "dqkg:dplr_dqkg_kernel",
+    "strong_grads": MODULES + "intra_safe_bwd:dplr_intra_safe_bwd_kernel",
 }
 # kernels that take another's tile
 OF = {"strong": "prepare", "strong_grads": "grads", "ends": "keep", "back_ends": "back"}
@@ -51,7 +51,7 @@ def compile_dplr(
     kernel: str,
     kind: str,
     packed: bool,
-    override: Part | None = None,
+    override: KernelTile | None = None,
 ) -> Compiled:
     """kind: kda, dplr or iplr."""
     family = tiles.family(divmod(capability, 10))

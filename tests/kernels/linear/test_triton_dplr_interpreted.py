@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.kernels.linear.test_triton_scalar_decay_interpreted import GATES, reference
 from tests.support.interpreted import PARTS, parts, run
@@ -71,7 +71,7 @@ SEGMENTS = {
 }
 
 
-def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
+def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
     """Keys of norm 1, some of them alike, and beta from 0 to 2; b = -r a with r from 0 to 1."""
     B, T, H, HV, K, V, lengths = SIZES[size]
     N = B if lengths is None else len(lengths)
@@ -85,7 +85,7 @@ def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Te
     x = torch.rand(B, T, HV, *width)
     b = -torch.rand(B, T, H, 1) * (a + 0.1 * torch.randn(B, T, H, K))
     free = {} if kind == "kda" else {"a": a.to(dtype), "b": b.to(dtype)}
-    return Terms(
+    return LinearInputs(
         q.to(dtype),
         k.to(dtype),
         torch.randn(B, T, HV, V).to(dtype),
@@ -131,12 +131,12 @@ def check_nothing_but_final() -> None:
 def check_segments(part: str) -> None:
     """Cut into segments of one chunk, or two."""
     from slipstream.kernels.linear.triton.delta import plan
-    from slipstream.kernels.linear.triton.dplr.launch import split_of
+    from slipstream.kernels.linear.triton.dplr.launch import choose_segments
 
     kept = plan.segment_tokens
     for kind, size, gate, state, chunks in SEGMENTS[part]:
         plan.segment_tokens = lambda programs, T, C, chunks=chunks: chunks * C
-        assert split_of(make(kind, size, gate, torch.float32, state)) is not None
+        assert choose_segments(make(kind, size, gate, torch.float32, state)) is not None
         check(kind, size, gate, torch.float32, state)
         print(kind, size, gate, "segments ok", flush=True)
     plan.segment_tokens = kept

@@ -82,7 +82,7 @@ def test_every_kernel_compiles(arch: str, shape: str, operator: str) -> None:
 def test_walks_of_free_a_and_b_have_room_for_wide_keys() -> None:
     """They load a tile more than kda's, whose row of the table they take."""
     for job in jobs("chunk_dplr_delta_rule", NARROW, "sm_90"):
-        if job.name == "dplr_walk_kernel":
+        if job.name == "dplr_chunk_fwd_kernel":
             check_room(job)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.support.interpreted import PARTS, parts, run
@@ -59,11 +59,11 @@ CASES = {
 }
 
 
-def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
+def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
     B, T, H, HV, K, V, lengths = SIZES[size]
     N = B if lengths is None else len(lengths)
     q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
-    return Terms(
+    return LinearInputs(
         q,
         k,
         torch.randn(B, T, HV, V).to(dtype),
@@ -73,13 +73,15 @@ def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
     )
 
 
-def reference(terms: Terms, scale: float, do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+def reference(
+    terms: LinearInputs, scale: float, do: Tensor, dfinal: Tensor | None
+) -> dict[str, Tensor]:
     wide = {
         name: x.double().requires_grad_()
         for name, x in terms._asdict().items()
         if x is not None and name != "cu_seqlens"
     }
-    o, final = linear_reference(Terms(**wide, cu_seqlens=terms.cu_seqlens), scale)
+    o, final = linear_reference(LinearInputs(**wide, cu_seqlens=terms.cu_seqlens), scale)
     loss = (o * do.double()).sum() + (0 if dfinal is None else (final * dfinal.double()).sum())
     grads = torch.autograd.grad(loss, list(wide.values()), allow_unused=True)
     pairs = zip(wide.items(), grads)

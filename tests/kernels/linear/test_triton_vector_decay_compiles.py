@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 OPERATORS = ("chunk_gla", "chunk_rwkv6", "chunk_gsa")
 # Of kernels that spill in 16 bits at all, in bytes: the gradients by levels a twelfth of the loop's
 # instructions.
-SPILLS = {"channel_level_grads_kernel": 1792, "channel_grads_kernel": 704}
+SPILLS = {"vector_decay_intra_bwd_kernel": 1792, "vector_decay_dqkg_kernel": 704}
 PLAIN = Shape(K=128, V=128)
 _COMPILED: dict[str, Compiled] = {}
 
@@ -63,5 +63,5 @@ def test_channel_kernels_compile_for_odd_widths(arch: str, K: int, V: int):
 def test_two_programs_of_a_walk_fit_a_multiprocessor():
     """Of sm_90 with K = V = 128 in 16 bits (docs/log.md)."""
     for job in jobs("chunk_gla", PLAIN, "sm_90", backward=False):
-        if job.name == "channel_walk_kernel":
+        if job.name == "vector_decay_chunk_kernel":
             assert job.compile().shared <= 115_700

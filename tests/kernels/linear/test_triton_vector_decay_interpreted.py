@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.kernels.linear.test_triton_scalar_decay_interpreted import reference
 from tests.support.interpreted import PARTS, parts, run
@@ -70,7 +70,7 @@ SPLIT = {
 }
 
 
-def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Terms:
+def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
     B, T, H, HV, K, V, lengths = SIZES[size]
     N = B if lengths is None else len(lengths)
     q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
@@ -79,7 +79,7 @@ def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Te
     if form != "g" and form != "gv":
         gates = {"u, no g": {}, "u, g a token": {"g": wide[..., 0]}}.get(form, gates)
         gates["u"] = torch.randn(HV, K)
-    return Terms(
+    return LinearInputs(
         q,
         k,
         torch.randn(B, T, HV, V).to(dtype),
@@ -89,7 +89,7 @@ def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Te
     )
 
 
-def compare(terms: Terms, do: Tensor | None, dfinal: Tensor | None, scale: float, case: str):
+def compare(terms: LinearInputs, do: Tensor | None, dfinal: Tensor | None, scale: float, case: str):
     from slipstream.kernels.linear.triton.vector_decay.backend import backward, forward
 
     o, final = forward(terms, scale)
@@ -140,17 +140,17 @@ def check_split(part: str) -> None:
     from slipstream.kernels.linear.triton.scalar_decay import tiles
     from slipstream.kernels.linear.triton.vector_decay import backend, launch
 
-    kept = tiles.SPAN
-    tiles.SPAN = launch.SPAN = 2
+    kept = tiles.ANCHOR_INTERVAL
+    tiles.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 2
     for form, size, gate in SPLIT[part]:
         terms = make(form, size, gate, torch.float32, True)
-        prepared = backend.laid_out(terms)
-        assert backend.work_of(prepared, None).split is not None
+        prepared = backend.to_kernel_layout(terms)
+        assert backend.make_problem(prepared, None).split is not None
         check(form, size, gate, torch.float32, True)
         print(form, size, gate, "ok", flush=True)
     if part == "sample":
         check_wide("split, packed", "mixed")
-    tiles.SPAN = launch.SPAN = kept
+    tiles.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = kept
 
 
 def check_operators() -> None:

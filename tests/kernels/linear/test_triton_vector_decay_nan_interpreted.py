@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.kernels.linear.test_triton_scalar_decay_interpreted import reference
 from tests.kernels.linear.test_triton_vector_decay_interpreted import FORMS, GATES
@@ -49,7 +49,7 @@ def check(form: str, gate: str, token: int, channels: Any, value: float) -> None
     gates = {"gv": g} if form == "gv" else {"g": g}
     if form == "u":
         gates["u"] = torch.randn(1, K)
-    terms = Terms(q, k, v, initial_state=torch.randn(1, 1, K, K), **gates)
+    terms = LinearInputs(q, k, v, initial_state=torch.randn(1, 1, K, K), **gates)
     do, dfinal = torch.randn(v.shape), torch.randn(terms.state_shape)
     with Poisoned():
         o, final = forward(terms, 0.25)

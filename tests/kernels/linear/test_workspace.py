@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from slipstream.kernels.linear import gated_delta_product, gsa, op, workspace
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 K, V, H, T, SCALE, CHUNK = 8, 12, 2, 150, 0.3, 32
 
@@ -34,20 +34,20 @@ KINDS: dict[str, Any] = {
 def test_spans_equal_whole(kind: str, spans: int, with_state: bool) -> None:
     q, k = torch.randn(1, T, H, K), normalize(torch.randn(1, T, H, K), dim=-1)
     state = torch.randn(1, H, K, V) if with_state else None
-    terms = Terms(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
+    terms = LinearInputs(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
     o, final = op._forward(*terms, SCALE, CHUNK, "eager", False)
-    cut, end, marks = op.spans_forward(*terms, SCALE, CHUNK, "eager", False, spans)
+    cut, end, marks = op.forward_impl(*terms, SCALE, CHUNK, "eager", False, spans)
     assert marks.shape == (spans - 1, *final.shape)
     assert torch.equal(o, cut)
     assert torch.equal(final, end)
 
-    def run(terms: Terms, do: Any, dfinal: Any, scale: float, out: dict) -> dict:
+    def run(terms: LinearInputs, do: Any, dfinal: Any, scale: float, out: dict) -> dict:
         return chunk_backward(terms, do, dfinal, scale, CHUNK)
 
     do = torch.randn_like(o)
     for dfinal in (None, torch.randn_like(final)):
         want = chunk_backward(terms, do, dfinal, SCALE, CHUNK)
-        parts = workspace.of_backward(terms, marks)
+        parts = workspace.bwd_slices(terms, marks)
         got = workspace.backward(run, terms, do, dfinal, SCALE, parts, marks)
         assert set(want) == set(got)
         for name, x in want.items():
@@ -60,21 +60,21 @@ def test_spans_equal_whole(kind: str, spans: int, with_state: bool) -> None:
 def test_packed_spans_are_near_whole(kind: str, lengths: tuple[int, ...], with_state: bool) -> None:
     q, k = torch.randn(1, T, H, K), normalize(torch.randn(1, T, H, K), dim=-1)
     state = torch.randn(len(lengths), H, K, V) if with_state else None
-    terms = Terms(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
+    terms = LinearInputs(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
     terms = terms._replace(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int())
     o, final = op._forward(*terms, SCALE, CHUNK, "eager", False)
-    cut, end, marks = op.spans_forward(*terms, SCALE, CHUNK, "eager", False, 3)
+    cut, end, marks = op.forward_impl(*terms, SCALE, CHUNK, "eager", False, 3)
     assert marks.shape == (2, 1, H, K, V)
     torch.testing.assert_close(cut, o)
     torch.testing.assert_close(end, final)
 
-    def run(terms: Terms, do: Any, dfinal: Any, scale: float, out: dict) -> dict:
+    def run(terms: LinearInputs, do: Any, dfinal: Any, scale: float, out: dict) -> dict:
         return chunk_backward(terms, do, dfinal, scale, CHUNK)
 
     do = torch.randn_like(o)
     for dfinal in (None, torch.randn_like(final)):
         want = chunk_backward(terms, do, dfinal, SCALE, CHUNK)
-        parts = workspace.of_backward(terms, marks)
+        parts = workspace.bwd_slices(terms, marks)
         got = workspace.backward(run, terms, do, dfinal, SCALE, parts, marks, plain=True)
         assert set(want) == set(got)
         for name, x in want.items():
@@ -82,11 +82,11 @@ def test_packed_spans_are_near_whole(kind: str, lengths: tuple[int, ...], with_s
 
 
 def test_slices_hold_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "BUSY", 1)
+    monkeypatch.setattr(workspace, "MIN_ACTIVE_PROGRAMS", 1)
     for B, T, count in ((1, 200, 3), (1, 64, 4), (5, 7, 2), (1, 40960, 2)):
         q, v = torch.empty(B, T, 1, 8), torch.empty(B, T, 1, 8)
         seen = torch.zeros(B, T, dtype=torch.int)
-        found = workspace._cut(Terms(q, q, v), count)
+        found = workspace._make_slices(LinearInputs(q, q, v), count)
         assert len(found) <= count
         for rows, tokens in found:
             seen[rows, tokens] += 1
@@ -102,10 +102,15 @@ def test_slices_leave_less_than_a_quarter(transition: str, decay: str) -> None:
     g = {"none": None, "scalar": one, "channel": x.float()}[decay]
     beta = one if transition == "delta" else None
     a = x if transition == "dplr" else None
-    terms = Terms(x, x, x, g=g, beta=beta, a=a, b=a)
+    terms = LinearInputs(x, x, x, g=g, beta=beta, a=a, b=a)
     given = sum(y.nbytes for y in terms if y is not None) + x.nbytes
     for grads in (False, True):
-        room = x.numel() // width * workspace._room(terms, grads) / workspace._count(terms, grads)
+        room = (
+            x.numel()
+            // width
+            * workspace._workspace_bytes(terms, grads)
+            / workspace._num_slices(terms, grads)
+        )
         assert room <= 0.25 * given * (2 if grads else 1)
 
 
@@ -122,8 +127,8 @@ def test_slots_in_spans_equal_whole(with_states: bool, monkeypatch: pytest.Monke
     for little in (1 << 40, 0):
         monkeypatch.setattr(gsa, "LITTLE", little)
         with torch.no_grad():
-            alone = gsa.attend(gsa.Slots(*given), SCALE, CHUNK, "eager", "eager")
-        outs = gsa.attend(gsa.Slots(*given), SCALE, CHUNK, "eager", "eager")
+            alone = gsa.attend(gsa.GSAInputs(*given), SCALE, CHUNK, "eager", "eager")
+        outs = gsa.attend(gsa.GSAInputs(*given), SCALE, CHUNK, "eager", "eager")
         loss = torch.stack([(x**2).sum() for x in outs]).sum()
         found.append([*alone, *outs, *torch.autograd.grad(loss, given)])
     for whole, cut in zip(*found):
@@ -136,7 +141,7 @@ def test_steps_in_spans_equal_whole(
     gated: bool, with_state: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 2
-    monkeypatch.setattr(gated_delta_product, "spans_of", lambda *_: 3)
+    monkeypatch.setattr(gated_delta_product, "num_slices", lambda *_: 3)
     given: dict[str, Any] = {
         "q": torch.randn(1, T, H, K),
         "k": normalize(torch.randn(1, T * n, H, K), dim=-1),
@@ -161,10 +166,10 @@ def test_steps_in_spans_equal_whole(
 
 
 def test_span_ops_pass_opcheck() -> None:
-    terms = Terms(*(torch.randn(1, T, H, K) for _ in range(3)), beta=torch.rand(1, T, H))
+    terms = LinearInputs(*(torch.randn(1, T, H, K) for _ in range(3)), beta=torch.rand(1, T, H))
     spans_op: Any = op._spans_op
     torch.library.opcheck(spans_op, (*terms, SCALE, CHUNK, "eager", False, 2))
-    given = gsa.Slots._make([*torch.randn(4, 1, T, H, 16), gates(16), None, None, None])
+    given = gsa.GSAInputs._make([*torch.randn(4, 1, T, H, 16), gates(16), None, None, None])
     options = (SCALE, CHUNK, "eager", "eager")
     for keep in (True, False):
         torch.library.opcheck(gsa._forward_op, (*given, *options, 2, keep))
@@ -182,18 +187,18 @@ def test_gradients_of_a_state_in_16_bits_are_rounded_once() -> None:
     """Between spans they are in float32."""
     x = torch.randn(1, 256, 1, 8)
     state = torch.randn(1, 1, 8, 8).bfloat16()
-    terms = Terms(x, x, x, beta=torch.rand(1, 256, 1), initial_state=state)
+    terms = LinearInputs(x, x, x, beta=torch.rand(1, 256, 1), initial_state=state)
     seen: list[torch.dtype] = []
 
     def run(
-        terms: Terms, do: torch.Tensor, dfinal: torch.Tensor, scale: float, out: dict
+        terms: LinearInputs, do: torch.Tensor, dfinal: torch.Tensor, scale: float, out: dict
     ) -> dict[str, torch.Tensor]:
         seen.append(out["initial_state"].dtype)
         made = {name: torch.zeros_like(y) for name, y in out.items()}
         return made | {"initial_state": dfinal * (1 + 2**-12)}
 
     dfinal, marks = torch.ones(1, 1, 8, 8), torch.zeros(3, 1, 1, 8, 8)
-    parts = [workspace.Slice(slice(None), slice(t, t + 64)) for t in range(0, 256, 64)]
+    parts = [workspace.BatchTimeSlice(slice(None), slice(t, t + 64)) for t in range(0, 256, 64)]
     grads = workspace.backward(run, terms, x, dfinal, 1.0, parts, marks, plain=True)
     assert seen == [torch.float32] * 4
     want = (dfinal * (1 + 2**-12) ** 4).bfloat16()

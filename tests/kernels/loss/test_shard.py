@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 from slipstream.compiler import compiler_state
 from slipstream.kernels.loss import shard
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
@@ -43,8 +43,8 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
     fate: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
-    here = compiler_state.Machine("sm_90", "3.6.0", "1.2.3")
-    monkeypatch.setattr(guarded_launch, "machine", lambda device: here)
+    here = compiler_state.CompilerState("sm_90", "3.6.0", "1.2.3")
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: here)
 
     def planted(plain: Callable) -> Callable:
         def launch(*args: Any) -> Any:
@@ -55,10 +55,10 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
 
         return launch
 
-    monkeypatch.setattr(shard, "_columns", planted(shard.plain_columns))
-    monkeypatch.setattr(shard, "_dlogits", planted(shard.plain_dlogits))
+    monkeypatch.setattr(shard, "_columns", planted(shard.eager_columns))
+    monkeypatch.setattr(shard, "_dlogits", planted(shard.eager_dlogits))
     logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
-    terms, part = Terms(-100, 0.1, 0.0, 0.0, 1.0), shard.Shard(10, 10, 20, None)
+    terms, part = LossInputs(-100, 0.1, 0.0, 0.0, 1.0), shard.Shard(10, 10, 20, None)
     results = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

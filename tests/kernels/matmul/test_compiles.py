@@ -13,7 +13,7 @@ from slipstream.kernels.matmul.config import (
     Problem,
     check,
     choose,
-    nearest,
+    closest_legal,
     shared_bytes,
 )
 from slipstream.runtime.backends import HAVE_TRITON
@@ -97,7 +97,7 @@ def test_plain_arithmetic_wants_factors_in_float32(arch: str) -> None:
     here, wide = arches.named(arch), MatmulConfig(256, 16, 128, 16, 1)
     with pytest.raises(ValueError, match="needs 131072 bytes of shared memory"):
         check(wide, FP16, here)
-    near = nearest(wide, FP16, here)
+    near = closest_legal(wide, FP16, here)
     assert near is not None
     got = pointers(FP16, near, arch, {})
     assert here.shared // 2 < got.shared <= shared_bytes(near, FP16, here)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm.dispatch import run as norm
-from slipstream.kernels.norm.inputs import AGAIN, Norm
+from slipstream.kernels.norm.inputs import RECOMPUTED, NormOptions
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -36,7 +36,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype) -> di
     }
 
 
-def outputs(given: dict[str, Tensor | None], n: Norm, impl: str) -> tuple[list[Tensor], ...]:
+def outputs(given: dict[str, Tensor | None], n: NormOptions, impl: str) -> tuple[list[Tensor], ...]:
     leaves = {k: None if x is None else x.detach().requires_grad_() for k, x in given.items()}
     y, h = norm(**leaves, n=n, impl=impl)  # type: ignore[arg-type]
     kept = [y, h] if n.keep_h else [y]
@@ -47,7 +47,7 @@ def outputs(given: dict[str, Tensor | None], n: Norm, impl: str) -> tuple[list[T
 
 
 def check(
-    n: Norm, names: tuple[str, ...], dtype: torch.dtype, other: torch.dtype, D: int = 24
+    n: NormOptions, names: tuple[str, ...], dtype: torch.dtype, other: torch.dtype, D: int = 24
 ) -> None:
     given: dict[str, Tensor | None] = {
         name: x if name in names or name == "x" else None
@@ -84,18 +84,18 @@ def main() -> None:
         if rows:
             small_tiles(rows)
         for centre, groups in itertools.product((False, True), (0, 1, 6)):
-            check(Norm(1e-5, centre=centre, groups=groups), affine, single, single)
+            check(NormOptions(1e-5, centre=centre, groups=groups), affine, single, single)
             for first, f in ((True, "silu"), (False, "sigmoid")):
-                n = Norm(1e-5, centre, groups=groups, activation=f, gate_first=first)
+                n = NormOptions(1e-5, centre, groups=groups, activation=f, gate_first=first)
                 check(n, ("gate", *affine), single, half)
-            n = Norm(1e-5, centre, groups=groups, zero_centered=True, keep_h=True)
+            n = NormOptions(1e-5, centre, groups=groups, zero_centered=True, keep_h=True)
             check(n, ("residual", *affine), single, half)
             check(n._replace(wide_h=True), ("residual", "weight"), half, half)
             check(n._replace(wide_h=True), ("bias",), half, single)
             check(n._replace(keep_h=False), ("residual",), half, single)
-        check(Norm(1e-6, l2=True), (), single, single)
+        check(NormOptions(1e-6, l2=True), (), single, single)
         # wider rows keep what backward wants
-        check(Norm(1e-6, l2=True), (), single, single, AGAIN + 8)
+        check(NormOptions(1e-6, l2=True), (), single, single, RECOMPUTED + 8)
         check_lean()
     check_strides()
     check_operators()
@@ -103,7 +103,7 @@ def main() -> None:
 
 def check_lean() -> None:
     """Rows of 16 bits that may stay as they were loaded, and a row of zeros."""
-    half, n = torch.float16, Norm(1e-5)
+    half, n = torch.float16, NormOptions(1e-5)
     check(n, ("weight", "bias"), half, torch.float32)
     check(n._replace(groups=3, zero_centered=True), ("weight",), half, half)
     check(n._replace(activation="sigmoid"), ("gate", "weight"), half, half)
@@ -117,7 +117,7 @@ def check_strides() -> None:
     grads = []
     for impl in ("triton", "eager"):
         leaf = x.detach().requires_grad_()
-        y, _ = norm(leaf, None, None, None, None, Norm(1e-5), impl)
+        y, _ = norm(leaf, None, None, None, None, NormOptions(1e-5), impl)
         grads += [y, *torch.autograd.grad(y, leaf, dy)]
     assert error(grads[0], grads[2]) < 1e-5
     assert error(grads[1], grads[3]) < 1e-5
@@ -128,7 +128,7 @@ def check_operators() -> None:
     from slipstream.kernels.norm import op
 
     x, w = torch.randn(5, 8), torch.randn(8)
-    n = Norm(1e-5, centre=True, keep_h=True)
+    n = NormOptions(1e-5, centre=True, keep_h=True)
     torch.library.opcheck(op._forward_op, (x, w, None, x, x, *n, True, "triton"))
     torch.library.opcheck(op._forward_op, (x, None, None, None, None, *n, False, "triton"))
     y, h, stats = op._forward_op(x, w, w, x, x, *n, True, "triton")

@@ -20,26 +20,26 @@ from slipstream.kernels.attention.sm90.common import (
     RIGHT,
     ROWS_OWN,
     SOFTCAP,
-    anew,
     barriers,
-    clean,
-    corner,
     fetch,
-    free,
     inverse,
-    note,
-    noted,
-    place,
-    places_anew,
-    put,
+    load_scalar,
+    locate_tile,
+    opaque,
+    opaque_range,
     queries_seen,
-    ready,
-    stage,
+    stage_through_smem,
+    store_scalars,
+    store_staged,
+    tile_coords,
+    wait_empty,
+    wait_full,
     where_below,
     where_within,
+    zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _AT, _DO_AT, _SIZES
-from slipstream.kernels.attention.sm90.tile_scheduler import program
+from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
     gluon,
@@ -47,7 +47,7 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.smem_scalars import notes
+from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 # numbers of a unit that each warpgroup writes down
 NOTED = gl.constexpr(5)
@@ -58,7 +58,7 @@ def numbers(ptr, there, turn, other, BM: gl.constexpr, layout: gl.constexpr, MAS
     """BM numbers, of which `there` are there, along the columns of a product."""
     o_m = gl.arange(0, BM, gl.SliceLayout(0, layout))
     if MASKED:
-        m_m = places_anew(o_m, turn, COLUMNS_OWN) < there
+        m_m = opaque_range(o_m, turn, COLUMNS_OWN) < there
         x = gl.load(ptr + o_m, mask=m_m, other=other)
     else:
         x = gl.load(ptr + o_m)
@@ -86,8 +86,8 @@ def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
     sight: the query at the place of the first key, and the window.
     """
     at, window = sight
-    o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
-    low, high = anew((at - window[1], at + window[0] + 1), turn)
+    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
+    low, high = opaque((at - window[1], at + window[0] + 1), turn)
     return first_and_width(low + o_n, high + o_n, window, FLAGS)
 
 
@@ -172,26 +172,26 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for unit in range(program(turn), units, gl.num_programs(0)):
-        i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
+    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
+        i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = locate_tile(
             unit, offsets, sizes, 64, True, FLAGS
         )
         low, count, _, _ = queries_seen(row, queries, keys, window, BM, 64, FLAGS)
-        row_k, col_k = corner(at_k, i_kb, i_kv, begin_k + row)
-        row_v, col_v = corner(at_v, i_kb, i_kv, begin_k + row)
+        row_k, col_k = tile_coords(at_k, i_kb, i_kv, begin_k + row)
+        row_v, col_v = tile_coords(at_v, i_kb, i_kv, begin_k + row)
         mbarrier.wait(empty_k.index(0), (mine & 1) ^ 1)
         fetch(desc_k, row_k, col_k, full_k.index(0), bufs_k.index(0))
         mbarrier.wait(empty_k.index(1), (mine & 1) ^ 1)
         fetch(desc_v, row_v, col_v, full_k.index(1), bufs_k.index(1))
         for i_g in range(group):
             i_h = i_kv * group + i_g
-            row_q, col_q = corner(at_q, i_b, i_h, begin + low)
-            row_do, col_do = corner(at_do, i_b, i_h, begin + low)
+            row_q, col_q = tile_coords(at_q, i_b, i_h, begin + low)
+            row_do, col_do = tile_coords(at_do, i_b, i_h, begin + low)
             for i in range(count):
                 slot = turn % ST
-                free(empty_q, turn, ST)
+                wait_empty(empty_q, turn, ST)
                 fetch(desc_q, row_q + i * BM, col_q, full_q.index(slot), bufs_q.index(slot))
-                free(empty_do, turn, ST)
+                wait_empty(empty_do, turn, ST)
                 fetch(desc_do, row_do + i * BM, col_do, full_do.index(slot), bufs_do.index(slot))
                 turn += 1
         mine += 1
@@ -208,20 +208,20 @@ def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, qu
     base = numbers(base_ptr + query, there, turn, float("inf"), BM, layout, MASKED)
     slot = turn % ST
     q, do = bufs_q.index(slot), bufs_do.index(slot)
-    ready(full[1], turn, ST)
+    wait_full(full[1], turn, ST)
     if MASKED:
-        clean((q,), there, turn, BM, D)
+        zero_tail_rows((q,), there, turn, BM, D)
     k = bufs_k.index(turn >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty[1].index(slot))
     if MASKED:
         sight = seen_by(sight, turn, layout, FLAGS)
-    o_m = places_anew(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
+    o_m = opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
     p, _ = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
-    ready(full[2], turn, ST)
+    wait_full(full[2], turn, ST)
     if MASKED:
-        clean((do,), there, turn, BM, D)
+        zero_tail_rows((do,), there, turn, BM, D)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -240,21 +240,21 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
     base = numbers(base_ptr + query, there, turn, float("inf"), BM, layout, MASKED)
     slot = turn % ST
     q, do = bufs_q.index(slot), bufs_do.index(slot)
-    ready(full[1], turn, ST)
+    wait_full(full[1], turn, ST)
     if MASKED:
-        ready(full[2], turn, ST)
-        clean((q,), there, turn, BM, D)
-        clean((do,), there, turn, BM, D)
+        wait_full(full[2], turn, ST)
+        zero_tail_rows((q,), there, turn, BM, D)
+        zero_tail_rows((do,), there, turn, BM, D)
     # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
     k, v = bufs_k.index(turn >> 30), bufs_k.index(1 + (turn >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
-        ready(full[2], turn, ST)
+        wait_full(full[2], turn, ST)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
         sight = seen_by(sight, turn, layout, FLAGS)
-    o_m = places_anew(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
+    o_m = opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
     _, w = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
     delta = numbers(delta_ptr + query, there, turn, 0.0, BM, layout, MASKED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -268,9 +268,10 @@ def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, quer
 
 
 @gluon.jit
-def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr, delta_ptr, factor,
-          cap, scale, buffers, full, empty, offsets, sizes, window, pad, BM: gl.constexpr,
-          D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr, delta_ptr,
+                factor, cap, scale, buffers, full, empty, offsets, sizes, window, pad,
+                BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+                FLAGS: gl.constexpr):  # fmt: skip
     bufs_k = buffers[0]
     group, units = sizes[4], sizes[8]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -278,21 +279,21 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    for unit in range(program(turn), units, gl.num_programs(0)):
-        i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row, _ = place(
+    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
+        i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row, _ = locate_tile(
             unit, offsets, sizes, 64, True, FLAGS
         )
-        sides = anew(window, turn)
+        sides = opaque(window, turn)
         query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 64, FLAGS)
         sight = (row - (keys - queries), sides)
         spot = (row, i_kv, i_kb, begin_k, room)
-        note(pad, spot, KEYS * NOTED, D)
+        store_scalars(pad, spot, KEYS * NOTED, D)
         acc = gl.zeros([64, D], gl.float32, k_layout)
         mbarrier.wait(full[0].index(0), mine & 1)
         if KEYS:
             mbarrier.wait(full[0].index(1), mine & 1)
         for i_g in range(group):
-            T, H = anew((sizes[0], sizes[2]), turn)
+            T, H = opaque((sizes[0], sizes[2]), turn)
             i_r = i_b.to(gl.int64) * H + i_kv * group + i_g
             i_r = i_r * (gl.cdiv(T, 4) * 4) + begin
             if FLAGS & RIGHT:
@@ -317,21 +318,23 @@ def _walk(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, base_ptr
         if FLAGS & LENGTHS:  # keys that are not in use
             used = row + gl.arange(0, 64, gl.SliceLayout(1, k_layout)) < keys
             acc = gl.where(used[:, None], acc, 0.0)
-        out = stage(out_buffers.index(KEYS + (turn >> 30)), (acc * scale).to(bufs_k.dtype), D)
+        out = stage_through_smem(
+            out_buffers.index(KEYS + (turn >> 30)), (acc * scale).to(bufs_k.dtype), D
+        )
         if KEYS:
             mbarrier.arrive(empty[0].index(1))
-        row, i_kv, i_kb, begin_k, room = noted(pad, spot, KEYS * NOTED, D)
-        S, H, each = anew((sizes[1], sizes[2], group), turn)
+        row, i_kv, i_kb, begin_k, room = load_scalar(pad, spot, KEYS * NOTED, D)
+        S, H, each = opaque((sizes[1], sizes[2], group), turn)
         HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-        put(out_ptr + at, out, HKV * D, room - row, turn, D)
+        store_staged(out_ptr + at, out, HKV * D, room - row, turn, D)
 
 
 @gluon.jit
 def _first(dv_ptr, base_ptr, delta_ptr, factor, cap, buffers, bufs_dv, full, empty, offsets,
            sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    _walk(_values, 0, dv_ptr, bufs_dv, base_ptr, delta_ptr, factor, cap, 1.0, buffers, full,
+    _query_loop(_values, 0, dv_ptr, bufs_dv, base_ptr, delta_ptr, factor, cap, 1.0, buffers, full,
           empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
@@ -339,7 +342,7 @@ def _first(dv_ptr, base_ptr, delta_ptr, factor, cap, buffers, bufs_dv, full, emp
 def _second(dk_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
             window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
-    _walk(_keys, 1, dk_ptr, buffers[0], base_ptr, delta_ptr, factor, cap, scale,
+    _query_loop(_keys, 1, dk_ptr, buffers[0], base_ptr, delta_ptr, factor, cap, scale,
           buffers, full, empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
@@ -403,7 +406,7 @@ def softmax_dkv_sm90_kernel(
     empty_q = barriers(ST, 2)
     full_do = barriers(ST, 1)
     empty_do = barriers(ST, 2)
-    pad = notes(2 * NOTED)
+    pad = alloc_scalars(2 * NOTED)
     gl.warp_specialize([
         (_first, (dv_ptr, base_ptr, delta_ptr, factor, cap, (bufs_k, bufs_q, bufs_do),
                   bufs_dv, (full_k, full_q, full_do), (empty_k, empty_q, empty_do),

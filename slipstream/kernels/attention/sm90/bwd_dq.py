@@ -14,26 +14,26 @@ from slipstream.kernels.attention.sm90.common import (
     RIGHT,
     ROWS_OWN,
     SOFTCAP,
-    anew,
     barriers,
-    clean,
-    corner,
     fetch,
-    free,
     inverse,
     keys_seen,
-    note,
-    noted,
-    place,
-    places_anew,
-    put,
-    ready,
-    stage,
+    load_scalar,
+    locate_tile,
+    opaque,
+    opaque_range,
+    stage_through_smem,
+    store_scalars,
+    store_staged,
+    tile_coords,
+    wait_empty,
+    wait_full,
     where_below,
     where_within,
+    zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _AT, _DO_AT, _SIZES
-from slipstream.kernels.attention.sm90.tile_scheduler import program
+from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
     gluon,
@@ -41,7 +41,7 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.smem_scalars import notes
+from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 # numbers of a unit that each warpgroup writes down
 NOTED = gl.constexpr(5)
@@ -58,23 +58,23 @@ def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.const
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    for unit in range(program(turn), units, gl.num_programs(0)):
-        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
+    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
+        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = locate_tile(
             unit, offsets, sizes, 128, False, FLAGS
         )
         low, count, _, _ = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
-        row_q, col_q = corner(at_q, i_b, i_h, begin + row)
-        row_do, col_do = corner(at_do, i_b, i_h, begin + row)
-        row_k, col_k = corner(at_k, i_kb, i_h // group, begin_k + low)
-        row_v, col_v = corner(at_v, i_kb, i_h // group, begin_k + low)
+        row_q, col_q = tile_coords(at_q, i_b, i_h, begin + row)
+        row_do, col_do = tile_coords(at_do, i_b, i_h, begin + row)
+        row_k, col_k = tile_coords(at_k, i_kb, i_h // group, begin_k + low)
+        row_v, col_v = tile_coords(at_v, i_kb, i_h // group, begin_k + low)
         for c in gl.static_range(2):
             mbarrier.wait(empty_q.index(c), (mine & 1) ^ 1)
             fetch(desc_q, row_q + c * 64, col_q, full_q.index(2 * c), bufs_q.index(c))
             fetch(desc_do, row_do + c * 64, col_do, full_q.index(2 * c + 1), bufs_do.index(c))
         for i in range(count):
-            free(empty_k, turn, KS)
+            wait_empty(empty_k, turn, KS)
             fetch(desc_k, row_k + i * BN, col_k, full_k.index(turn % KS), bufs_k.index(turn % KS))
-            free(empty_v, turn, VS)
+            wait_empty(empty_v, turn, VS)
             fetch(desc_v, row_v + i * BN, col_v, full_v.index(turn % VS), bufs_v.index(turn % VS))
             turn += 1
         mine += 1
@@ -116,10 +116,10 @@ def _step(q, do, zero, dx, dq, buffers, full, empty, base, delta, turn, low, hig
     """q k^T and do v^T of this turn beside the product with k of the one before."""
     before = turn - 1
     bufs_k, bufs_v = buffers
-    ready(full[1], turn, KS)
+    wait_full(full[1], turn, KS)
     k = bufs_k.index(turn % KS).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    ready(full[2], turn, VS)
+    wait_full(full[2], turn, VS)
     v = bufs_v.index(turn % VS).permute((1, 0))
     dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
     dq = warpgroup_mma(dx, bufs_k.index(before % KS), dq, is_async=True)
@@ -145,9 +145,9 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     # which has one buffer, too
     q, do = bufs_q.index(c + (turn >> 30)), bufs_do.index(c + (turn >> 30))
     k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS + (turn >> 30))
-    ready(full[1], turn, KS)
+    wait_full(full[1], turn, KS)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    ready(full[2], turn, VS)
+    wait_full(full[2], turn, VS)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     s, t = _scores(s, low, high, key, factor, cap, MASKED, FLAGS)
@@ -157,7 +157,7 @@ def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key,
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        clean((k,), keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
+        zero_tail_rows((k,), keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -197,10 +197,10 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
     """dq of a unit, each tile's last product beside the next one's first two."""
     bufs_k, bufs_v = buffers
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ready(full[1], turn, KS)
+    wait_full(full[1], turn, KS)
     k = bufs_k.index(turn % KS).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    ready(full[2], turn, VS)
+    wait_full(full[2], turn, VS)
     v = bufs_v.index(turn % VS).permute((1, 0))
     dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
@@ -229,7 +229,7 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
         )  # fmt: skip
     turn += count - 1
     last = bufs_k.index(turn % KS)
-    clean((last,), keys - key - (count - 1) * BN, turn, BN, D)
+    zero_tail_rows((last,), keys - key - (count - 1) * BN, turn, BN, D)
     dq = warpgroup_mma(dx, last, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty[1].index(turn % KS))
@@ -237,9 +237,9 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
 
 
 @gluon.jit
-def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty,
-          offsets, sizes, window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-          VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full,
+              empty, offsets, sizes, window, pad, BN: gl.constexpr, D: gl.constexpr,
+              KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
     units = sizes[8]
     q, do = bufs_q.index(c), bufs_do.index(c)
@@ -247,8 +247,8 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    for unit in range(program(turn), units, gl.num_programs(0)):
-        i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
+    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
+        i_h, i_b, begin, queries, _, _, keys, _, row, _ = locate_tile(
             unit, offsets, sizes, 128, False, FLAGS
         )
         key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
@@ -256,20 +256,20 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
         left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         if not FLAGS & SOFTCAP:  # with it there are registers to keep them in
-            left, right = anew(window, turn)
-            o_m = places_anew(o_m, turn, ROWS_OWN)
+            left, right = opaque(window, turn)
+            o_m = opaque_range(o_m, turn, ROWS_OWN)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
         if FLAGS & RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
         if FLAGS & LEFT:
             high = gl.maximum(high - low, 0)
-        T, H = anew((sizes[0], sizes[2]), turn)
+        T, H = opaque((sizes[0], sizes[2]), turn)
         i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
         spot = (i_h, i_b, begin, queries, row)
-        note(pad, spot, c * NOTED, D)
+        store_scalars(pad, spot, c * NOTED, D)
         mbarrier.wait(full[0].index(2 * c), mine & 1)
         mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
         if D < 256:
@@ -284,28 +284,28 @@ def _walk(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buff
             )  # fmt: skip
         turn += count
         mine += 1
-        i_h, i_b, begin, queries, row = noted(pad, spot, c * NOTED, D)
-        T, H = anew((sizes[0], sizes[2]), turn)
-        out = stage(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
+        i_h, i_b, begin, queries, row = load_scalar(pad, spot, c * NOTED, D)
+        T, H = opaque((sizes[0], sizes[2]), turn)
+        out = stage_through_smem(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty[0].index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
-        put(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, turn, D)
+        store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, turn, D)
 
 
 @gluon.jit
 def _first(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
            window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    _walk(0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-          window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
+    _key_loop(0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
+              sizes, window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _second(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
             window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
-    _walk(1, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-          window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
+    _key_loop(1, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
+              sizes, window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
@@ -366,7 +366,7 @@ def softmax_dq_sm90_kernel(
     empty_k = barriers(KS, 2)
     full_v = barriers(VS, 1)
     empty_v = barriers(VS, 2)
-    pad = notes(2 * NOTED)
+    pad = alloc_scalars(2 * NOTED)
     gl.warp_specialize([
         (_first, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
                   (bufs_q, bufs_do, bufs_k, bufs_v), (full_q, full_k, full_v),

@@ -10,14 +10,18 @@ cu_q[n] / BM + n of its head.
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
     PACKED_Q,
-    anew,
-    place,
+    locate_tile,
+    opaque,
     queries_seen,
-    ready,
+    wait_full,
 )
-from slipstream.kernels.attention.sm90.tile_scheduler import program
+from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import copy_out, gl, gluon, mbarrier, store_wait
-from slipstream.kernels.primitives.semaphore import reduce_out, turn_done, turn_of
+from slipstream.kernels.primitives.semaphore import (
+    semaphore_acquire,
+    semaphore_release,
+    tma_reduce_add,
+)
 
 
 @gluon.jit
@@ -36,15 +40,15 @@ def _add(parity: gl.constexpr, desc_dq, turns_ptr, buffers, full, empty, offsets
          BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """Writes or adds every second tile of dq once all earlier keys' are there."""
     group, units = sizes[4], sizes[8]
-    unit = program(units)
+    unit = program_id_volatile(units)
     turn = unit >> 31  # 0, but not to a compiler
-    i_kv, i_b, begin, queries, _, _, keys, _, row, i_n = place(
+    i_kv, i_b, begin, queries, _, _, keys, _, row, i_n = locate_tile(
         unit, offsets, sizes, 128, True, FLAGS
     )
-    sides = anew(window, turn)
+    sides = opaque(window, turn)
     low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
     for i_g in range(group):
-        there = anew(sizes, turn)
+        there = opaque(sizes, turn)
         first = tile_of_sequence(i_b, i_kv * group + i_g, i_n, begin, there, BM, FLAGS)
         for i in range(count):
             if turn % 2 == parity:
@@ -53,18 +57,18 @@ def _add(parity: gl.constexpr, desc_dq, turns_ptr, buffers, full, empty, offsets
                 rank = row // 128
                 if FLAGS & LEFT:  # the first keys that these queries see
                     rank -= gl.maximum(query + keys - queries - sides[0], 0) // 128
-                while turn_of(turns_ptr + tile) < rank:
+                while semaphore_acquire(turns_ptr + tile) < rank:
                     pass
-                ready(full, turn, 2)
+                wait_full(full, turn, 2)
                 for c in gl.static_range(2):
                     to = [tile * BM, c * (D // 2)]
                     if rank == 0:
                         copy_out(desc_dq, to, buffers.index(2 * parity + c))
                     else:
-                        reduce_out(desc_dq, to, buffers.index(2 * parity + c))
+                        tma_reduce_add(desc_dq, to, buffers.index(2 * parity + c))
                 store_wait(0)
                 mbarrier.arrive(empty.index(parity))
-                turn_done(turns_ptr + tile, rank + 1)
+                semaphore_release(turns_ptr + tile, rank + 1)
             turn += 1
 
 

@@ -20,27 +20,27 @@ from slipstream.kernels.attention.sm90.bwd_dkv import first_and_width, weights
 from slipstream.kernels.attention.sm90.bwd_dq_accumulate import add_even, add_odd, tile_of_sequence
 from slipstream.kernels.attention.sm90.common import (
     RIGHT,
-    ROOMY,
     ROWS_OWN,
     SOFTCAP,
-    anew,
+    SPARE_REGISTERS,
     barriers,
-    clean,
-    corner,
     fetch,
-    free,
-    late,
-    note,
-    noted,
-    place,
-    places_anew,
-    put,
+    load_scalar,
+    locate_tile,
+    opaque,
+    opaque_if_wide,
+    opaque_range,
     queries_seen,
-    ready,
-    stage,
+    stage_through_smem,
+    store_scalars,
+    store_staged,
+    tile_coords,
+    wait_empty,
+    wait_full,
+    zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _AT, _DO_AT, _SIZES
-from slipstream.kernels.attention.sm90.tile_scheduler import program
+from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -50,7 +50,7 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.smem_scalars import notes
+from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 # numbers of a unit that each warpgroup writes down
 NOTED = gl.constexpr(11)
@@ -72,27 +72,27 @@ def _load(descs, buffers, full, empty_x, offsets, sizes, window, ats, BM: gl.con
     full_k, full_q, full_do = full
     at_q, at_k, at_v, at_do = ats
     units = sizes[8]
-    unit = program(units)
+    unit = program_id_volatile(units)
     turn = unit >> 31  # 0, but not to a compiler
-    group = anew(sizes, turn)[4]
-    i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = place(
+    group = opaque(sizes, turn)[4]
+    i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = locate_tile(
         unit, offsets, sizes, 128, True, FLAGS
     )
-    sides = anew(window, turn)
+    sides = opaque(window, turn)
     low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
-    row_k, col_k = corner(at_k, i_kb, i_kv, begin_k + row)
-    row_v, col_v = corner(at_v, i_kb, i_kv, begin_k + row)
+    row_k, col_k = tile_coords(at_k, i_kb, i_kv, begin_k + row)
+    row_v, col_v = tile_coords(at_v, i_kb, i_kv, begin_k + row)
     fetch(desc_k, row_k, col_k, full_k.index(0), buf_k.index(0))
     fetch(desc_v, row_v, col_v, full_k.index(1), buf_v.index(0))
     for i_g in range(group):
         i_h = i_kv * group + i_g
-        row_q, col_q = corner(anew(at_q, turn), i_b, i_h, begin + low)
-        row_do, col_do = corner(anew(at_do, turn), i_b, i_h, begin + low)
-        i_r = tile_of_sequence(i_b, i_h, i_n, begin, anew(sizes, turn), BM, FLAGS) * BM + low
+        row_q, col_q = tile_coords(opaque(at_q, turn), i_b, i_h, begin + low)
+        row_do, col_do = tile_coords(opaque(at_do, turn), i_b, i_h, begin + low)
+        i_r = tile_of_sequence(i_b, i_h, i_n, begin, opaque(sizes, turn), BM, FLAGS) * BM + low
         for i in range(count):
             slot = turn % ST
             on = (count - 1 - i) * BM
-            free(empty_x, turn, ST)
+            wait_empty(empty_x, turn, ST)
             _fetch_both(desc_q, row_q + on, col_q, bufs_q.index(slot), desc_base, i_r + on,
                         bufs_base.index(slot), full_q.index(slot))  # fmt: skip
             _fetch_both(desc_do, row_do + on, col_do, bufs_do.index(slot), desc_delta, i_r + on,
@@ -111,7 +111,7 @@ def _share(c: gl.constexpr, buf_k, dx, zero, turn):
 @gluon.jit
 def _half(c: gl.constexpr, dq, bufs_dq, full, empty, turn):
     """Half a tile to the warp that adds it."""
-    free(empty[1], turn, 2)
+    wait_empty(empty[1], turn, 2)
     bufs_dq.index(turn % 2 * 2 + c).store(dq)
     fence_async_shared()
     mbarrier.arrive(full[4].index(turn % 2))
@@ -122,12 +122,12 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn):
     """dq of a turn, if it is this warpgroup's."""
     if (turn >= 0) & (turn % 2 == c):
         slot = turn % 2
-        ready(full[3], turn, 2)
+        wait_full(full[3], turn, 2)
         dx = bufs_dx.index(slot).permute((1, 0))
         dq = warpgroup_mma(dx, buf_k.index(0), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         a, b = gl.split(gl.permute(gl.reshape(dq, [dq.shape[0], 2, 32]), (0, 2, 1)))
-        free(empty[1], turn, 2)
+        wait_empty(empty[1], turn, 2)
         bufs_dq.index(2 * slot).store(a)
         bufs_dq.index(2 * slot + 1).store(b)
         fence_async_shared()
@@ -140,9 +140,9 @@ def _sight(at, row, keys, window, turn, layout: gl.constexpr, D: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
     """The queries that see each of 64 keys: `width`, from `low` on. at: the first key, as a row of
     queries."""
-    turn = late(turn, D)
-    left, right = anew(window, turn)
-    o_n = places_anew(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
+    turn = opaque_if_wide(turn, D)
+    left, right = opaque(window, turn)
+    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
     low, width = first_and_width(at + o_n - right, at + o_n + left + 1, (left, right), FLAGS)
     # a key that is not there
     return gl.where(row + o_n < keys, low, 1 << 30), width
@@ -165,15 +165,15 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
         # 0, but not to a compiler that would keep the addresses of k and v in registers it lacks
         same = turn >> 30
         k, v = buf_k.index(same).slice(c * 64, 64), buf_v.index(same).slice(c * 64, 64)
-    ready(full[1], turn, ST)
+    wait_full(full[1], turn, ST)
     if MASKED:
-        ready(full[2], turn, ST)
-        clean((q, do), there, turn, BM, D)
+        wait_full(full[2], turn, ST)
+        zero_tail_rows((q, do), there, turn, BM, D)
     if D != 64:
         # in a unit's first turn it is made of what there is, and dropped
         before = turn - 1
         if before >= 0:
-            ready(full[3], before, 2)
+            wait_full(full[3], before, 2)
         dq = _share(c, buf_k, bufs_dx.index((turn + 1) % 2), zero_q, turn)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D != 64:
@@ -181,7 +181,7 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
         if before >= 0:
             _half(c, dq, bufs_dq, full, empty, before)
     if not MASKED:
-        ready(full[2], turn, ST)
+        wait_full(full[2], turn, ST)
     delta = bufs_delta.index(slot).load(gl.SliceLayout(0, layout))
     dp = gl.expand_dims(0.0 - delta, 0) + zero
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
@@ -194,7 +194,7 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
     dx = (w * dp).to(q.dtype)
     dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
     if D == 64:
-        free(empty[3], turn, 2)
+        wait_empty(empty[3], turn, 2)
     bufs_dx.index(turn % 2).slice(c * 64, 64).store(dx)
     fence_async_shared()
     mbarrier.arrive(full[3].index(turn % 2))
@@ -218,11 +218,11 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)
     turn = unit >> 31  # 0, but not to a compiler
     k, v = buffers[0].index(turn).slice(c * 64, 64), buffers[1].index(turn).slice(c * 64, 64)
-    i_kv, _, _, queries, i_kb, begin_k, keys, room, row, _ = place(
+    i_kv, _, _, queries, i_kb, begin_k, keys, room, row, _ = locate_tile(
         unit, offsets, sizes, 128, True, FLAGS
     )
     query, count, inner, outer = queries_seen(
-        row, queries, keys, anew(window, turn), BM, 128, FLAGS, 0
+        row, queries, keys, opaque(window, turn), BM, 128, FLAGS, 0
     )
     if row + 128 > keys:  # keys that are not there are to add nothing to dq
         outer = inner
@@ -230,18 +230,18 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     FIRST: gl.constexpr = c * NOTED
     known = (query + (count - 1) * BM, count, inner, outer, queries)
     known = known + (row, keys, i_kv, i_kb, begin_k, room)
-    note(pad, known, FIRST, D)
+    store_scalars(pad, known, FIRST, D)
     dk = gl.zeros([64, D], gl.float32, k_layout)
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
         mbarrier.wait(full[0].index(tile), 0)
-    clean((k, v), keys - row, turn, 64, D)
+    zero_tail_rows((k, v), keys - row, turn, 64, D)
     held = (zero, zero)
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         held = (k.load(k_regs), v.load(k_regs))
-    for _ in range(gl.maximum(anew((group,), late(turn, D))[0], 1)):
-        last, count, inner, outer, queries, row, keys = noted(pad, known[:7], FIRST, D)
+    for _ in range(gl.maximum(opaque((group,), opaque_if_wide(turn, D))[0], 1)):
+        last, count, inner, outer, queries, row, keys = load_scalar(pad, known[:7], FIRST, D)
         sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, D, FLAGS)
         for i in range(count - outer):
             dk, dv = _step(
@@ -254,7 +254,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
                 last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
             )  # fmt: skip
         if FLAGS & RIGHT:
-            last, count, inner, _, queries, row, keys = noted(pad, known[:7], FIRST, D)
+            last, count, inner, _, queries, row, keys = load_scalar(pad, known[:7], FIRST, D)
             sight = _sight(
                 row - (keys - queries), row, keys, window, turn + inner, s_layout, D, FLAGS
             )
@@ -263,44 +263,44 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
                     c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, sight,
                     last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                 )  # fmt: skip
-        turn += noted(pad, known[1:2], FIRST + 1, D)[0]
+        turn += load_scalar(pad, known[1:2], FIRST + 1, D)[0]
     if D == 64:
         _whole(c, buffers[0], buffers[4], buffers[5], full, empty, zero_q, turn - 1)
     elif turn > 0:
-        ready(full[3], turn - 1, 2)
+        wait_full(full[3], turn - 1, 2)
         dq = _share(c, buffers[0], buffers[4].index((turn + 1) % 2), zero_q, turn)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _half(c, dq, buffers[5], full, empty, turn - 1)
     # both warpgroups are done with k once both have handed over the last tile
     mbarrier.arrive(empty[2].index(0))
     mbarrier.wait(empty[2].index(0), 0)
-    same = late(turn, D) >> 30
+    same = opaque_if_wide(turn, D) >> 30
     k, v = buffers[0].index(same).slice(c * 64, 64), buffers[1].index(same).slice(c * 64, 64)
-    out_k = stage(k, (dk * scale).to(k.dtype), D)
-    out_v = stage(v, dv.to(k.dtype), D)
-    row, _, i_kv, i_kb, begin_k, room = noted(pad, known[5:], FIRST + 5, D)
-    S, H, each = anew((sizes[1], sizes[2], group), turn)
+    out_k = stage_through_smem(k, (dk * scale).to(k.dtype), D)
+    out_v = stage_through_smem(v, dv.to(k.dtype), D)
+    row, _, i_kv, i_kb, begin_k, room = load_scalar(pad, known[5:], FIRST + 5, D)
+    S, H, each = opaque((sizes[1], sizes[2], group), turn)
     HKV = H // each
     at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-    put(dk_ptr + at, out_k, HKV * D, room - row, turn, D)
-    put(dv_ptr + at, out_v, HKV * D, room - row, turn, D)
+    store_staged(dk_ptr + at, out_k, HKV * D, room - row, turn, D)
+    store_staged(dv_ptr + at, out_v, HKV * D, room - row, turn, D)
 
 
 @gluon.jit
-def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-          window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-          FLAGS: gl.constexpr):  # fmt: skip
+def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
+               sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+               FLAGS: gl.constexpr):  # fmt: skip
     units = sizes[8]
-    if D > ROOMY:
-        _unit(c, program(units), dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
-              sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
+    if D > SPARE_REGISTERS:
+        _unit(c, program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers, full,
+              empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
     else:
         # one unit too, but not to a compiler: ptxas would make addresses of buffers and barriers
         # in uniform registers
         programs = gl.num_programs(0)
         if FLAGS & SOFTCAP:  # as many, but not read at the beginning and kept
             programs = units
-        for unit in range(program(units), units, programs):
+        for unit in range(program_id_volatile(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
                   window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
@@ -309,16 +309,16 @@ def _walk(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, em
 def _first(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
            pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    _walk(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window, pad,
-          BM, D, ST, FLAGS)  # fmt: skip
+    _tile_loop(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
+               pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _second(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
             pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
-    _walk(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window, pad,
-          BM, D, ST, FLAGS)  # fmt: skip
+    _tile_loop(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
+               pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
@@ -389,7 +389,7 @@ def softmax_bwd_sm90_kernel(
     empty_dq = barriers(2, 1)
     done = barriers(1, 2)
     empty_dx = barriers(2, 1) if D == 64 else done
-    pad = notes(2 * NOTED)
+    pad = alloc_scalars(2 * NOTED)
     gl.warp_specialize([
         (_first, (dk_ptr, dv_ptr, factor, cap, scale,
                   (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),

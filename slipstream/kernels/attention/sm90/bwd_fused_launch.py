@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
 from slipstream.kernels.attention.sm90.bwd_preprocess import (
     softmax_dq_of_sums_kernel,
@@ -15,7 +15,7 @@ from slipstream.kernels.attention.sm90.bwd_preprocess import (
 from slipstream.kernels.attention.sm90.tiles import WALKED
 from slipstream.kernels.attention.triton.launch_utils import bound, factor_and_cap
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 # by the width of a head: buffers of queries
 BUFFERS = {64: 3, 128: 2}
@@ -24,8 +24,8 @@ BM, BN = 64, 128
 
 
 def fused(
-    terms: Terms,
-    options: Options,
+    terms: AttentionInputs,
+    options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
     do: Tensor,
@@ -54,7 +54,7 @@ def fused(
     base, delta = (
         torch.empty(B * H * queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
     )
-    kept(softmax_rows_of_tiles_kernel)[(B * H * queries,)](
+    cached(softmax_rows_of_tiles_kernel)[(B * H * queries,)](
         *(o.contiguous(), do, lse, dlse, base, delta, terms.cu_q, *each),
         D=D,
         BM=BM,
@@ -67,7 +67,7 @@ def fused(
     x = (terms.q, BM), (terms.k, BN), (terms.v, BN), (do, BM)
     descs, ats = zip(*(matrix(*each) for each in x))
     section = max(1, min(pairs, WALKED // (T * H // HKV * 4 * D * do.element_size())))
-    kept(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
+    cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         *descs,
         _tiles(base, BM),
         _tiles(delta, BM),
@@ -87,7 +87,7 @@ def fused(
         ST=BUFFERS[D],
         **flags,
     )
-    kept(softmax_dq_of_sums_kernel)[(B * H * queries,)](
+    cached(softmax_dq_of_sums_kernel)[(B * H * queries,)](
         *(sums, turns, dq, terms.cu_q, options.scale, *each),
         D=D,
         BM=BM,

@@ -27,8 +27,8 @@ from slipstream.kernels.primitives.gluon_compat import (
     mbarrier,
     threads_together,
 )
-from slipstream.kernels.primitives.smem_scalars import note as write_down
-from slipstream.kernels.primitives.smem_scalars import noted as look_up
+from slipstream.kernels.primitives.smem_scalars import load_scalar as look_up
+from slipstream.kernels.primitives.smem_scalars import store_scalars as write_down
 
 # what a kernel is compiled for, added up in FLAGS
 LEFT = gl.constexpr(1)
@@ -43,11 +43,11 @@ STEP = gl.constexpr(16)
 ROWS_OWN = gl.constexpr(55)
 COLUMNS_OWN = gl.constexpr(6)
 # channels that leave registers to spare: there it costs more to make anew and to note than to keep
-ROOMY = gl.constexpr(64)
+SPARE_REGISTERS = gl.constexpr(64)
 
 
 @gluon.jit
-def anew(numbers, turn):
+def opaque(numbers, turn):
     """The same numbers, to no compiler's knowledge, since it does not know that turn >> 30 is 0:
     what is made of them is made where it is wanted, and not kept from turn to turn in registers
     that the loops over tiles lack."""
@@ -58,16 +58,16 @@ def anew(numbers, turn):
 
 
 @gluon.jit
-def places_anew(x, turn, OWN: gl.constexpr):
+def opaque_range(x, turn, OWN: gl.constexpr):
     """The same of x, which is gl.arange(0, 2^n), where a thread has several: OWN are the bits that
     are its own. Of one number the others are made, and none is kept."""
     return ((x & OWN) ^ (turn >> 30)) + (x & (x.shape[0] - 1 - OWN))
 
 
 @gluon.jit
-def late(turn, WIDTH: gl.constexpr):
+def opaque_if_wide(turn, WIDTH: gl.constexpr):
     """The turn to make anew by; 0, which a compiler knows, if WIDTH channels leave registers."""
-    return turn if WIDTH > ROOMY else 0
+    return turn if WIDTH > SPARE_REGISTERS else 0
 
 
 @gluon.jit
@@ -80,11 +80,11 @@ def pair_of_unit(unit, tiles, pairs, section):
 
 
 @gluon.jit
-def place(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.constexpr):
+def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.constexpr):
     """Head, batch row and first row of queries and of keys, how many, room for keys, tile's row,
     and the sequence."""
     cu_q_ptr, cu_k_ptr, lengths_ptr = offsets
-    T, S, H, N, group, tiles, steps, section, _ = anew(sizes, unit)
+    T, S, H, N, group, tiles, steps, section, _ = opaque(sizes, unit)
     if KEYS:
         H = H // group
         PACKED: gl.constexpr = FLAGS & PACKED_K
@@ -159,7 +159,7 @@ def queries_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
 
 
 @gluon.jit
-def corner(at, i_b, i_h, row):
+def tile_coords(at, i_b, i_h, row):
     """Coordinates of a tile in the matrix of its tensor."""
     rb, rh, ch = at
     return i_b * rb + i_h * rh + row, i_h * ch
@@ -173,13 +173,13 @@ def fetch(desc, row, col, full, buffer):
 
 
 @gluon.jit
-def ready(barriers, turn, COUNT: gl.constexpr):
+def wait_full(barriers, turn, COUNT: gl.constexpr):
     """Waits until a ring's buffer of this turn is filled."""
     mbarrier.wait(barriers.index(turn % COUNT), (turn // COUNT) & 1)
 
 
 @gluon.jit
-def free(barriers, turn, COUNT: gl.constexpr):
+def wait_empty(barriers, turn, COUNT: gl.constexpr):
     """Waits until a ring's buffer of this turn may be filled."""
     mbarrier.wait(barriers.index(turn % COUNT), ((turn // COUNT) & 1) ^ 1)
 
@@ -193,18 +193,18 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def note(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def store_scalars(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Writes down what would be kept in registers that the loops over tiles lack."""
-    if WIDTH > ROOMY:
+    if WIDTH > SPARE_REGISTERS:
         write_down(pad, numbers, FIRST, 4)
 
 
 @gluon.jit
-def noted(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def load_scalar(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """The same numbers as note() wrote them, or as they are if it did not."""
     made = ()
     for i in gl.static_range(len(numbers)):
-        if WIDTH > ROOMY:
+        if WIDTH > SPARE_REGISTERS:
             made = made + (look_up(pad, FIRST + i, 4),)
         else:
             made = made + (numbers[i],)
@@ -219,14 +219,14 @@ def rows_layout(width):
 
 
 @gluon.jit
-def clean(buffers, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def zero_tail_rows(buffers, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Zeroes rows of tiles from `rows` on: they are another sequence's, and 0 times NaN is NaN.
 
     Every consumer does it for itself, with the same outcome.
     """
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    o_r = places_anew(o_r, late(turn, WIDTH), 1024 // WIDTH - 1)
+    o_r = opaque_range(o_r, opaque_if_wide(turn, WIDTH), 1024 // WIDTH - 1)
     if rows < ROWS:
         for i in gl.static_range(0, ROWS, STEP):
             if rows < i + STEP:
@@ -279,7 +279,7 @@ def where_within(s, x, low, width):
 
 
 @gluon.jit
-def stage(buffer, values, WIDTH: gl.constexpr):
+def stage_through_smem(buffer, values, WIDTH: gl.constexpr):
     """64 rows in an accumulator's layout by way of shared memory into that of wide stores, STEP at
     a time: addresses are those of the first, and steps."""
     buffer.store(values)
@@ -291,12 +291,12 @@ def stage(buffer, values, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def put(ptr, values, stride, rows, turn, WIDTH: gl.constexpr):
+def store_staged(ptr, values, stride, rows, turn, WIDTH: gl.constexpr):
     """Stores what stage() returned, of which there are `rows`, `stride` apart."""
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    o_r = places_anew(o_r, late(turn, WIDTH), 1024 // WIDTH - 1)
+    o_r = opaque_range(o_r, opaque_if_wide(turn, WIDTH), 1024 // WIDTH - 1)
     p = ptr + o_r.to(gl.int64)[:, None] * stride + o_c[None, :]
     for i in gl.static_range(64 // STEP):
         gl.store(p, values[i], mask=(o_r < rows - i * STEP)[:, None] & (o_c >= 0)[None, :])

@@ -11,7 +11,7 @@ theirs with the tile before; once those are done, the next but one is loaded. tr
 the shares of the keys.
 """
 
-from slipstream.kernels.attention.sm90.common import barriers, clean, free, ready
+from slipstream.kernels.attention.sm90.common import barriers, wait_empty, wait_full, zero_tail_rows
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -74,7 +74,7 @@ def _load_queries(desc_q, desc_qr, bufs_q, buf_qr, row, full_q):
 @gluon.jit
 def _load(desc_k, desc_kr, bufs_k, bufs_kr, row, full_k, empty_k, turn):
     """Starts to load a tile of latents once its buffer is free."""
-    free(empty_k, turn, ST)
+    wait_empty(empty_k, turn, ST)
     slot = turn % ST
     at = full_k.index(slot)
     mbarrier.expect(at, desc_k.block_type.nbytes * 2 + desc_kr.block_type.nbytes)
@@ -101,7 +101,7 @@ def _scores(bufs_q, buf_qr, bufs_k, bufs_kr, i, zero):
 def _hand_over(buf_p, buf_row, p, row, told, heard, turn):
     """Exponentials and a number of each row to the other warpgroups, once they are done with those
     before."""
-    free(heard, turn, 1)
+    wait_empty(heard, turn, 1)
     buf_p.index(0).store(p)
     buf_row.index(0).store(row)
     fence_async_shared()
@@ -130,7 +130,7 @@ def _weights(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, full, empt
     row_k = _row_of(table_ptr, i_b, low + BN, sizes, PAGE)
     mbarrier.wait(full_q.index(0), 0)
     for i in range(count):
-        ready(full_k, i, ST)
+        wait_full(full_k, i, ST)
         s = _scores(bufs_q, buf_qr, bufs_k, bufs_kr, i, zero)
         # known a tile ahead: no load of a page stands between a free buffer and its filling
         after = _row_of(table_ptr, i_b, low + (i + 2) * BN, sizes, PAGE)
@@ -166,15 +166,15 @@ def _values(c: gl.constexpr, o_ptr, lengths_ptr, buffers, full, empty, sizes,
     acc = gl.zeros([BM, HALF], gl.float32, layout)
     for i in range(count):
         slot = i % ST
-        ready(told, i, 1)
+        wait_full(told, i, 1)
         v = bufs_k.index(slot * 2 + c)
-        clean((v,), keys - low - i * BN, i, BN, HALF)
+        zero_tail_rows((v,), keys - low - i * BN, i, BN, HALF)
         acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
         acc = warpgroup_mma(buf_p.index(0), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(heard.index(0))
         mbarrier.arrive(empty[0].index(slot))
-    ready(told, count, 1)
+    wait_full(told, count, 1)
     acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
     o_r = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
     o_c = c * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))

@@ -6,12 +6,12 @@ from torch import Tensor
 from slipstream.kernels.attention.sm90.decode_latent import softmax_latent_decode_sm90_kernel
 from slipstream.kernels.attention.sm90.launch import _layout
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 WIDTH, REST, BM, BN = 512, 64, 64, 64
 
 
-def suits(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
+def is_supported(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
     """Whether the kernel takes a call: the widths, pages of whole tiles, strides for TMA."""
     size, row = latent.shape[1], latent.stride(1)
     return (
@@ -49,7 +49,7 @@ def launch(
         for x, size, stride in ((q, [B * T * H, D], D), (latent, shape, row))
         for width in (WIDTH // 2, REST)
     ]
-    kept(softmax_latent_decode_sm90_kernel)[(tiles * shares * B,)](
+    cached(softmax_latent_decode_sm90_kernel)[(tiles * shares * B,)](
         *descs,
         part,
         lses,

@@ -13,25 +13,29 @@ have a ring of ST buffers each. Only tiles at the edges of what is seen are mask
 
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
-    ROOMY,
     ROWS_OWN,
     SOFTCAP,
-    anew,
+    SPARE_REGISTERS,
     barriers,
-    clean,
     keys_seen,
-    late,
-    note,
-    noted,
-    place,
-    places_anew,
-    put,
-    ready,
-    stage,
+    load_scalar,
+    locate_tile,
+    opaque,
+    opaque_if_wide,
+    opaque_range,
+    stage_through_smem,
+    store_scalars,
+    store_staged,
+    wait_full,
+    zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward_load import load_units, panels
 from slipstream.kernels.attention.sm90.online_softmax import operand, scaled, weights, with_sink
-from slipstream.kernels.attention.sm90.tile_scheduler import board_of, hear, program
+from slipstream.kernels.attention.sm90.tile_scheduler import (
+    alloc_scheduler,
+    program_id_volatile,
+    receive_next_tile,
+)
 from slipstream.kernels.attention.triton.scores import LN2, LOG2E
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
@@ -40,7 +44,7 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.smem_scalars import notes
+from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 _SIZES = ["T", "S", "H", "N", "group", "tiles", "steps", "section", "units", "left", "right"]
 _AT = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
@@ -76,32 +80,32 @@ def _step(at_q, bufs_q, zero, ring_k, ring_v, state, turn, sight, key, ST: gl.co
     bufs_v, full_v, empty_v = ring_v
     e, m, l, acc, shrink = state
     before = turn - 1
-    ready(full_k, turn, ST)
+    wait_full(full_k, turn, ST)
     s = _product(bufs_q, at_q, bufs_k, turn, zero, ST, PANELS)
     p = operand(e, acc, bufs_q.dtype)
     acc = scaled(acc, shrink)
-    ready(full_v, before, ST)
+    wait_full(full_v, before, ST)
     acc = warpgroup_mma(p, bufs_v.index(before % ST), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(empty_k.index(turn % ST))
     e, m, shrink = weights(s, m, sight, turn, key, bufs_v.shape[2], MASKED, FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # the assembler lifts the wait for p v over the exponentials, but not over another wait
-    ready(full_v, before, ST)
+    wait_full(full_v, before, ST)
     acc, e = warpgroup_mma_wait(0, deps=(acc, e))
     mbarrier.arrive(empty_v.index(before % ST))
     return e, m, l, acc, shrink
 
 
 @gluon.jit
-def _walk(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexpr,
+def _key_loop(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexpr,
           DV: gl.constexpr, ST: gl.constexpr, PANELS: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
     """All tiles but p v of the last."""
     bufs_k, full_k, empty_k = ring_k
     key, count, inner, outer = span
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    ready(full_k, turn, ST)
+    wait_full(full_k, turn, ST)
     s = _product(bufs_q, at_q, bufs_k, turn, zero, ST, PANELS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty_k.index(turn % ST))
@@ -143,7 +147,7 @@ def _finish(at_q, turn, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexp
     m, l, acc = sums
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
-    o_m = places_anew(gl.arange(0, 64, m.type.layout), turn, ROWS_OWN)
+    o_m = opaque_range(gl.arange(0, 64, m.type.layout), turn, ROWS_OWN)
     if FLAGS & SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -153,9 +157,9 @@ def _finish(at_q, turn, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexp
     acc = (acc * by[:, None]).to(bufs_q.dtype)
     p_o = o_ptr + ((i_b.to(gl.int64) * T + begin + row) * H + i_h) * DV
     if bufs_q.shape[2] == DV:
-        rows = stage(bufs_q.index(at_q), acc, DV)
+        rows = stage_through_smem(bufs_q.index(at_q), acc, DV)
         mbarrier.arrive(empty_q.index(at_q))
-        put(p_o, rows, H * DV, queries - row, turn, DV)
+        store_staged(p_o, rows, H * DV, queries - row, turn, DV)
     else:
         mbarrier.arrive(empty_q.index(at_q))
         o_r = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
@@ -179,48 +183,50 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     turn = units * 0
     mine = units * 0
-    unit = program(turn)
+    unit = program_id_volatile(turn)
     while unit < units:
-        i_h, i_b, begin, queries, _, _, keys, _, row, _ = place(
+        i_h, i_b, begin, queries, _, _, keys, _, row, _ = locate_tile(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
         window = given
         if DV > 64:  # where registers end
-            window = anew(given, turn)
+            window = opaque(given, turn)
         key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
         sharp = cap
-        if FLAGS & SOFTCAP and DV <= ROOMY:  # lest twice the cap be made for all units, and stored
-            (bits,) = anew((cap.to(gl.int32, bitcast=True),), turn)
+        if (
+            FLAGS & SOFTCAP and DV <= SPARE_REGISTERS
+        ):  # lest twice the cap be made for all units, and stored
+            (bits,) = opaque((cap.to(gl.int32, bitcast=True),), turn)
             sharp = bits.to(gl.float32, bitcast=True)
         row += c * 64
         spot = (i_h, i_b, begin, queries, row)
-        note(pad, spot, c * NOTED, DV)
+        store_scalars(pad, spot, c * NOTED, DV)
         rest = (mine, turn + count, keys - key - (count - 1) * BN)
         if FLAGS & LEFT:  # its masks take what registers there are
-            note(pad, rest, c * NOTED + 5, DV)
+            store_scalars(pad, rest, c * NOTED + 5, DV)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
-        p, m, l, acc = _walk(
+        p, m, l, acc = _key_loop(
             at_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), turn,
             (key, count, inner, outer), (row + keys - queries, keys, window, factor, sharp), BN, DV,
             ST, panels(D), FLAGS,
         )  # fmt: skip
         if FLAGS & LEFT:
-            mine, turn, there = noted(pad, rest, c * NOTED + 5, DV)
+            mine, turn, there = load_scalar(pad, rest, c * NOTED + 5, DV)
         else:
             turn += count
             there = keys - key - (count - 1) * BN
         last = bufs_v.index((turn - 1) % ST)
-        ready(full_v, turn - 1, ST)
-        clean((last,), there, turn, BN, DV)
+        wait_full(full_v, turn - 1, ST)
+        zero_tail_rows((last,), there, turn, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
-        spot = noted(pad, spot, c * NOTED, DV)
-        now = late(turn, DV)
-        shape = anew((sizes[0], sizes[2]), now)
+        spot = load_scalar(pad, spot, c * NOTED, DV)
+        now = opaque_if_wide(turn, DV)
+        shape = opaque((sizes[0], sizes[2]), now)
         _finish(at_q + (now >> 30), now, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
-        unit = hear(unit, board, mine, FLAGS)
+        unit = receive_next_tile(unit, board, mine, FLAGS)
         mine += 1
 
 
@@ -298,8 +304,8 @@ def softmax_fwd_sm90_kernel(
     empty_k = barriers(ST, NC)
     full_v = barriers(ST, 1)
     empty_v = barriers(ST, NC)
-    words, told, heard = board_of(NC, FLAGS)
-    pad = notes(NC * NOTED)
+    words, told, heard = alloc_scheduler(NC, FLAGS)
+    pad = alloc_scalars(NC * NOTED)
     gl.warp_specialize([
         (_first, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
                   (bufs_q, bufs_k, bufs_v),

@@ -3,8 +3,14 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """The warp of the attention forward that loads: queries, keys and values of unit after unit."""
 
-from slipstream.kernels.attention.sm90.common import corner, fetch, free, keys_seen, place
-from slipstream.kernels.attention.sm90.tile_scheduler import program, take
+from slipstream.kernels.attention.sm90.common import (
+    fetch,
+    keys_seen,
+    locate_tile,
+    tile_coords,
+    wait_empty,
+)
+from slipstream.kernels.attention.sm90.tile_scheduler import fetch_next_tile, program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier
 
 
@@ -36,16 +42,16 @@ def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, 
     group, units = sizes[4], sizes[8]
     turn = units * 0
     mine = units * 0
-    unit = program(turn)
+    unit = program_id_volatile(turn)
     while unit < units:
-        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = place(
+        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = locate_tile(
             unit, offsets, sizes, 64 * NC, False, FLAGS
         )
         low, count, _, _ = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
-        row_q, col_q = corner(at_q, i_b, i_h, begin + row)
-        row_k, col_k = corner(at_k, i_kb, i_h // group, begin_k + low)
-        row_v, col_v = corner(at_v, i_kb, i_h // group, begin_k + low)
-        free(empty_k, turn, ST)
+        row_q, col_q = tile_coords(at_q, i_b, i_h, begin + row)
+        row_k, col_k = tile_coords(at_k, i_kb, i_h // group, begin_k + low)
+        row_v, col_v = tile_coords(at_v, i_kb, i_h // group, begin_k + low)
+        wait_empty(empty_k, turn, ST)
         _fetch(desc_k, row_k, col_k, full_k.index(turn % ST), bufs_k, turn % ST, PANELS)
         for c in gl.static_range(NC):
             slot_q = mine % ROOM * NC + c
@@ -53,14 +59,14 @@ def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, 
             _fetch(desc_q, row_q + c * 64, col_q, full_q.index(slot_q), bufs_q, slot_q, PANELS)
         for i in range(1, count):
             slot = (turn + i) % ST
-            free(empty_k, turn + i, ST)
+            wait_empty(empty_k, turn + i, ST)
             _fetch(desc_k, row_k + i * BN, col_k, full_k.index(slot), bufs_k, slot, PANELS)
             slot = (turn + i - 1) % ST
-            free(empty_v, turn + i - 1, ST)
+            wait_empty(empty_v, turn + i - 1, ST)
             fetch(desc_v, row_v + (i - 1) * BN, col_v, full_v.index(slot), bufs_v.index(slot))
         turn += count
         slot = (turn - 1) % ST
-        free(empty_v, turn - 1, ST)
+        wait_empty(empty_v, turn - 1, ST)
         fetch(desc_v, row_v + (count - 1) * BN, col_v, full_v.index(slot), bufs_v.index(slot))
-        unit = take(unit, board, mine, FLAGS)
+        unit = fetch_next_tile(unit, board, mine, FLAGS)
         mine += 1

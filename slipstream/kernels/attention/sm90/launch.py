@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.bwd_dkv import softmax_dkv_sm90_kernel
 from slipstream.kernels.attention.sm90.bwd_dq import softmax_dq_sm90_kernel
 from slipstream.kernels.attention.sm90.bwd_fused_launch import BUFFERS, fused
@@ -21,19 +21,19 @@ from slipstream.kernels.attention.triton import launch as portable
 from slipstream.kernels.attention.triton.launch_utils import (
     LOG2E,
     bound,
+    device_of,
     factor_and_cap,
     multiprocessors,
-    on,
 )
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+def forward(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, D] in q's dtype and lse [B, H, T], float32."""
-    if decode_launch.suits(terms):
+    if decode_launch.is_supported(terms):
         return portable.forward(terms, options)
     terms, options, _ = portable.ready(terms, options)
     q, k, v = terms[:3]
@@ -50,8 +50,8 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     uneven = max(options.left, options.right) >= 0 or any(x is not None for x in _offsets(terms))
     dynamic = uneven and sizes[8] > grid[0] and tile.persistent
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
-    with on(q.device):
-        kept(softmax_fwd_sm90_kernel)[grid](
+    with device_of(q.device):
+        cached(softmax_fwd_sm90_kernel)[grid](
             desc_q,
             desc_k,
             desc_v,
@@ -77,8 +77,8 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    terms: Terms,
-    options: Options,
+    terms: AttentionInputs,
+    options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
     do: Tensor | None,
@@ -91,7 +91,7 @@ def backward(
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    with on(q.device):
+    with device_of(q.device):
         if q.shape[-1] in BUFFERS:
             flags = _flags(terms._replace(sinks=None), options)
             rows = fused(terms, options, o, lse, do, dlse, dq, dk, dv, _matrix, flags)
@@ -105,7 +105,7 @@ def backward(
     return grads
 
 
-def _section(terms: Terms, options: Options) -> int:
+def _section(terms: AttentionInputs, options: AttentionOptions) -> int:
     """How many pairs of sequence and head the forward works on at a time: as few as keep all
     programs busy, two where their units differ in work, so that keys and values stay close."""
     k, v = terms.k, terms.v
@@ -130,7 +130,12 @@ def _sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
 
 
 def _dq(
-    terms: Terms, options: Options, do: Tensor, dq: Tensor, base: Tensor, delta: Tensor
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    do: Tensor,
+    dq: Tensor,
+    base: Tensor,
+    delta: Tensor,
 ) -> None:
     D = terms.q.shape[-1]
     tile = TILES[D].dq
@@ -138,7 +143,7 @@ def _dq(
     x = (terms.q, 64), (terms.k, tile.B), (terms.v, tile.B), (do, 64)
     descs, ats = zip(*(_matrix(*each) for each in x))
     grid, sizes = _sizes(terms, options, tile)
-    kept(softmax_dq_sm90_kernel)[grid](
+    cached(softmax_dq_sm90_kernel)[grid](
         *descs,
         dq,
         base,
@@ -157,8 +162,8 @@ def _dq(
 
 
 def _dkv(
-    terms: Terms,
-    options: Options,
+    terms: AttentionInputs,
+    options: AttentionOptions,
     do: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -171,7 +176,7 @@ def _dkv(
     x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
     descs, ats = zip(*(_matrix(*each) for each in x))
     grid, sizes = _sizes(terms, options, tile, of_keys=True)
-    kept(softmax_dkv_sm90_kernel)[grid](
+    cached(softmax_dkv_sm90_kernel)[grid](
         *descs,
         dk,
         dv,
@@ -223,12 +228,16 @@ def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, D], _DTYPES[dtype])
 
 
-def _offsets(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _offsets(terms: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return terms.cu_q, terms.cu_k, terms.lengths
 
 
 def _sizes(
-    terms: Terms, options: Options, tile: Tile, of_keys: bool = False, section: int = 0
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    tile: Tile,
+    of_keys: bool = False,
+    section: int = 0,
 ) -> tuple[tuple[int], tuple]:
     """The grid and the arguments from T to right. section: pairs at a time, 0 for what SECTION
     holds."""
@@ -246,7 +255,9 @@ def _sizes(
     return grid, (*sizes, bound(options.left), bound(options.right))
 
 
-def _flags(terms: Terms, options: Options, dynamic: bool = False) -> dict[str, Any]:
+def _flags(
+    terms: AttentionInputs, options: AttentionOptions, dynamic: bool = False
+) -> dict[str, Any]:
     """common.py's flags, those of the forward, and registers."""
     given = (
         options.left >= 0,

@@ -16,10 +16,10 @@ from slipstream.kernels.attention.sm90.common import (
     RIGHT,
     ROWS_OWN,
     SOFTCAP,
-    anew,
     inverse,
-    late,
-    places_anew,
+    opaque,
+    opaque_if_wide,
+    opaque_range,
     where_below,
     where_within,
 )
@@ -82,12 +82,12 @@ def weights(s, m, sight, turn, key, DV: gl.constexpr, MASKED: gl.constexpr,
         s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
         under = 1.0
     if MASKED:
-        o_m = places_anew(gl.arange(0, 64, m.type.layout), late(turn, DV), ROWS_OWN)
+        o_m = opaque_range(gl.arange(0, 64, m.type.layout), opaque_if_wide(turn, DV), ROWS_OWN)
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        o_n = key + places_anew(o_n, late(turn, DV), COLUMNS_OWN)
+        o_n = key + opaque_range(o_n, opaque_if_wide(turn, DV), COLUMNS_OWN)
         low, high = at - window[0], at + window[1] + 1
         if FLAGS & LEFT:  # bounds on both sides would take registers between masked tiles
-            low, high = anew((low, high), turn)
+            low, high = opaque((low, high), turn)
         if FLAGS & RIGHT:
             high = gl.minimum(high + o_m, keys)
         elif FLAGS & SOFTCAP:  # 0 as well, lest comparisons that rows share are kept as bits

@@ -2,14 +2,14 @@
 
 import torch
 
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.tiles import MIXED, TILES
 from slipstream.kernels.attention.triton.plan import kind
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import sm90_unsupported
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def unsupported_reason(terms: AttentionInputs, options: AttentionOptions) -> str | None:
     """Why the kernels can't take this call, or None if they can."""
     q, k, v = terms[:3]
     if reason := sm90_unsupported(q):
@@ -27,4 +27,4 @@ def refuses(terms: Terms, options: Options) -> str | None:
             return f"it takes no {name}"
     if options.scale <= 0:
         return "the scale is to be positive"
-    return guarded_launch.objection(lambda: kind(terms, options, "sm90"), q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, options, "sm90"), q.device)

@@ -12,7 +12,7 @@ depends on who takes what.
     board = counter, words, told, heard
 """
 
-from slipstream.kernels.attention.sm90.common import barriers, free, ready
+from slipstream.kernels.attention.sm90.common import barriers, wait_empty, wait_full
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, mbarrier
 
 WORDS = gl.constexpr(2)
@@ -21,7 +21,7 @@ DYNAMIC = gl.constexpr(128)
 
 
 @gluon.jit
-def program(number):
+def program_id_volatile(number):
     """The program's number, read where it is wanted: a compiler reads gl.program_id once for all
     warps, and keeps it. Any number will do as an operand, which an instruction has to have."""
     return gl.inline_asm_elementwise(
@@ -30,7 +30,7 @@ def program(number):
 
 
 @gluon.jit
-def board_of(LISTENERS: gl.constexpr, FLAGS: gl.constexpr):
+def alloc_scheduler(LISTENERS: gl.constexpr, FLAGS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], layout)
     told = words
@@ -42,12 +42,12 @@ def board_of(LISTENERS: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def take(unit, board, turn, FLAGS: gl.constexpr):
+def fetch_next_tile(unit, board, turn, FLAGS: gl.constexpr):
     """The unit after this one, for the warp that loads."""
     if FLAGS & DYNAMIC:
         counter_ptr, words, told, heard = board
         unit = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        free(heard, turn, WORDS)
+        wait_empty(heard, turn, WORDS)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         words.index(turn % WORDS).store(gl.full([1], unit, gl.int32, layout))
         mbarrier.arrive(told.index(turn % WORDS))
@@ -57,11 +57,11 @@ def take(unit, board, turn, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def hear(unit, board, turn, FLAGS: gl.constexpr):
+def receive_next_tile(unit, board, turn, FLAGS: gl.constexpr):
     """The unit after this one, for a warpgroup that computes."""
     if FLAGS & DYNAMIC:
         _, words, told, heard = board
-        ready(told, turn, WORDS)
+        wait_full(told, turn, WORDS)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         unit = gl.max(words.index(turn % WORDS).load(layout), 0)
         mbarrier.arrive(heard.index(turn % WORDS))

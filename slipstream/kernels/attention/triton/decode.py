@@ -201,7 +201,7 @@ def softmax_decode_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "H", "B", "shares"])
-def softmax_join_kernel(
+def softmax_combine_kernel(
     parts_ptr,  # [shares, B, T, H, DV], float32
     lses_ptr,  # [shares, B, H, T], in base 2
     sinks_ptr,  # [H]

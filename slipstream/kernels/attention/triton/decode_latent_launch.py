@@ -7,12 +7,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.triton.decode import softmax_join_kernel
+from slipstream.kernels.attention.triton.decode import softmax_combine_kernel
 from slipstream.kernels.attention.triton.decode_latent import softmax_latent_decode_kernel
-from slipstream.kernels.attention.triton.launch_utils import LOG2E, multiprocessors, on, precision
+from slipstream.kernels.attention.triton.launch_utils import (
+    LOG2E,
+    device_of,
+    fp32_dot_precision,
+    multiprocessors,
+)
 from slipstream.kernels.attention.triton.tiles import LATENT, Tile, family
 from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 # the least keys of a share in tiles, the most shares
 _LEAST, _MOST = 4, 64
@@ -45,8 +50,8 @@ def decode(
     part = torch.empty(shares, B, T, H, width, dtype=torch.float32, device=q.device)
     lses = torch.empty(shares, B, H, T, dtype=torch.float32, device=q.device)
     o, lse = q.new_empty(B, T, H, width), lses.new_empty(B, H, T)
-    with on(q.device):
-        if _hopper(q, latent, width, table):
+    with device_of(q.device):
+        if _uses_sm90(q, latent, width, table):
             from slipstream.kernels.attention.sm90 import decode_latent_launch
 
             decode_latent_launch.launch(
@@ -54,7 +59,7 @@ def decode(
             )
         else:
             _shares(q, latent, lengths, table, LOG2E * scale, part, lses, shares, tiles, room)
-        kept(softmax_join_kernel)[(B * T * H,)](
+        cached(softmax_combine_kernel)[(B * T * H,)](
             part,
             lses,
             None,
@@ -72,12 +77,12 @@ def decode(
     return o, lse
 
 
-def _hopper(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
+def _uses_sm90(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
     if sm90_unsupported(q):
         return False
     from slipstream.kernels.attention.sm90 import decode_latent_launch
 
-    return decode_latent_launch.suits(q, latent, width, table)
+    return decode_latent_launch.is_supported(q, latent, width, table)
 
 
 def _shares(
@@ -98,7 +103,7 @@ def _shares(
     q, latent = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, latent))
     strides = [*q.stride()[:3], *latent.stride()[:2]]
     unit = math.gcd(16 // q.element_size(), *strides)
-    kept(softmax_latent_decode_kernel)[(tiles * shares * B,)](
+    cached(softmax_latent_decode_kernel)[(tiles * shares * B,)](
         q,
         latent,
         part,
@@ -124,7 +129,7 @@ def _shares(
         UNIT=unit,
         PAGE=0 if table is None else latent.shape[1],
         HAS_LENGTHS=lengths is not None,
-        PRECISION=precision(),
+        PRECISION=fp32_dot_precision(),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -5,34 +5,34 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.cache import Cache
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.decode import (
     softmax_append_kernel,
+    softmax_combine_kernel,
     softmax_decode_kernel,
-    softmax_join_kernel,
 )
 from slipstream.kernels.attention.triton.launch_utils import (
     bound,
+    device_of,
     factor_and_cap,
+    fp32_dot_precision,
     multiprocessors,
-    on,
     positive,
-    precision,
     tiles_of,
     unit_and_strides,
 )
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 # queries times heads of a group up to which cutting the keys is worth it
-FEW_ROWS = 64
+MAX_DECODE_ROWS = 64
 # the least keys of a share in tiles, the most shares
 _LEAST, _MOST = 4, 64
 
 
-def suits(terms: Terms) -> bool:
+def is_supported(terms: AttentionInputs) -> bool:
     """Whether a call is like decoding: few queries of each sequence, no gate."""
     rows = terms.q.shape[1] * (terms.q.shape[2] // terms.k.shape[2])
-    return terms.cu_q is None and terms.g is None and rows <= FEW_ROWS
+    return terms.cu_q is None and terms.g is None and rows <= MAX_DECODE_ROWS
 
 
 def shares(device: torch.device, programs: int, room: int, BN: int, width: int) -> int:
@@ -42,7 +42,7 @@ def shares(device: torch.device, programs: int, room: int, BN: int, width: int) 
     return max(1, min(wanted, room // (_LEAST * BN), _MOST))
 
 
-def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
+def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
     B, T, H, D = q.shape
@@ -59,8 +59,8 @@ def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
     unit, strides = unit_and_strides(q, k, v)
     slopes, table = call.slopes, call.table
     slopes = None if slopes is None else slopes.float().contiguous()
-    with on(q.device):
-        kept(softmax_decode_kernel)[(parts * tiles * HKV * B,)](
+    with device_of(q.device):
+        cached(softmax_decode_kernel)[(parts * tiles * HKV * B,)](
             q,
             k,
             v,
@@ -100,11 +100,11 @@ def decode(call: Cache, options: Options) -> tuple[Tensor, Tensor]:
             HAS_LENGTHS=call.lengths is not None,
             HAS_ROWS=call.rows is not None and table is None,
             HAS_LEFTPAD=call.leftpad is not None,
-            PRECISION=precision(),
+            PRECISION=fp32_dot_precision(),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        kept(softmax_join_kernel)[(B * T * H,)](
+        cached(softmax_combine_kernel)[(B * T * H,)](
             part,
             lses,
             call.sinks,
@@ -136,8 +136,8 @@ def append(
     B, T, HKV, D = k.shape
     after = torch.empty_like(lengths)
     DV, size = v.shape[-1], k_cache.shape[1]
-    with on(k.device):
-        kept(softmax_append_kernel)[(HKV * T * B,)](
+    with device_of(k.device):
+        cached(softmax_append_kernel)[(HKV * T * B,)](
             k_cache,
             v_cache,
             k.contiguous(),

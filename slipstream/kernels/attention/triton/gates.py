@@ -13,10 +13,10 @@ of a query and a key both behind s are in both sums.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.attention.inputs import LOWEST_GATE
+from slipstream.kernels.attention.inputs import MIN_GATE
 from slipstream.kernels.attention.triton.scores import LOG2E, rows_of_sequence
 
-LOWEST = tl.constexpr(LOWEST_GATE)
+LOWEST = tl.constexpr(MIN_GATE)
 
 
 @triton.jit(do_not_specialize=["S", "H", "stride_b", "stride_t", "stride_h"])

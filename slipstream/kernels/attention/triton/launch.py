@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.cache import Cache
-from slipstream.kernels.attention.inputs import Options, Terms
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton.backward import (
     softmax_delta_kernel,
@@ -25,36 +25,36 @@ from slipstream.kernels.attention.triton.gates import (
 )
 from slipstream.kernels.attention.triton.launch_utils import (
     bound,
+    device_of,
     factor_and_cap,
-    on,
+    fp32_dot_precision,
     positive,
-    precision,
     tiles_of,
     unit_and_strides,
 )
 from slipstream.kernels.attention.triton.tiles import Tile, Tiles
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 # rows of the kernels that are no attention, and tokens of a gate at a time
 _DELTA_ROWS = 32
 _GATES = 256
 
 
-def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+def forward(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
     terms, options, _ = ready(terms, options)
     q, v = terms.q, terms.v
     B, T, H, _ = q.shape
-    if decode_launch.suits(terms):
+    if decode_launch.is_supported(terms):
         return decode_launch.decode(
             Cache(q, terms.k, v, terms.lengths, sinks=terms.sinks, slopes=terms.slopes), options
         )
     o = q.new_empty(B, T, H, v.shape[-1])
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     tile = _tiles_of(terms, options).forward
-    with on(q.device):
+    with device_of(q.device):
         sums = _gate_sums(terms)
-        kept(softmax_fwd_kernel)[_grid(terms, tile.BM, H)](
+        cached(softmax_fwd_kernel)[_grid(terms, tile.BM, H)](
             q,
             terms.k,
             v,
@@ -70,8 +70,8 @@ def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    terms: Terms,
-    options: Options,
+    terms: AttentionInputs,
+    options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
     do: Tensor | None,
@@ -90,10 +90,10 @@ def backward(
     if terms.g is not None:
         rows, columns = base.new_empty(B, H, T), base.new_empty(k.shape[0], H, k.shape[1])
     tiles = _tiles_of(terms, options)
-    with on(q.device):
+    with device_of(q.device):
         row_sums(o, do, lse, dlse, base, delta)
         sums = _gate_sums(terms)
-        kept(softmax_dq_kernel)[_grid(terms, tiles.dq.BM, H)](
+        cached(softmax_dq_kernel)[_grid(terms, tiles.dq.BM, H)](
             q,
             k,
             v,
@@ -107,7 +107,7 @@ def backward(
             **_flags(terms, options, tiles.dq),
         )
         for tile, *parts in _parts(tiles):
-            kept(softmax_dkv_kernel)[_grid(terms, tile.BN, k.shape[2], of_keys=True)](
+            cached(softmax_dkv_kernel)[_grid(terms, tile.BN, k.shape[2], of_keys=True)](
                 q,
                 k,
                 v,
@@ -142,14 +142,16 @@ def _parts(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
     return [(tiles.dkv, True, False), (tiles.dv, False, True)]
 
 
-def ready(terms: Terms, options: Options) -> tuple[Terms, Options, int]:
+def ready(
+    terms: AttentionInputs, options: AttentionOptions
+) -> tuple[AttentionInputs, AttentionOptions, int]:
     """As the kernels index them, with a positive scale; the sign is taken from q."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in terms[:3])
     q, options, sign = positive(q, options)
     slopes = terms.slopes
     rest = (None if x is None else x.contiguous() for x in (terms.sinks, terms.cu_q, terms.cu_k))
     sinks, cu_q, cu_k = rest
-    terms = Terms(
+    terms = AttentionInputs(
         q,
         k,
         v,
@@ -163,14 +165,14 @@ def ready(terms: Terms, options: Options) -> tuple[Terms, Options, int]:
     return terms, options, sign
 
 
-def _tiles_of(terms: Terms, options: Options) -> Tiles:
+def _tiles_of(terms: AttentionInputs, options: AttentionOptions) -> Tiles:
     q, v = terms.q, terms.v
     busy = terms.g is not None or terms.slopes is not None
     busy = busy or options.softcap != 0 or options.left >= 0
     return tiles_of(q.device, q.shape[-1], v.shape[-1], q.element_size(), busy)[0]
 
 
-def _tiles(terms: Terms, rows: int, of_keys: bool = False) -> int:
+def _tiles(terms: AttentionInputs, rows: int, of_keys: bool = False) -> int:
     """An upper bound where lengths are not known: the tiles of all that is packed."""
     total, cu = terms.k.shape[1] if of_keys else terms.q.shape[1], terms.cu_q
     if of_keys:
@@ -178,12 +180,14 @@ def _tiles(terms: Terms, rows: int, of_keys: bool = False) -> int:
     return -(-total // rows) if cu is None else total // rows + terms.sequences
 
 
-def _grid(terms: Terms, rows: int, heads: int, of_keys: bool = False) -> tuple[int]:
+def _grid(terms: AttentionInputs, rows: int, heads: int, of_keys: bool = False) -> tuple[int]:
     packed = terms.cu_k if of_keys else terms.cu_q
     return (_tiles(terms, rows, of_keys) * heads * (1 if packed is not None else terms.sequences),)
 
 
-def _rest(terms: Terms, options: Options, tiles: int, scaled: bool = True) -> tuple:
+def _rest(
+    terms: AttentionInputs, options: AttentionOptions, tiles: int, scaled: bool = True
+) -> tuple:
     """The arguments from slopes_ptr to the strides."""
     q, k, slopes = terms.q, terms.k, terms.slopes
     return (
@@ -207,7 +211,7 @@ def _rest(terms: Terms, options: Options, tiles: int, scaled: bool = True) -> tu
     )
 
 
-def _flags(terms: Terms, options: Options, tile: Tile) -> dict[str, Any]:
+def _flags(terms: AttentionInputs, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
     q, v = terms.q, terms.v
     D, DV = q.shape[-1], v.shape[-1]
     _, BD, BV = tiles_of(q.device, D, DV, q.element_size())
@@ -227,30 +231,30 @@ def _flags(terms: Terms, options: Options, tile: Tile) -> dict[str, Any]:
         "HAS_LENGTHS": terms.lengths is not None,
         "PACKED_Q": terms.cu_q is not None,
         "PACKED_K": terms.cu_k is not None,
-        "PRECISION": precision(),
+        "PRECISION": fp32_dot_precision(),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
 
 
-def _gate_sums(terms: Terms) -> tuple[Tensor | None, Tensor | None]:
+def _gate_sums(terms: AttentionInputs) -> tuple[Tensor | None, Tensor | None]:
     g = terms.g
     if g is None:
         return None, None
     B, S, H = g.shape
     high, low = (torch.empty(B, H, S, dtype=torch.float32, device=g.device) for _ in range(2))
     grid = (H * (B if terms.cu_k is None else terms.sequences),)
-    kept(softmax_gate_sums_kernel)[grid](
+    cached(softmax_gate_sums_kernel)[grid](
         g, high, low, terms.cu_k, S, H, *g.stride(), C=_GATES, PACKED=terms.cu_k is not None
     )
     return high, low
 
 
-def _gate_gradient(terms: Terms, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+def _gate_gradient(terms: AttentionInputs, rows: Tensor | None, columns: Tensor | None) -> Tensor:
     assert terms.g is not None
     dg = terms.g.new_empty(terms.g.shape)
     T, H = terms.q.shape[1:3]
-    kept(softmax_gate_grad_kernel)[(H * terms.sequences,)](
+    cached(softmax_gate_grad_kernel)[(H * terms.sequences,)](
         rows,
         columns,
         dg,
@@ -273,7 +277,7 @@ def row_sums(
 ) -> None:
     B, T, H, DV = o.shape
     tiles = -(-T // _DELTA_ROWS)
-    kept(softmax_delta_kernel)[(tiles * H * B,)](
+    cached(softmax_delta_kernel)[(tiles * H * B,)](
         o.contiguous(),
         do,
         lse,

@@ -6,11 +6,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import Options
+from slipstream.kernels.attention.inputs import AttentionOptions
 from slipstream.kernels.attention.triton.tiles import Tiles, choose, family
-from slipstream.runtime.backends import INTERPRETED, processors
-from slipstream.runtime.backends import on as on
-from slipstream.runtime.backends import precision as precision
+from slipstream.runtime.backends import INTERPRETED, sm_count
+from slipstream.runtime.backends import device_of as device_of
+from slipstream.runtime.backends import fp32_dot_precision as fp32_dot_precision
 
 LOG2E = 1.4426950408889634
 
@@ -26,7 +26,7 @@ def tiles_of(
 
 
 def multiprocessors(device: torch.device) -> int:
-    return processors(device.index if device.type == "cuda" else -1)
+    return sm_count(device.index if device.type == "cuda" else -1)
 
 
 def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
@@ -36,14 +36,14 @@ def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
     return unit, [s // unit for s in strides]
 
 
-def positive(q: Tensor, options: Options) -> tuple[Tensor, Options, int]:
+def positive(q: Tensor, options: AttentionOptions) -> tuple[Tensor, AttentionOptions, int]:
     """q and a scale above 0 with the same product, and the sign that went from one to the other."""
     scale = options.scale
     sign = (scale > 0) - (scale < 0)
     return q if sign == 1 else q * sign, options._replace(scale=abs(scale) or 1.0), sign
 
 
-def factor_and_cap(options: Options) -> tuple[float, float]:
+def factor_and_cap(options: AttentionOptions) -> tuple[float, float]:
     """As scores.py wants them, in base 2."""
     if options.softcap == 0:
         return LOG2E * options.scale, 0.0

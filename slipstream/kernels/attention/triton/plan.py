@@ -3,44 +3,46 @@
 import torch
 from torch import Tensor
 
-from slipstream.compiler.compiler_state import Kind
-from slipstream.kernels.attention.inputs import Options, Terms
-from slipstream.kernels.attention.triton.tiles import NARROWEST, WIDEST_FLOAT32, family
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.triton.tiles import MAX_HEAD_DIM_FP32, MIN_HEAD_DIM, family
 from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
-from slipstream.runtime.backends import unfit
+from slipstream.runtime.backends import triton_unsupported
 
-WIDEST = 256
+MAX_HEAD_DIM = 256
 
 
-def refuses(qkv: tuple[Tensor, Tensor, Tensor]) -> str | None:
+def unsupported_reason(qkv: tuple[Tensor, Tensor, Tensor]) -> str | None:
     """Why the kernels can't take this call, or None if they can."""
     q, k, v = qkv
-    if reason := unfit(q, "q"):
+    if reason := triton_unsupported(q, "q"):
         return reason
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return "q, k and v differ in dtype"
     widest = max(q.shape[-1], v.shape[-1])
-    if widest > WIDEST:
-        return f"head widths may be at most {WIDEST}"
-    if q.dtype == torch.float32 and q.is_cuda and widest > WIDEST_FLOAT32:
+    if widest > MAX_HEAD_DIM:
+        return f"head widths may be at most {MAX_HEAD_DIM}"
+    if q.dtype == torch.float32 and q.is_cuda and widest > MAX_HEAD_DIM_FP32:
         of = family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
-        if of in NARROWEST:
-            return (
-                f"float32 heads wider than {WIDEST_FLOAT32} want more shared memory than {of} has"
-            )
+        if of in MIN_HEAD_DIM:
+            limit = MAX_HEAD_DIM_FP32
+            return f"float32 heads wider than {limit} want more shared memory than {of} has"
     return None
 
 
-def kind(terms: Terms, options: Options, impl: str = "triton") -> Kind:
+def kind(terms: AttentionInputs, options: AttentionOptions, impl: str = "triton") -> KernelKey:
     """What a verdict on the kernels of a call holds for."""
-    q, flags = terms.q, [name for name in Terms._fields[3:] if getattr(terms, name) is not None]
+    q, flags = (
+        terms.q,
+        [name for name in AttentionInputs._fields[3:] if getattr(terms, name) is not None],
+    )
     windows = options.left >= 0 and "left", options.right >= 0 and "right"
     cap = options.softcap != 0 and "softcap"
     return (f"attention.{impl}", q.dtype, q.shape[-1], terms.v.shape[-1], *windows, cap, *flags)
 
 
-def kind_of_cache(what: str, q: Tensor, v: Tensor, table: Tensor | None) -> Kind:
+def kind_of_cache(what: str, q: Tensor, v: Tensor, table: Tensor | None) -> KernelKey:
     """The same of what reads a cache ("decode") or writes it ("append")."""
     pages = table is not None and "pages"
     return (f"attention.{what}", q.dtype, q.shape[-1], v.shape[-1], pages)

@@ -25,10 +25,10 @@ class Tiles:
 
 
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
-NARROWEST = {"sm_90": 64, "sm_100": 64}
+MIN_HEAD_DIM = {"sm_90": 64, "sm_100": 64}
 
 # where that binds, float32 tiles of wider heads do not fit
-WIDEST_FLOAT32 = 128
+MAX_HEAD_DIM_FP32 = 128
 
 # (family, bytes an element, widest head) -> Tiles
 TILES = {
@@ -95,7 +95,7 @@ TILES = {
 }
 # The same with a gate, slopes, a softcap or a window to the left, where it differs: forward and dq
 # would spill in their loops.
-BUSY = {
+MIN_PROGRAMS = {
     ("sm_90", 2, 64): Tiles(
         Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)
     ),
@@ -131,10 +131,10 @@ def choose(
     family: str, D: int, DV: int, bytes_each: int, busy: bool = False
 ) -> tuple[Tiles, int, int]:
     """The tiles, BD and BV for heads of widths D and DV."""
-    narrowest = NARROWEST.get(family, 16)
+    narrowest = MIN_HEAD_DIM.get(family, 16)
     BD, BV = (max(narrowest, 16, 1 << (width - 1).bit_length()) for width in (D, DV))
     widest = 64 if family == "interpreter" else max(64, BD, BV)
     row = (family, bytes_each, widest)
     if row not in TILES:
         row = (ROWS[family], bytes_each, widest)
-    return BUSY.get(row, TILES[row]) if busy else TILES[row], BD, BV
+    return MIN_PROGRAMS.get(row, TILES[row]) if busy else TILES[row], BD, BV

@@ -33,7 +33,7 @@ def _last(xs, FIRST: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "tiles", "each"])
-def conv_bwd_walk_kernel(
+def conv_bwd_rolling_kernel(
     dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, part_ptr, T, tiles, each,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip

@@ -273,7 +273,7 @@ def conv_state_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N", "bits"])
-def conv_where_kernel(cu_ptr, where_ptr, T, N, bits, B: tl.constexpr):
+def conv_positions_kernel(cu_ptr, where_ptr, T, N, bits, B: tl.constexpr):
     """where [2, T]: of each token its age and its sequence, the last that begins at it or before.
 
     Binary search; bits: of N."""

@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.conv.triton.bwd_rolling import conv_bwd_walk_kernel
+from slipstream.kernels.conv.triton.bwd_rolling import conv_bwd_rolling_kernel
 from slipstream.kernels.conv.triton.conv import (
     conv_bwd_kernel,
     conv_fwd_kernel,
+    conv_positions_kernel,
     conv_state_bwd_kernel,
     conv_update_kernel,
-    conv_where_kernel,
 )
-from slipstream.runtime.backends import on, processors
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime.launch_cache import cached
 
 
 class Tile(NamedTuple):
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 FORWARD = Tile(8, 256, 2, 8)
 BACKWARD = Tile(16, 256, 4, 10)
 # of one that is not packed; as many tokens as the widest has taps: 16 take 8 s to compile, these 2
-WALK = Tile(8, 256, 2, 4)
+BACKWARD_ROLLING = Tile(8, 256, 2, 4)
 
 
 def forward(
@@ -51,11 +51,11 @@ def forward(
     T, D = x.shape[1:]
     W = weight.shape[1]
     y = torch.empty_like(x)
-    with on(x.device):
+    with device_of(x.device):
         where = None if cu_seqlens is None else _where(cu_seqlens, T)
         tile, P, tiles = _programs(FORWARD, x, W)
         each = max(-(-tiles // P), 1)
-        kept(conv_fwd_kernel)[(-(-tiles // each) * -(-D // tile.BD),)](
+        cached(conv_fwd_kernel)[(-(-tiles // each) * -(-D // tile.BD),)](
             x, weight, bias, residual, state, where, y, T, tiles, each,
             D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
         )  # fmt: skip
@@ -76,26 +76,26 @@ def backward(
     T, D = x.shape[1:]
     W = weight.shape[1]
     dx, dstate = torch.empty_like(x), None
-    with on(x.device):
-        tile, P, tiles = _programs(BACKWARD if where is not None else WALK, x, W)
+    with device_of(x.device):
+        tile, P, tiles = _programs(BACKWARD if where is not None else BACKWARD_ROLLING, x, W)
         each = max(-(-tiles // P), 1)
         if where is None:
             P = -(-tiles // each)
         part = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
         grid, sizes = (P * -(-D // tile.BD),), (D, W, tile.BT, tile.BD, silu)
         if where is not None:
-            kept(conv_bwd_kernel)[grid](
+            cached(conv_bwd_kernel)[grid](
                 dy, x, weight, bias, state, where, dx, part, T, tiles, *sizes,
                 num_warps=tile.warps,
             )  # fmt: skip
         else:
-            kept(conv_bwd_walk_kernel)[grid](
+            cached(conv_bwd_rolling_kernel)[grid](
                 dy, x, weight, bias, state, dx, part, T, tiles, each, *sizes,
                 num_warps=tile.warps,
             )  # fmt: skip
         if state is not None:
             dstate = torch.empty_like(state)
-            kept(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](
+            cached(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](
                 dy, x, weight, bias, state, cu_seqlens, dstate, T, D, W, 128, silu, num_warps=2
             )
         sums = part.sum(0)
@@ -120,8 +120,8 @@ def update(
     W = weight.shape[1]
     y = torch.empty_like(x)
     BD, BW = 128, 1 << (W - 1).bit_length()
-    with on(x.device):
-        kept(conv_update_kernel)[(-(-D // BD), N)](
+    with device_of(x.device):
+        cached(conv_update_kernel)[(-(-D // BD), N)](
             x, state, weight, bias, residual, indices, y, *state.stride(), state.shape[0],
             D, W, BD, BW, silu, num_warps=2,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def _programs(tile: Tile, x: Tensor, width: int) -> tuple[Tile, int, int]:
     warps = max(tile.warps * BD // tile.BD, 1)
     BT = tile.BT if width <= 4 or tile.BT == 8 else tile.BT // 2
     tiles = B * -(-T // BT)
-    most = max(processors(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
+    most = max(sm_count(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
     most = max(most // -(-D // BD), 1)
     rounds = max(-(-tiles // most), 1)
     return Tile(BT, BD, warps, tile.per_processor), max(-(-tiles // rounds), 1), tiles
@@ -145,5 +145,5 @@ def _where(cu_seqlens: Tensor, T: int) -> Tensor:
     N = cu_seqlens.shape[0] - 1
     where = torch.empty(2, T, dtype=torch.int32, device=cu_seqlens.device)
     grid = (-(-T // 1024),)
-    kept(conv_where_kernel)[grid](cu_seqlens, where, T, N, N.bit_length(), 1024, num_warps=4)
+    cached(conv_positions_kernel)[grid](cu_seqlens, where, T, N, N.bit_length(), 1024, num_warps=4)
     return where

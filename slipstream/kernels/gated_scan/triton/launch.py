@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gated_scan.triton.scan import scan_kernel
-from slipstream.runtime.backends import INTERPRETED, on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import INTERPRETED, device_of
+from slipstream.runtime.launch_cache import cached
 
 
 class Tile(NamedTuple):
@@ -85,9 +85,9 @@ def _scan(
     tile = INTERPRETER if INTERPRETED else FORWARD if back is None else BACKWARD
     L = tile.RUN * tile.RUNS
     slots = x.shape[0] * -(-T // L) if cu is None else T // L + N
-    with on(x.device):
+    with device_of(x.device):
         words = torch.zeros(1 + 2 * slots * D, dtype=torch.int64, device=x.device)
-        kept(scan_kernel)[-(-D // tile.BD) * slots,](
+        cached(scan_kernel)[-(-D // tile.BD) * slots,](
             x,
             g,
             y,

@@ -38,7 +38,7 @@ SAME = tl.constexpr(-0x40800000 << 32)  # 1 and 0: y -> y
 
 
 @triton.jit
-def _then(a, x, b, y):
+def combine(a, x, b, y):
     """y -> a y + x, and after it y -> b y + y."""
     return a * b, b * x + y
 
@@ -120,19 +120,19 @@ def _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D: tl.constexpr, REVERSE: t
 
 
 @triton.jit
-def _leave(p, m, b_a, b_x):
+def publish_prefix(p, m, b_a, b_x):
     b_w = b_a.to(tl.int32, bitcast=True).to(tl.int64) << 32
     b_w |= (b_x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | FILLED
     tl.atomic_xchg(p, b_w, mask=m, sem="relaxed")
 
 
 @triton.jit
-def _look(p, m):
+def poll_prefix(p, m):
     return tl.load(p, mask=m, other=SAME, volatile=True)
 
 
 @triton.jit
-def _map(b_w):
+def load_prefix(b_w):
     b_a = tl.abs((b_w >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     return b_a, b_w.to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -142,19 +142,19 @@ def _before(made_ptr, after_ptr, b_0, i_t, m, D: tl.constexpr):
     """y before a tile, the i_t-th of its sequence, whose words are there; b_0: before the first."""
     p_y, m_y = after_ptr - CHAINS * D, m & (i_t >= CHAINS)
     m_1, m_2, m_3 = m & (i_t >= 1), m & (i_t >= 2), m & (i_t >= 3)
-    b_wy, b_w1 = _look(p_y, m_y), _look(made_ptr - D, m_1)
-    b_w2, b_w3 = _look(made_ptr - 2 * D, m_2), _look(made_ptr - 3 * D, m_3)
+    b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(made_ptr - D, m_1)
+    b_w2, b_w3 = poll_prefix(made_ptr - 2 * D, m_2), poll_prefix(made_ptr - 3 * D, m_3)
     b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
     looks = 0
     while (tl.max(b_all) >= 0) & (looks < PATIENCE):
-        b_wy, b_w1 = _look(p_y, m_y), _look(made_ptr - D, m_1)
-        b_w2, b_w3 = _look(made_ptr - 2 * D, m_2), _look(made_ptr - 3 * D, m_3)
+        b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(made_ptr - D, m_1)
+        b_w2, b_w3 = poll_prefix(made_ptr - 2 * D, m_2), poll_prefix(made_ptr - 3 * D, m_3)
         b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
         looks += 1
-    b_a1, b_x1 = _map(b_w1)
-    b_a2, b_x2 = _map(b_w2)
-    b_a3, b_x3 = _map(b_w3)
-    _, b_y = _map(b_wy)
+    b_a1, b_x1 = load_prefix(b_w1)
+    b_a2, b_x2 = load_prefix(b_w2)
+    b_a3, b_x3 = load_prefix(b_w3)
+    _, b_y = load_prefix(b_wy)
     b_y = tl.where(i_t >= CHAINS, b_y, b_0)
     b_y = b_x1 + b_a1 * (b_x2 + b_a2 * (b_x3 + b_a3 * b_y))
     return tl.where(b_all < 0, b_y, float("nan"))
@@ -200,12 +200,12 @@ def scan_kernel(
     # threads go along the first dimension
     o_r = r + RUN * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, RUN)[None, :, None]
     p, m, b_g, b_x = _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
-    b_a, b_y = tl.associative_scan((tl.exp(b_g), b_x), 1, _then)
+    b_a, b_y = tl.associative_scan((tl.exp(b_g), b_x), 1, combine)
     b_pa, b_px, b_al, b_xl = _runs(b_a, b_y, RUN, RUNS)
     made_ptr = word_ptr + 1 + slot * D + o_d
     after_ptr = made_ptr + tl.num_programs(0).to(tl.int64) // ND * D
     if stop < rows:
-        _leave(made_ptr, m_d, b_al, b_xl)
+        publish_prefix(made_ptr, m_d, b_al, b_xl)
     b_0 = tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
         b_0 += tl.load(s_in_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
@@ -213,7 +213,7 @@ def scan_kernel(
         b_0 = _before(made_ptr, after_ptr, b_0, i_t, m_d, D)
     b_last = b_xl + b_al * b_0
     if stop < rows:
-        _leave(after_ptr, m_d, tl.full((BD,), 1.0, tl.float32), b_last)
+        publish_prefix(after_ptr, m_d, tl.full((BD,), 1.0, tl.float32), b_last)
     b_y += b_a * (b_pa * b_0[None, :] + b_px)[:, None, :]
     tl.store(y_ptr + p, b_y.to(y_ptr.dtype.element_ty), mask=m)
     if dg_ptr is not None:

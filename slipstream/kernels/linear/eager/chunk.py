@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.eager.gates import ChannelGate, Intra, NoGate, ScalarGate
-from slipstream.kernels.linear.eager.layout import Layout, Span
-from slipstream.kernels.linear.eager.state_scan import Step, walk_in_place
+from slipstream.kernels.linear.eager.layout import ChunkBlock, Layout
+from slipstream.kernels.linear.eager.state_scan import Step, state_scan_in_place
 from slipstream.kernels.linear.eager.value_decay import ValueGate
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 # exp of this is 0 in float64 too, and a chunk of it is still finite: stands in for a gate of -inf.
 LOWEST_GATE = -1e4
@@ -50,7 +50,7 @@ class Forward(NamedTuple):
     step: the walk's, whose rest the walk turns into x; inverse [n, C, C] of the matrix before x.
     """
 
-    span: Span
+    span: ChunkBlock
     rows: Rows
     gate: NoGate | ScalarGate | ChannelGate
     value_gate: ValueGate | None
@@ -69,19 +69,19 @@ class Forward(NamedTuple):
         return self.gate.from_state(self.rows.reads[0], 0)
 
 
-def chunk_forward(terms: Terms, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
+def chunk_forward(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
     layout = Layout(terms, chunk)
     carry, o = layout.begin(terms.initial_state), layout.output(terms.v.shape, terms.q.dtype)
     for span in layout.spans():
         f = prepare(terms, span)
-        seen = walk_in_place(f.step, carry, span, span.by_step(f.query_from_state()))
+        seen = state_scan_in_place(f.step, carry, span, span.by_step(f.query_from_state()))
         assert seen is not None
         span.merge(_output(f, seen, terms, scale), o)
     return layout.finish(o), layout.end(carry)
 
 
-def _output(f: Forward, seen: Tensor, terms: Terms, scale: float) -> Tensor:
+def _output(f: Forward, seen: Tensor, terms: LinearInputs, scale: float) -> Tensor:
     """seen [n, C, V], what the queries see of the state before the chunk, becomes the output."""
     scores, values = f.intra.scores[0], f.values()
     o = seen if f.value_gate is None else seen.mul_(f.value_gate.from_start)
@@ -95,7 +95,7 @@ def _output(f: Forward, seen: Tensor, terms: Terms, scale: float) -> Tensor:
     return o
 
 
-def prepare(terms: Terms, span: Span) -> Forward:
+def prepare(terms: LinearInputs, span: ChunkBlock) -> Forward:
     """Computes what of a span does not depend on the state before it."""
     rows = _split_rows(terms, span)
     gate, value_gate = _split_gates(terms, span)
@@ -119,7 +119,7 @@ def prepare(terms: Terms, span: Span) -> Forward:
     return Forward(span, rows, gate, value_gate, intra, step, inverse)
 
 
-def _split_rows(terms: Terms, span: Span) -> Rows:
+def _split_rows(terms: LinearInputs, span: ChunkBlock) -> Rows:
     reads, writes, beta = [span.split(terms.q)], [span.split(terms.k)], None
     if terms.beta is not None:
         beta = span.split(terms.beta)[:, :, None]
@@ -131,7 +131,7 @@ def _split_rows(terms: Terms, span: Span) -> Rows:
 
 
 def _split_gates(
-    terms: Terms, span: Span
+    terms: LinearInputs, span: ChunkBlock
 ) -> tuple[NoGate | ScalarGate | ChannelGate, ValueGate | None]:
     kinds = ("after",) if terms.u is None else ("before",)
     if terms.transition != "none":

@@ -18,16 +18,16 @@ from torch import Tensor
 from slipstream.kernels.linear.eager.chunk import Forward, prepare
 from slipstream.kernels.linear.eager.gates import InputGrads, IntraGrads
 from slipstream.kernels.linear.eager.layout import Carry, Layout
-from slipstream.kernels.linear.eager.state_scan import walk, walk_in_place
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, Terms
+from slipstream.kernels.linear.eager.state_scan import state_scan, state_scan_in_place
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 
 
 def chunk_backward(
-    terms: Terms, do: Tensor | None, dfinal: Tensor | None, scale: float, chunk: int
+    terms: LinearInputs, do: Tensor | None, dfinal: Tensor | None, scale: float, chunk: int
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
     layout = Layout(terms, chunk)
-    starts = _span_starts(terms, layout)
+    starts = _block_start_states(terms, layout)
     dcarry = layout.begin(dfinal)
     out = {
         name: layout.output(x.shape, x.dtype)
@@ -37,8 +37,8 @@ def chunk_backward(
     du = []
     for span in layout.spans(reverse=True):
         f = prepare(terms, span)
-        met = walk(f.step, starts.pop(), span, reverse=False)
-        grads = _span_backward(terms, f, met, do, dcarry, scale)
+        met = state_scan(f.step, starts.pop(), span, reverse=False)
+        grads = _block_backward(terms, f, met, do, dcarry, scale)
         if terms.u is not None:
             du.append(grads.pop("u"))
         for name, x in grads.items():
@@ -51,32 +51,32 @@ def chunk_backward(
     return out
 
 
-def _span_starts(terms: Terms, layout: Layout) -> list[Carry]:
+def _block_start_states(terms: LinearInputs, layout: Layout) -> list[Carry]:
     """What the walk carries into each span."""
     carry, starts = layout.begin(terms.initial_state), []
     for span in layout.spans():
         starts.append(carry.copy())
         if span.start + span.steps < layout.steps:
-            walk_in_place(prepare(terms, span).step, carry, span, None)
+            state_scan_in_place(prepare(terms, span).step, carry, span, None)
     return starts
 
 
-def _span_backward(
-    terms: Terms, f: Forward, met: Tensor, do: Tensor | None, dcarry: Carry, scale: float
+def _block_backward(
+    terms: LinearInputs, f: Forward, met: Tensor, do: Tensor | None, dcarry: Carry, scale: float
 ) -> dict[str, Tensor]:
     """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it.
 
     met [n, K, V]: the state before each chunk.
     """
     do = f.span.split(terms.v.new_zeros(()).expand(terms.v.shape) if do is None else do).mul_(scale)
-    douts, after = _walk_back(f, do, dcarry)
+    douts, after = _state_scan_backward(f, do, dcarry)
     grads = {}
     if f.value_gate is None:
-        d = _edges_back(f, met, douts, after)
+        d = _boundaries_backward(f, met, douts, after)
     else:
-        d = _edges_back_with_value_gate(f, met, do, after, grads)
+        d = _boundaries_backward_with_value_gate(f, met, do, after, grads)
     if f.rows.beta is not None:
-        _beta_back(f, douts[1], d, grads)
+        _beta_backward(f, douts[1], d, grads)
     elif f.value_gate is None:
         dv = f.intra.to_state[0] @ after
         for row, dout in zip(f.intra.scores, douts):
@@ -89,15 +89,15 @@ def _span_backward(
     return grads
 
 
-def _walk_back(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Tensor], Tensor]:
+def _state_scan_backward(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Tensor], Tensor]:
     """do and y [n, C, V], if there is an x, and the gradient of the state after each chunk."""
     seen = do if f.value_gate is None else do * f.value_gate.from_start
     step = f.step._replace(add=f.span.by_step(f.query_from_state().mT @ seen))
     if f.inverse is None:
-        return [do], walk(step, dcarry, f.span, reverse=True)
+        return [do], state_scan(step, dcarry, f.span, reverse=True)
     rest = f.span.by_step(f.intra.scores[0][-1].mT @ do)
     step = step._replace(left=f.step.right, right=f.step.left, rest=rest)
-    after = walk(step, dcarry, f.span, reverse=True)
+    after = state_scan(step, dcarry, f.span, reverse=True)
     return [do, f.inverse.mT @ rest.view(do.shape)], after
 
 
@@ -109,7 +109,7 @@ def _log_total(f: Forward, met: Tensor, after: Tensor) -> Tensor | None:
     return kept.sum(-1) * f.intra.total
 
 
-def _edges_back(f: Forward, met: Tensor, douts: list[Tensor], after: Tensor) -> IntraGrads:
+def _boundaries_backward(f: Forward, met: Tensor, douts: list[Tensor], after: Tensor) -> IntraGrads:
     return IntraGrads(
         scores=[[dout @ values.mT for values in f.values()] for dout in douts],
         from_state=[dout @ met.mT for dout in douts],
@@ -118,7 +118,7 @@ def _edges_back(f: Forward, met: Tensor, douts: list[Tensor], after: Tensor) -> 
     )
 
 
-def _beta_back(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor]) -> None:
+def _beta_backward(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor]) -> None:
     """x = beta e with e = v - from_state(p) S - M x, of which y is the gradient before beta.
 
     Turns the gradients of the second read's scores and from_state from y's to -beta y's.
@@ -134,7 +134,7 @@ def _beta_back(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor]) -
     dfrom_state.mul_(-beta)
 
 
-def _edges_back_with_value_gate(
+def _boundaries_backward_with_value_gate(
     f: Forward, met: Tensor, do: Tensor, after: Tensor, grads: dict[str, Tensor]
 ) -> IntraGrads:
     """The same where the columns of the state decay too; also the gradients of v and gv."""
@@ -163,7 +163,7 @@ def _edges_back_with_value_gate(
     )
 
 
-def _by_term(terms: Terms, inputs: InputGrads, grads: dict[str, Tensor]) -> None:
+def _by_term(terms: LinearInputs, inputs: InputGrads, grads: dict[str, Tensor]) -> None:
     grads["q"], grads["k"] = inputs.reads[0], inputs.writes[0]
     if terms.a is not None:
         grads["a"], grads["b"] = inputs.reads[1], inputs.writes[1]
@@ -176,7 +176,7 @@ def _by_term(terms: Terms, inputs: InputGrads, grads: dict[str, Tensor]) -> None
         grads["g"] = inputs.g.sum(-1) if terms.g.dim() == inputs.g.dim() else inputs.g
 
 
-def _add_bonus(terms: Terms, f: Forward, do: Tensor, grads: dict[str, Tensor]) -> None:
+def _add_bonus(terms: LinearInputs, f: Forward, do: Tensor, grads: dict[str, Tensor]) -> None:
     """o_i has the term (q_i . (u k_i)) v_i."""
     assert terms.u is not None
     q, k, v, u = f.rows.reads[0], f.rows.writes[0], f.rows.v, f.span.by_head(terms.u)

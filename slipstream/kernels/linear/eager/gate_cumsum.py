@@ -40,7 +40,7 @@ def squares_of(scores: Tensor, side: int) -> Tensor:
     return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
-class Seam(NamedTuple):
+class Midpoint(NamedTuple):
     """Factors between the halves of each block, [n, m, side, K].
 
     after, before: exp of the gates from the seam to token i of the later half, with or without i's
@@ -58,14 +58,14 @@ class ChannelScan:
         self.g, self.sums = g, g  # sums: total of each block, [n, blocks, K]
         self.before, self.rest = torch.zeros_like(g), torch.zeros_like(g)
 
-    def up(self) -> Iterator[tuple[int, Seam]]:
+    def up(self) -> Iterator[tuple[int, Midpoint]]:
         """Sides 1, 2, ..., C/2, each with the factors of its seams."""
         side = 1
         while side < self.chunk:
             before = halves(self.before, side)[:, :, 1]
             rest = halves(self.rest, side)[:, :, 0]
             after = before + halves(self.g, side)[:, :, 1]
-            yield side, Seam(after.exp_(), before.exp(), rest.exp())
+            yield side, Midpoint(after.exp_(), before.exp(), rest.exp())
             sums = self.sums.view(self.sums.shape[0], -1, 2, self.width)
             before += sums[:, :, 0, None]
             rest += sums[:, :, 1, None]

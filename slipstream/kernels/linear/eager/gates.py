@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.eager.gate_cumsum import (
     ChannelScan,
-    Seam,
+    Midpoint,
     halves,
     slices,
     squares_of,
@@ -185,7 +185,7 @@ class ChannelGate:
         out = read * self.from_start[self.kinds[r] == "before"]
         return out if left is None else left @ out
 
-    def _later(self, reads: Rows, cut: slice, side: int, seam: Seam) -> list[Tensor]:
+    def _later(self, reads: Rows, cut: slice, side: int, seam: Midpoint) -> list[Tensor]:
         """The reads of the later halves, decayed from the seam, [n, m, side, K] each."""
         return [
             halves(read[cut], side)[:, :, 1] * (seam.before if kind == "before" else seam.after)

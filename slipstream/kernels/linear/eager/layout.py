@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 # Elements of one [n, C, K] tensor of a span; 2^18 and 2^19 are best of 2^17 to 2^21 (docs/log.md).
-SPAN_ELEMENTS = 1 << 19
+BLOCK_ELEMENTS = 1 << 19
 
 
 class Layout:
-    def __init__(self, terms: Terms, chunk: int) -> None:
+    def __init__(self, terms: LinearInputs, chunk: int) -> None:
         self.tokens, self.chunk, self.dtype = terms.q.shape[1], chunk, terms.dtype
         self.device = terms.q.device
         self.heads, self.state_shape = terms.v.shape[2], terms.state_shape
@@ -35,15 +35,15 @@ class Layout:
             self.batch, self.steps = 1, self.map.token.shape[0]
         self.rows = self.batch * self.heads
         width = max(terms.q.shape[-1], terms.v.shape[-1])
-        self.span_steps = max(1, SPAN_ELEMENTS // max(1, self.rows * chunk * width))
+        self.span_steps = max(1, BLOCK_ELEMENTS // max(1, self.rows * chunk * width))
 
-    def spans(self, *, reverse: bool = False) -> Iterator["Span"]:
+    def spans(self, *, reverse: bool = False) -> Iterator["ChunkBlock"]:
         starts = range(0, self.steps, self.span_steps)
         for start in reversed(starts) if reverse else starts:
-            yield Span(self, start, min(start + self.span_steps, self.steps))
+            yield ChunkBlock(self, start, min(start + self.span_steps, self.steps))
 
     def output(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """For Span.merge to fill: [B, T, ...], with a spare token at the end if packed."""
+        """For ChunkBlock.merge to fill: [B, T, ...], with a spare token at the end if packed."""
         spare = 0 if self.map is None else 1
         return torch.empty(shape[0], shape[1] + spare, *shape[2:], dtype=dtype, device=self.device)
 
@@ -78,7 +78,7 @@ class Carry:
         return Carry(self.S.clone(), None if self.ends is None else self.ends.clone())
 
 
-class Span:
+class ChunkBlock:
     """Steps `start` to `stop` - 1 of a layout."""
 
     def __init__(self, layout: Layout, start: int, stop: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 
 class Tokens(NamedTuple):
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
         return Tokens(*(None if x is None else x[t] for x in self[:-1]), u=self.u)  # type: ignore
 
 
-def gather(terms: Terms) -> Tokens:
+def gather(terms: LinearInputs) -> Tokens:
     B, T, HV = terms.v.shape[:3]
     group, dtype = HV // terms.q.shape[2], terms.dtype
 
@@ -97,7 +97,7 @@ def step(tok: Tokens, S: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor]:
 class Order:
     """Which state a token meets: sequences of a batch side by side, packed ones in turn."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: LinearInputs) -> None:
         self.tokens, self.shape, self.dtype = terms.q.shape[1], terms.state_shape, terms.dtype
         self.like: dict[str, Any] = {"dtype": self.dtype, "device": terms.q.device}
         self.map: ChunkMap | None = None
@@ -134,7 +134,7 @@ class Order:
         return S.view(self.shape) if self.map is None else ends[: self.shape[0]]
 
 
-def recurrent_forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def recurrent_forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
     order, tokens = Order(terms), gather(terms)
     B, T, HV, V = terms.v.shape

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.eager.recurrent import Order, Tokens, gather, step
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 
 SEGMENT = 64
 
 
 def recurrent_backward(
-    terms: Terms, do: Tensor | None, dfinal: Tensor | None, scale: float
+    terms: LinearInputs, do: Tensor | None, dfinal: Tensor | None, scale: float
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
     order, tokens = Order(terms), gather(terms)
     initial = order.ends(terms.initial_state)
-    kept = _kept_states(order, tokens, initial.clone())
+    kept = _saved_states(order, tokens, initial.clone())
     dends = order.ends(dfinal)
     dS = order.begin(dends)
     douts = torch.zeros_like(terms.v) if do is None else do
@@ -34,7 +34,7 @@ def recurrent_backward(
             met.append(order.enter(step(tokens.at(t), met[-1], in_place=False)[1], initial, t + 1))
         for t in reversed(range(start, stop)):
             dS = order.enter(dS, dends, t, reverse=True)
-            dS = _step_back(tokens.at(t), met.pop(), douts[t], dS, grads.at(t))
+            dS = _step_backward(tokens.at(t), met.pop(), douts[t], dS, grads.at(t))
             order.leave(dS, dends, t)
     out = _by_term(terms, grads)
     if terms.initial_state is not None:
@@ -42,7 +42,7 @@ def recurrent_backward(
     return out
 
 
-def _kept_states(order: Order, tokens: Tokens, ends: Tensor) -> list[Tensor]:
+def _saved_states(order: Order, tokens: Tokens, ends: Tensor) -> list[Tensor]:
     """The state that the first token of each segment meets."""
     kept, S = [], order.begin(ends)
     for t in range(order.tokens):
@@ -58,7 +58,7 @@ def _dot(row: Tensor, S: Tensor) -> Tensor:
     return torch.bmm(row.mT, S)
 
 
-def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) -> Tensor:
+def _step_backward(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) -> Tensor:
     """Gradient of the state before a token from that of the state after it; fills `grads`.
 
     Args:
@@ -116,7 +116,7 @@ def _step_back(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens) ->
     return before if through is None else before + through
 
 
-def _by_term(terms: Terms, grads: Tokens) -> dict[str, Tensor]:
+def _by_term(terms: LinearInputs, grads: Tokens) -> dict[str, Tensor]:
     """Back to the shapes of the terms, summed over the value heads that share a head."""
     B, T, HV = terms.v.shape[:3]
     out = {}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.layout import Carry, Span
+from slipstream.kernels.linear.eager.layout import Carry, ChunkBlock
 
 
 class Step(NamedTuple):
@@ -52,7 +52,7 @@ class Step(NamedTuple):
             out.baddbmm_(self.left.mT, x)
 
 
-def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
+def state_scan(step: Step, carry: Carry, span: ChunkBlock, *, reverse: bool) -> Tensor:
     """Walks the chunks of a span, from the last one if `reverse`, and leaves `carry` behind them.
 
     Returns:
@@ -71,7 +71,9 @@ def walk(step: Step, carry: Carry, span: Span, *, reverse: bool) -> Tensor:
     return states[come : come + span.steps].flatten(0, 1)
 
 
-def walk_in_place(step: Step, carry: Carry, span: Span, reads: Tensor | None) -> Tensor | None:
+def state_scan_in_place(
+    step: Step, carry: Carry, span: ChunkBlock, reads: Tensor | None
+) -> Tensor | None:
     """Walks forward keeping no states; what `reads` [M, G, C, K] see of them is [n, C, V]."""
     S, seen = carry.S, None
     if reads is not None:
@@ -85,7 +87,7 @@ def walk_in_place(step: Step, carry: Carry, span: Span, reads: Tensor | None) ->
     return None if seen is None else seen.flatten(0, 1)
 
 
-def _enter(S: Tensor, carry: Carry, span: Span, m: int, reverse: bool) -> Tensor:
+def _enter(S: Tensor, carry: Carry, span: ChunkBlock, m: int, reverse: bool) -> Tensor:
     """S, with the state of its own sequence in place of it where the chunk begins one."""
     if span.map is None:
         return S
@@ -95,7 +97,7 @@ def _enter(S: Tensor, carry: Carry, span: Span, m: int, reverse: bool) -> Tensor
     return S.copy_(torch.where(begins, own, S))
 
 
-def _leave(S: Tensor, carry: Carry, span: Span, m: int) -> None:
+def _leave(S: Tensor, carry: Carry, span: ChunkBlock, m: int) -> None:
     if span.map is not None:
         assert carry.ends is not None
         carry.ends.index_copy_(0, span.map.sequence[m : m + 1], S[None])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.eager.gate_cumsum import (
     ChannelScan,
-    Seam,
+    Midpoint,
     halves,
     slices,
     squares_of,
@@ -74,7 +74,7 @@ class ValueGate:
     def _seam(
         scan: ChannelScan,
         side: int,
-        seam: Seam,
+        seam: Midpoint,
         scores: Tensor,
         v: Tensor,
         do: Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.scalar_decay import schedule
 from slipstream.kernels.linear.sm90.vector_decay import schedule as vector_decay_schedule
 from slipstream.kernels.linear.triton.plan import kind
@@ -14,22 +14,22 @@ _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kerne
 CHUNK = 64
 TILE_V = 64
 # Value heads of all sequences from which on the delta rule goes back in one walk, a program each.
-FUSED = 96
+FUSED_BWD_MIN_HEADS = 96
 # Where they are fewer, segments of all heads that go back at once, one a multiprocessor, and chunks
 # of one, at least.
 PROGRAMS, LEAST = 132, 2
 
 
-def per_channel(terms: Terms) -> bool:
+def per_channel(terms: LinearInputs) -> bool:
     """Whether the kernels of decays per channel, and of free a and b, take it."""
     return terms.transition == "dplr" or (terms.transition == "delta" and terms.decay == "channel")
 
 
-def refuses(terms: Terms) -> str | None:
+def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the kernels in Gluon can't take a call, or None if they can."""
     if terms.transition == "none":
         plan = vector_decay_schedule if vector_decay_schedule.takes(terms) else schedule
-        return plan.refuses(terms)
+        return plan.unsupported_reason(terms)
     q, v = terms.q, terms.v
     if reason := sm90_unsupported(q):
         return reason
@@ -47,26 +47,26 @@ def refuses(terms: Terms) -> str | None:
     tokens = q.shape[0] * q.shape[1]
     if not tokens or (tokens + CHUNK * terms.sequences) * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
-    return guarded_launch.objection(lambda: kind(terms, "sm90"), q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)
 
 
-def in_one_walk(terms: Terms) -> bool:
+def uses_fused_bwd(terms: LinearInputs) -> bool:
     """Whether these kernels take a delta rule's backward in one walk of whole sequences
     (delta_back.py)."""
     if terms.transition != "delta" or terms.decay == "channel":
         return False
     HV, V = terms.v.shape[2:]
-    return V <= 128 and HV * terms.sequences >= FUSED
+    return V <= 128 and HV * terms.sequences >= FUSED_BWD_MIN_HEADS
 
 
-def segments(terms: Terms) -> int:
+def num_segments(terms: LinearInputs) -> int:
     """How many segments of a sequence, about, these kernels take a delta rule's backward in, each
     in one walk (delta_cut.py); 1 where they don't."""
     if terms.transition != "delta" or terms.decay == "channel":
         return 1
     T, HV, V = terms.v.shape[1:]
     heads = HV * terms.sequences
-    if V != 2 * TILE_V or not 0 < heads < FUSED:
+    if V != 2 * TILE_V or not 0 < heads < FUSED_BWD_MIN_HEADS:
         return 1
     chunks = T // CHUNK // (1 if terms.cu_seqlens is None else terms.sequences)
     return max(1, min(PROGRAMS // heads, chunks // LEAST))

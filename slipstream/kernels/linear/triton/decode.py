@@ -34,7 +34,7 @@ _SIZES = ["T", "H", "HV", "slots", *(f"row_{x}" for x in "qkvgpab"), "row_gv", "
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def linear_step_kernel(
+def linear_decode_kernel(
     q_ptr,  # [tokens, H, K]; so are k, p, a, b
     k_ptr,
     v_ptr,  # [tokens, HV, V]; so is gv

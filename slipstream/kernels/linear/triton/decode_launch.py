@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.decode import linear_step_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.decode import linear_decode_kernel
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 
 @dataclass(frozen=True)
-class StepTile:
+class DecodeTile:
     """BV columns of the state a program, at most."""
 
     BV: int
@@ -26,15 +26,15 @@ class StepTile:
 
 # BK -> tile. 32 columns are 128 bytes of a row of the state; 32 numbers a thread.
 TILES = {
-    16: StepTile(32, 1),
-    32: StepTile(32, 1),
-    64: StepTile(32, 2),
-    128: StepTile(32, 4),
-    256: StepTile(32, 8),
+    16: DecodeTile(32, 1),
+    32: DecodeTile(32, 1),
+    64: DecodeTile(32, 2),
+    128: DecodeTile(32, 4),
+    256: DecodeTile(32, 8),
 }
 
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     state = terms.initial_state
@@ -44,7 +44,7 @@ def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def update(
-    terms: Terms, state: Tensor, indices: Tensor | None, scale: float, l2_norm: bool
+    terms: LinearInputs, state: Tensor, indices: Tensor | None, scale: float, l2_norm: bool
 ) -> Tensor:
     """o; sequence n's state [K, V], state[indices[n]] or state[n], becomes that after its tokens.
 
@@ -79,7 +79,7 @@ def _rows(x: Tensor | None, B: int, T: int) -> tuple[Tensor | None, int]:
 
 
 def _launch(
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
     s_in: Tensor | None,
     s_out: Tensor,
@@ -108,8 +108,8 @@ def _launch(
     if s_in is not s_out:
         in_slot, in_head = (0, 0) if s_in is None else s_in.stride()[:2]
         in_v_first = s_in is not None and not _rows_first(s_in)
-    with on(o.device):
-        kept(linear_step_kernel)[-(-V // BV) * HV * terms.sequences,](
+    with device_of(o.device):
+        cached(linear_decode_kernel)[-(-V // BV) * HV * terms.sequences,](
             q,
             k,
             v,

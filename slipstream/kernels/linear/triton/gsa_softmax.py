@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 # Elements of a program, at least a row.
 BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["R"])
-def slot_softmax_fwd_kernel(
+def gsa_softmax_fwd_kernel(
     x_ptr,  # [R, M]
     p_ptr,  # [R, M]
     R,
@@ -42,7 +42,7 @@ def slot_softmax_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
-def slot_softmax_bwd_kernel(
+def gsa_softmax_bwd_kernel(
     p_ptr,  # [R, M]
     dp_ptr,  # [R, M]
     dx_ptr,  # [R, M], which may be dp
@@ -66,12 +66,12 @@ def slot_softmax_bwd_kernel(
 
 def softmax(x: Tensor, p: Tensor) -> None:
     """Both contiguous, of one shape; p is written."""
-    _launch(slot_softmax_fwd_kernel, x, p)
+    _launch(gsa_softmax_fwd_kernel, x, p)
 
 
 def softmax_backward(p: Tensor, dp: Tensor) -> None:
     """dp becomes the gradient of the scores."""
-    _launch(slot_softmax_bwd_kernel, p, dp, dp)
+    _launch(gsa_softmax_bwd_kernel, p, dp, dp)
 
 
 def _launch(kernel: Any, *tensors: Tensor) -> None:
@@ -80,6 +80,6 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
     BM = triton.next_power_of_2(M)
     BR = max(1, BLOCK // BM)
     rows = x.numel() // M
-    launch: Any = kept(kernel)[(-(-rows // BR),)]
-    with on(x.device):
+    launch: Any = cached(kernel)[(-(-rows // BR),)]
+    with device_of(x.device):
         launch(*tensors, rows, M=M, BM=BM, BR=BR, num_warps=4)

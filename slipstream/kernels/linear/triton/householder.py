@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 # Elements of a program, at least a row; and rows at most.
 BLOCK, ROWS = 2048, 1024
@@ -33,7 +33,7 @@ def _rows(block, heads, n, BR: tl.constexpr):
 
 
 @triton.jit
-def _spread(
+def _interleave(
     x_ptr, y_ptr, block, tokens, heads, n, at, W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
 ):
     o_x, o_y = _rows(block, heads, n, BR)
@@ -46,7 +46,7 @@ def _spread(
 
 
 @triton.jit
-def _take(
+def _deinterleave(
     y_ptr, x_ptr, block, tokens, heads, n, at, W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
 ):
     o_x, o_y = _rows(block, heads, n, BR)
@@ -57,7 +57,7 @@ def _take(
 
 
 @triton.jit(do_not_specialize=["blocks", "before", "tokens", "H", "HV", "n"])
-def steps_spread_kernel(
+def householder_interleave_kernel(
     q_ptr,  # [tokens, H, K]
     g_ptr,  # [tokens, HV], or None
     do_ptr,  # [tokens, HV, V], or None
@@ -82,16 +82,16 @@ def steps_spread_kernel(
     for g, and ceil(tokens * HV / BD) for do."""
     pid = tl.program_id(0)
     if pid < blocks:
-        _spread(q_ptr, qs_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
+        _interleave(q_ptr, qs_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
     elif pid < before:
         if g_ptr is not None:
-            _spread(g_ptr, gs_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
+            _interleave(g_ptr, gs_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
     elif do_ptr is not None:
-        _spread(do_ptr, dos_ptr, pid - before, tokens, HV, n, n - 1, V, BV, BD)
+        _interleave(do_ptr, dos_ptr, pid - before, tokens, HV, n, n - 1, V, BV, BD)
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens", "H", "HV", "n"])
-def steps_take_kernel(
+def householder_deinterleave_kernel(
     qs_ptr,  # [tokens * n, H, K]
     gs_ptr,  # [tokens * n, HV], or None
     q_ptr,  # [tokens, H, K]
@@ -109,12 +109,12 @@ def steps_take_kernel(
     """grid (blocks + ceil(tokens * HV / BG),): blocks = ceil(tokens * H / BR) for q."""
     pid = tl.program_id(0)
     if pid < blocks:
-        _take(qs_ptr, q_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
+        _deinterleave(qs_ptr, q_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
     elif gs_ptr is not None:
-        _take(gs_ptr, g_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
+        _deinterleave(gs_ptr, g_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
 
 
-def spread(
+def interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [B, T, H, K] and do [B, T, HV, V] at the last, g [B, T, HV] at the first of n steps."""
@@ -129,8 +129,8 @@ def spread(
     blocks = -(-B * T * H // BR)
     before = blocks + (0 if g is None else -(-B * T * HV // ROWS))
     more = 0 if do is None else -(-B * T * HV // BD)
-    launch: Any = kept(steps_spread_kernel)[(before + more,)]
-    with on(q.device):
+    launch: Any = cached(householder_interleave_kernel)[(before + more,)]
+    with device_of(q.device):
         launch(
             *given, *made, blocks, before, B * T, H, HV, n,
             K=K, V=V, BK=BK, BV=BV, BR=BR, BD=BD, BG=ROWS, num_warps=4,
@@ -140,13 +140,13 @@ def spread(
     return qs, gs, dos
 
 
-def take(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
+def deinterleave(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
     """to [B, T, H, K] of q [B, T n, H, K], g_to [B, T, HV] of g [B, T n, HV]; all contiguous."""
     (B, T, H, K), HV = to.shape, 0 if g is None else g.shape[2]
     BK, BR = _tile(K)
     blocks, more = -(-B * T * H // BR), -(-B * T * HV // ROWS)
-    launch: Any = kept(steps_take_kernel)[(blocks + more,)]
-    with on(q.device):
+    launch: Any = cached(householder_deinterleave_kernel)[(blocks + more,)]
+    with device_of(q.device):
         launch(
             q, g, to, g_to, blocks, B * T, H, HV, n,
             K=K, BK=BK, BR=BR, BG=ROWS, num_warps=4,

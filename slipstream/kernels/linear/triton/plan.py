@@ -2,31 +2,31 @@
 
 import torch
 
-from slipstream.compiler.compiler_state import Kind, of_device
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.compiler.compiler_state import KernelKey, arch_of_device
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
-from slipstream.runtime.backends import unfit
+from slipstream.runtime.backends import triton_unsupported
 
-WIDEST = 256
-LITTLE = 1 << 16  # bytes of shared memory, of sm_75
+MAX_HEAD_DIM = 256
+UNTRANSPOSED_MAX_BYTES = 1 << 16  # bytes of shared memory, of sm_75
 
 
-def refuses(terms: Terms) -> str | None:
+def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the kernels can't take this call, or None if they can."""
-    if reason := unfit(terms.q, "q"):
+    if reason := triton_unsupported(terms.q, "q"):
         return reason
     if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
         return "q, k and v differ in dtype"
-    if max(terms.q.shape[-1], terms.v.shape[-1]) > WIDEST:
-        return f"K and V may be at most {WIDEST}"
+    if max(terms.q.shape[-1], terms.v.shape[-1]) > MAX_HEAD_DIM:
+        return f"K and V may be at most {MAX_HEAD_DIM}"
     if reason := _unwritten(terms) or _without_room(terms):
         return reason
-    return guarded_launch.objection(lambda: kind(terms), terms.q.device)
+    return guarded_launch.known_failure(lambda: kind(terms), terms.q.device)
 
 
-def _unwritten(terms: Terms) -> str | None:
+def _unwritten(terms: LinearInputs) -> str | None:
     if only_by_token(terms):
         return None
     if any(x is not None and x.dtype != terms.q.dtype for x in (terms.a, terms.b)):
@@ -40,19 +40,19 @@ def _unwritten(terms: Terms) -> str | None:
     return None
 
 
-def _without_room(terms: Terms) -> str | None:
+def _without_room(terms: LinearInputs) -> str | None:
     """Of float32, whose chunks are 16 tokens at least, and whose programs have all channels."""
     if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
         return None
     if max(terms.q.shape[-1], terms.v.shape[-1]) <= 128:
         return None
-    arch = of_device(terms.q.device)
-    if arch.shared > LITTLE:
+    arch = arch_of_device(terms.q.device)
+    if arch.shared > UNTRANSPOSED_MAX_BYTES:
         return None
     return f"float32 of more than 128 channels wants more shared memory than {arch.name} has"
 
 
-def kind(terms: Terms, impl: str = "triton", by_token: bool = False) -> Kind:
+def kind(terms: LinearInputs, impl: str = "triton", by_token: bool = False) -> KernelKey:
     """What a verdict on the kernels of a call holds for."""
     q, v = terms.q, terms.v
     if by_token or only_by_token(terms):
@@ -63,7 +63,7 @@ def kind(terms: Terms, impl: str = "triton", by_token: bool = False) -> Kind:
     return (f"linear.{impl}", terms.transition, terms.decay, *width, packed, *extra)
 
 
-def only_by_token(terms: Terms) -> bool:
+def only_by_token(terms: LinearInputs) -> bool:
     """Whether only the step kernel takes these terms: no kernel takes them in chunks."""
     if terms.beta is not None and terms.beta.dim() == 4:
         return True

@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 BLOCK = 1024
 ALIGNED = 4  # int32 of 16 bytes: where the offsets of a span begin
 
 
 @triton.jit(do_not_specialize=["N", "each", "stride"])
-def span_offsets_kernel(
+def slice_offsets_kernel(
     cu_ptr,  # [N + 1]
     local_ptr,  # [spans, stride]
     crossing_ptr,  # [spans]
@@ -48,7 +48,7 @@ def span_offsets_kernel(
 
 
 @triton.jit(do_not_specialize=["i", "size"])
-def keep_state_kernel(
+def save_carry_kernel(
     states_ptr,  # [N, size]
     mark_ptr,  # [size]
     crossing_ptr,  # [spans]
@@ -63,7 +63,7 @@ def keep_state_kernel(
 
 
 @triton.jit(do_not_specialize=["i", "spans", "size"])
-def meet_state_kernel(
+def load_carry_kernel(
     met_ptr,  # [N, size]
     begins_ptr,  # [N, size]
     marks_ptr,  # [spans - 1, size]
@@ -94,7 +94,7 @@ def meet_state_kernel(
         tl.store(met_ptr + row + o, tl.load(marks_ptr + at + o, mask=m), mask=m)
 
 
-class Borders(NamedTuple):
+class TritonVarlenSlices(NamedTuple):
     """Of the spans that packed sequences are cut into."""
 
     local: list[Tensor]  # [N + 1] of each span: cu_seqlens
@@ -103,8 +103,8 @@ class Borders(NamedTuple):
     def keep(self, states: Tensor, mark: Tensor, i: int) -> None:
         """mark [1, HV, K, V] is written: of states [N, HV, K, V], what crosses into span i."""
         size = mark.numel()
-        launch: Any = kept(keep_state_kernel)[(-(-size // BLOCK),)]
-        with on(mark.device):
+        launch: Any = cached(save_carry_kernel)[(-(-size // BLOCK),)]
+        with device_of(mark.device):
             launch(states, mark, self.crossing, i, size, BLOCK=BLOCK, num_warps=4)
 
     def meet(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
@@ -115,21 +115,21 @@ class Borders(NamedTuple):
             marks: of keep, of all borders.
         """
         spans, size = len(self.local), met[0].numel()
-        launch: Any = kept(meet_state_kernel)[(-(-size // BLOCK),)]
+        launch: Any = cached(load_carry_kernel)[(-(-size // BLOCK),)]
         flags: dict[str, Any] = {"HAS_BEGINS": begins is not None, "BLOCK": BLOCK, "num_warps": 4}
-        with on(met.device):
+        with device_of(met.device):
             launch(met, begins, marks, self.crossing, i, spans, size, **flags)
 
 
-def borders(cu_seqlens: Tensor, spans: Sequence[slice]) -> Borders:
+def make_varlen_slices(cu_seqlens: Tensor, spans: Sequence[slice]) -> TritonVarlenSlices:
     """spans: of as many tokens each, but for the last."""
     N, count = cu_seqlens.shape[0] - 1, len(spans)
     stride = -(-(N + 1) // ALIGNED) * ALIGNED
     make: dict[str, Any] = {"dtype": torch.int32, "device": cu_seqlens.device}
     local = torch.empty(count, stride, **make)
     crossing = torch.empty(count, **make)
-    launch: Any = kept(span_offsets_kernel)[(count,)]
-    with on(cu_seqlens.device):
+    launch: Any = cached(slice_offsets_kernel)[(count,)]
+    with device_of(cu_seqlens.device):
         launch(
             cu_seqlens.contiguous(),
             local,
@@ -140,4 +140,4 @@ def borders(cu_seqlens: Tensor, spans: Sequence[slice]) -> Borders:
             BLOCK=256,
             num_warps=4,
         )
-    return Borders([local[i, : N + 1] for i in range(count)], crossing)
+    return TritonVarlenSlices([local[i, : N + 1] for i in range(count)], crossing)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slipstream.kernels.loss.triton import launch
 from slipstream.kernels.loss.triton.kl_div import kl_div_kernel
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 
 def kl_div(
@@ -26,8 +26,8 @@ def kl_div(
     """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
     N, V = s.shape
     BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
-    with on(s.device):
-        kept(kl_div_kernel)[(N,)](
+    with device_of(s.device):
+        cached(kl_div_kernel)[(N,)](
             s, t, live, weight, loss, grad, s.stride(0), t.stride(0),
             0 if grad is None else grad.stride(0),
             0 if weight is None or weight.dim() == 0 else weight.stride(0), temperature,

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.loss.reference import Terms
+from slipstream.kernels.loss.reference import LossInputs
 from slipstream.kernels.loss.triton.cross_entropy import (
     cross_entropy_kernel,
     inverse_count_kernel,
     scale_kernel,
     total_kernel,
 )
-from slipstream.runtime.backends import on, processors
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, slots_for
 
 # largest V, columns of a block, warps: 32 elements a thread, whose loads are all on their way
@@ -44,7 +44,7 @@ class Shard(NamedTuple):
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    terms: Terms,
+    terms: LossInputs,
     *,
     loss: Tensor | None = None,
     lse: Tensor | None = None,
@@ -64,8 +64,8 @@ def cross_entropy(
     N, V = logits.shape
     BV, warps = next((BV, warps) for most, BV, warps in TILES if most >= V)
     size = V if shard is None else shard.size
-    with on(logits.device):
-        kept(cross_entropy_kernel)[(N,)](
+    with device_of(logits.device):
+        cached(cross_entropy_kernel)[(N,)](
             logits,
             target,
             weight,
@@ -99,8 +99,8 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
     """1 / how many targets count, float32 []. With a size it also looks for those outside."""
     out = torch.empty((), dtype=torch.float32, device=target.device)
     slots = None if size is None else slots_for(target)
-    with on(target.device):
-        kept(inverse_count_kernel)[(1,)](
+    with device_of(target.device):
+        cached(inverse_count_kernel)[(1,)](
             target, out, slots, target.shape[0], ignore_index, size or 0, NAMES.index("target"),
             4096, num_warps=8,
         )  # fmt: skip
@@ -110,17 +110,17 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
 def total(x: Tensor, factor: Tensor | None) -> Tensor:
     """sum(x) * factor, float32 []; x [N] float32, factor [] float32, None is 1."""
     out = torch.empty((), dtype=torch.float32, device=x.device)
-    with on(x.device):
-        kept(total_kernel)[(1,)](x, factor, out, x.shape[0], 4096, num_warps=8)
+    with device_of(x.device):
+        cached(total_kernel)[(1,)](x, factor, out, x.shape[0], 4096, num_warps=8)
     return out
 
 
 def scale_(x: Tensor, s: Tensor) -> Tensor:
     """x *= s in place, s [] on the device; almost free if s is 1."""
     s = s.to(torch.float32)
-    with on(x.device):
-        programs = min(processors(x.get_device()) * 8, -(-x.numel() // 2048))
-        kept(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
+    with device_of(x.device):
+        programs = min(sm_count(x.get_device()) * 8, -(-x.numel() // 2048))
+        cached(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
     return x
 
 
@@ -130,7 +130,7 @@ def linear_rows(
     bias: Tensor | None,
     target: Tensor,
     dloss: Tensor | None,
-    terms: Terms,
+    terms: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [N] float32, and with `grads` dhidden [N, D], dweight [V, D], dbias [V] in the dtypes of

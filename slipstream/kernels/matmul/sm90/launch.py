@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.matmul.config import TMA_BYTES, MatmulConfig
-from slipstream.kernels.matmul.inputs import Terms, row_by_row, tma_swaps
+from slipstream.kernels.matmul.inputs import MatmulInputs, row_by_row, tma_swaps
 from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.backends import on, processors
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime.launch_cache import cached
 
 _GLUON = {
     torch.float16: gl.float16,
@@ -30,7 +30,7 @@ _GLUON = {
 REGISTERS = 168
 
 
-def matmul(t: Terms, c: MatmulConfig) -> Tensor:
+def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     """out [M, N]."""
     (M, K), N = t.a.shape, t.b.shape[1]
     out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
@@ -49,8 +49,8 @@ def matmul(t: Terms, c: MatmulConfig) -> Tensor:
     levels = max((BN * out.element_size() // TMA_BYTES).bit_length() - 1, 0)
     part = (BN >> levels, 64) if swapped else (64, BN >> levels)
     tiles = -(-M // 128) * -(-N // BN)
-    with on(out.device):
-        kept(matmul_sm90_kernel)[(min(tiles, processors(out.get_device())),)](
+    with device_of(out.device):
+        cached(matmul_sm90_kernel)[(min(tiles, sm_count(out.get_device())),)](
             _descriptor(left, (BK, 64) if left_t else (64, BK)),
             _descriptor(right, (BK, BN) if right_t else (BN, BK)),
             _descriptor(out, part),

@@ -5,17 +5,17 @@ float32 where K is split in S, and a copy of a factor neither of whose strides i
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.config import MOST_SPLITS, MatmulConfig
-from slipstream.kernels.matmul.inputs import Terms
+from slipstream.kernels.matmul.config import MAX_SPLIT_K, MatmulConfig
+from slipstream.kernels.matmul.inputs import MatmulInputs
 from slipstream.kernels.matmul.triton.matmul import matmul_kernel, matmul_sum_kernel
-from slipstream.runtime.backends import INTERPRETED, on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import INTERPRETED, device_of
+from slipstream.runtime.launch_cache import cached
 
 # elements of a row that one program of matmul_sum_kernel adds up, by 4 warps
 SUMMED = 512
 
 
-def matmul(t: Terms, c: MatmulConfig) -> Tensor:
+def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     """out [M, N]."""
     (M, K), N = t.a.shape, t.b.shape[1]
     out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
@@ -39,8 +39,8 @@ def matmul(t: Terms, c: MatmulConfig) -> Tensor:
     if S > 1:
         during, to, f = (None,) * 4, out.new_empty(S, M, N, dtype=torch.float32), ""
     early = S > 1 and _overlaps(a.device)
-    with on(a.device):
-        kept(matmul_kernel)[(tiles, S)](
+    with device_of(a.device):
+        cached(matmul_kernel)[(tiles, S)](
             a, b, *during, to, M, N, K,
             a.stride(0 if not a_t else 1), b.stride(0 if not b_t else 1), *strides,
             c.block_m, c.block_n, c.block_k, c.group_m, a_t, b_t,
@@ -48,9 +48,9 @@ def matmul(t: Terms, c: MatmulConfig) -> Tensor:
             num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip
         if S > 1:
-            kept(matmul_sum_kernel)[(M, -(-N // SUMMED))](
+            cached(matmul_sum_kernel)[(M, -(-N // SUMMED))](
                 to, *after, out, M, N, S, *strides,
-                1, SUMMED, MOST_SPLITS, N % 16 == 0, early, t.activation,
+                1, SUMMED, MAX_SPLIT_K, N % 16 == 0, early, t.activation,
                 num_warps=4, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return out

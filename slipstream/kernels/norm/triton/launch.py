@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm.inputs import Norm, h_dtype, stats_shape, stores_h
+from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, stores_h
 from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import (
     norm_bwd_kernel,
@@ -20,8 +20,8 @@ from slipstream.kernels.norm.triton.norm import (
     norm_fwd_kernel,
     norm_sums_kernel,
 )
-from slipstream.runtime.backends import on, processors, shared_memory
-from slipstream.runtime.launch_cache import Found, found, kept
+from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count
+from slipstream.runtime.launch_cache import CompiledEntry, cached, wrap_compiled
 
 # Partial sums that norm_dweight_kernel adds up at once: more than there mostly are, so that it
 # waits for memory but once.
@@ -40,7 +40,7 @@ class Grads(NamedTuple):
 
 @cache
 def _tile(index: int, D: int, bytes_each: int, backward: bool, **options: bool) -> tiles.Tile:
-    tile = tiles.choose(D, bytes_each, shared_memory(index), backward, **options)
+    tile = tiles.choose(D, bytes_each, shared_memory_bytes(index), backward, **options)
     # AMD's warps have 64 threads, of which a program takes 1024
     return replace(tile, warps=min(tile.warps, 16)) if torch.version.hip else tile
 
@@ -50,7 +50,7 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
     count = -(-rows // tile.BR)
     if tile.per_processor == 0:
         return count
-    most = max(processors(index) * tile.per_processor // groups, 1)
+    most = max(sm_count(index) * tile.per_processor // groups, 1)
     rounds = max(-(-count // most), 1)
     return max(-(-count // rounds), 1)
 
@@ -62,7 +62,7 @@ class _Forward:
     inputs, if all tensors begin at multiples of 16 bytes, which is what it was compiled for.
     """
 
-    def __init__(self, x: Tensor, residual: Tensor | None, n: Norm, save: bool) -> None:
+    def __init__(self, x: Tensor, residual: Tensor | None, n: NormOptions, save: bool) -> None:
         groups, width = n.groups or 1, x.shape[-1]
         D, self.R = width // groups, x.numel() // width
         wide = h_dtype(x, residual, n)
@@ -89,7 +89,7 @@ class _Forward:
             wide == x.dtype,
             tile.lean,
         )
-        self.found: Found | None = None
+        self.found: CompiledEntry | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         places = 0
@@ -101,22 +101,22 @@ class _Forward:
             return
         compiled = norm_fwd_kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
         if places % 16 == 0:
-            self.found = found(compiled)
+            self.found = wrap_compiled(compiled)
 
 
 _FORWARD: dict[tuple, _Forward] = {}
 # Shapes are few, but a server's lengths are not: past this it starts anew.
-_MOST = 4096
+_MAX_ENTRIES = 4096
 
 
 def _forward_of(
-    x: Tensor, residual: Tensor | None, n: Norm, save: bool, *others: Tensor | None
+    x: Tensor, residual: Tensor | None, n: NormOptions, save: bool, *others: Tensor | None
 ) -> _Forward:
     given = (residual, *others)
     key = (x.shape, x.dtype, x.get_device(), n, save, *(t if t is None else t.dtype for t in given))
     forward = _FORWARD.get(key)
     if forward is None:
-        if len(_FORWARD) >= _MOST:
+        if len(_FORWARD) >= _MAX_ENTRIES:
             _FORWARD.clear()
         forward = _FORWARD[key] = _Forward(x, residual, n, save)
     return forward
@@ -128,7 +128,7 @@ def forward(
     bias: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    n: Norm,
+    n: NormOptions,
     save: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where it is neither x nor dropped, and if `save` the statistics for backward."""
@@ -141,7 +141,7 @@ def forward(
         stats = torch.empty(run.stats, dtype=torch.float32, device=x.device)
     residual = None if residual is None else residual.contiguous()
     gate = None if gate is None else gate.contiguous()
-    with on(x.device):
+    with device_of(x.device):
         run(x, residual, weight, bias, gate, y, h, stats)
     return y, h, stats
 
@@ -155,7 +155,7 @@ def backward(
     gate: Tensor | None,
     stats: Tensor | None,
     residual_dtype: torch.dtype | None,
-    n: Norm,
+    n: NormOptions,
     needs_weight: bool,
     needs_bias: bool,
 ) -> Grads:
@@ -177,15 +177,15 @@ def backward(
     dgate = None if gate is None else torch.empty_like(gate)
     parts = torch.empty(needs_weight + needs_bias, P, width, dtype=torch.float32, device=device)
     gated = {"SILU": n.activation == "silu", "GATE_FIRST": n.gate_first}
-    with on(device):
+    with device_of(device):
         sums = None
         if blocks > 1:
             sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
-            kept(norm_sums_kernel)[(R * groups,)](
+            cached(norm_sums_kernel)[(R * groups,)](
                 dy, h, weight, gate, stats, sums, R, groups, D, tiles.SUMS.widest, n.centre,
                 n.zero_centered, **gated, STAGES=tiles.SUMS.stages, num_warps=tiles.SUMS.warps,
             )  # fmt: skip
-        kept(norm_bwd_kernel)[(P, blocks, groups)](
+        cached(norm_bwd_kernel)[(P, blocks, groups)](
             dy,
             dh,
             h,
@@ -215,7 +215,7 @@ def backward(
         dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
         dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
         if parts.shape[0]:
-            kept(norm_dweight_kernel)[(-(-width // 32), parts.shape[0])](
+            cached(norm_dweight_kernel)[(-(-width // 32), parts.shape[0])](
                 parts, dweight, dbias, P, width, SUMMED, 32, num_warps=16
             )
     return Grads(dx, dr, dweight, dbias, dgate)

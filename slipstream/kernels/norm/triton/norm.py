@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 # Columns up to which w and b are in registers while a row's sums are awaited, and between rows.
-KEPT = tl.constexpr(8192)
+SAVED = tl.constexpr(8192)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _load_z(
 
 
 @triton.jit
-def _again(b_x, b_rstd):
+def _recompute(b_x, b_rstd):
     """x as float32 once more, by way of a 0 that is not known before rstd is: the compiler would
     convert it once, and keep that."""
     zero = (b_rstd.to(tl.int32, bitcast=True) >> 31).to(tl.int16)
@@ -138,16 +138,16 @@ def norm_fwd_kernel(
         else:
             b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o, m, SILU, GATE_FIRST, ROUND)
         b_g = _load_last(gate_ptr, o, m, GATE_FIRST)
-        if BD <= KEPT:
+        if BD <= SAVED:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
         if CENTRE:
             b_mean = tl.sum(b_z, 1) / D
             b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
         b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / N + eps)
-        if BD > KEPT:
+        if BD > SAVED:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
         if LEAN:
-            b_z = _again(b_x, b_rstd[:, None])
+            b_z = _recompute(b_x, b_rstd[:, None])
         _store_y(y_ptr, b_g, b_z * b_rstd[:, None], b_w, b_b, o, m, SILU)
     else:
         if CENTRE:
@@ -250,7 +250,7 @@ def norm_bwd_kernel(
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     rows = R.to(tl.int64) * G
-    if BD <= KEPT:
+    if BD <= SAVED:
         b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, m_d, ZERO_CENTERED)
     b_dw = tl.zeros([BR, BD], tl.float32)
     b_db = tl.zeros([BR, BD], tl.float32)
@@ -263,7 +263,7 @@ def norm_bwd_kernel(
         b_rstd, b_mean = tl.zeros([BR], tl.float32), tl.zeros([BR], tl.float32)
         if stats_ptr is not None:
             b_rstd, b_mean = _load_stats(stats_ptr, row, m_r, rows, CENTRE)
-        if BD > KEPT:
+        if BD > SAVED:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, m_d, ZERO_CENTERED)
         b_dy, b_dz, b_u, b_d, b_h, b_f, b_df, b_rstd = _load_terms(
             dy_ptr, h_ptr, gate_ptr, stats_ptr, o, m, b_w, b_rstd, b_mean, eps, SILU, GATE_FIRST

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import SLOTS, slots_for
 from slipstream.runtime.token_ids_kernel import last_length, report
 
@@ -57,8 +57,8 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     BR = ELEMENTS // BD
     R = BR * -(-N // (BR * SLOTS))
     slots = slots_for(ids)
-    with on(weight.device):
-        kept(embedding_kernel)[(-(-N // R), -(-D // BD))](
+    with device_of(weight.device):
+        cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
             ids, weight, y, slots, weight.stride(0), N, R, V, last_length(ids), D, BR, BD,
             num_warps=4,
         )  # fmt: skip

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 COLUMNS, ELEMENTS, WARPS = 1024, 2048, 8
 
@@ -100,8 +100,8 @@ def _run(
     BD = min(1 << (D - 1).bit_length(), COLUMNS)
     BR = ELEMENTS // BD
     stride = 0 if up is None else up.stride(0)
-    with on(gate.device):
-        kept(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
+    with device_of(gate.device):
+        cached(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
             gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=WARPS
         )
 

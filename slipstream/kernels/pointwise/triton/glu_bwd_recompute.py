@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.pointwise.triton.glu import COLUMNS, ELEMENTS, _activation, _rows
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 
 @triton.jit(do_not_specialize=["R"])
-def glu_again_kernel(
+def glu_bwd_recompute_kernel(
     gate_ptr, up_ptr, dh_ptr, dgate_ptr, dup_ptr, gate_stride, up_stride, R,
     F: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,9 @@ def glu_again_kernel(
     tl.store(p_dh, b_h.to(dh_ptr.dtype.element_ty), mask=m)
 
 
-def glu_again(dh: Tensor, gate: Tensor, up: Tensor | None, f: str) -> tuple[Tensor, Tensor | None]:
+def glu_bwd_recompute(
+    dh: Tensor, gate: Tensor, up: Tensor | None, f: str
+) -> tuple[Tensor, Tensor | None]:
     """dgate, dup; dh is contiguous and becomes h."""
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = None if up is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -53,8 +55,8 @@ def glu_again(dh: Tensor, gate: Tensor, up: Tensor | None, f: str) -> tuple[Tens
     BD = min(1 << (D - 1).bit_length(), COLUMNS)
     BR = ELEMENTS // BD
     stride = 0 if up is None else up.stride(0)
-    with on(gate.device):
-        kept(glu_again_kernel)[(-(-R // BR) * -(-D // BD),)](
+    with device_of(gate.device):
+        cached(glu_bwd_recompute_kernel)[(-(-R // BR) * -(-D // BD),)](
             gate, up, dh, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=4
         )
     return dgate, dup

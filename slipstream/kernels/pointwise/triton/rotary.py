@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, SLOTS, slots_for
 from slipstream.runtime.token_ids_kernel import report
 
@@ -92,8 +92,8 @@ def turn(
     BH = max(min(1 << (H - 1).bit_length(), ELEMENTS // BP), 1)
     stride_cos = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
     stride_position = T if positions is not None and positions.shape[0] > 1 else 0
-    with on(x.device):
-        kept(rotary_kernel)[(B * T, -(-H // BH))](
+    with device_of(x.device):
+        cached(rotary_kernel)[(B * T, -(-H // BH))](
             x, cos, sin, positions, y, None if positions is None else slots_for(positions),
             *x.stride()[:3], stride_cos, stride_position, T, cos.shape[0], H, D, HALF, BH, BP,
             interleaved, back, SLOTS, NAMES.index("positions"), num_warps=4,

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 COLUMNS = 1024
 ELEMENTS = 4096
@@ -89,8 +89,8 @@ def shift(
     BD = min(1 << (D - 1).bit_length(), COLUMNS)
     BT = ELEMENTS // BD
     blocks = -(-B * T // BT)
-    with on(x.device):
-        kept(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
+    with device_of(x.device):
+        cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
             x, edge, cu_seqlens, y, end, *x.stride()[:2], T, N, B * T, blocks, N.bit_length(),
             D, BT, BD, back, num_warps=4,
         )  # fmt: skip

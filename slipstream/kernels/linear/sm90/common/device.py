@@ -15,17 +15,19 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def place(cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr):
+def locate_sequence(
+    cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+):
     """First token of a slot's sequence or segment, its tokens, the slot of its first chunk.
 
     As the portable find_segment, find_chunk.
     """
-    begin, length, first, _, _, _ = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, _, _, _ = locate_segment(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     return begin, length, first
 
 
 @gluon.jit
-def place_in(
+def locate_segment(
     cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
     """That, the sequence, the number in it of the segment, and whether that is the last one; a slot
@@ -64,17 +66,19 @@ def place_in(
 
 
 @gluon.jit
-def opening(cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr):
+def program_coords(
+    cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+):
     """Of a program that walks one head of a slot: the head, the slot, place's, and its chunks."""
     pid = gl.program_id(0)
     i_h = pid % HV
     slot = pid // HV
-    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    row, length, first = locate_sequence(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     return i_h, slot, row, length, first, gl.cdiv(length, C)
 
 
 @gluon.jit
-def ring(COUNT: gl.constexpr, N: gl.constexpr):
+def alloc_mbarriers(COUNT: gl.constexpr, N: gl.constexpr):
     """N barriers of COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
@@ -83,7 +87,7 @@ def ring(COUNT: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def end_ring(bars):
+def invalidate_mbarriers(bars):
     """For barriers that no warp_specialize takes, once nobody waits at them: what is in shared
     memory later may come where they were, and be overwritten (compiler/smem_hazards.py)."""
     N: gl.constexpr = bars.shape[0]
@@ -97,7 +101,7 @@ ADDED = gl.constexpr(16)  # rows at a time, for want of registers
 
 
 @gluon.jit
-def clear(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
+def zero_tail_rows(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
@@ -108,7 +112,7 @@ def clear(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4)
 
 
 @gluon.jit
-def write_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+def store_rows_masked(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
     """A tile of shared memory to rows i_t and on, those before `left`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
@@ -118,7 +122,7 @@ def write_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.conste
 
 
 @gluon.jit
-def add_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+def add_rows_masked(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
     """That, added to what the same threads wrote there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, ADDED, gl.SliceLayout(1, layout))
@@ -132,16 +136,16 @@ def add_some(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexp
 
 
 @gluon.jit
-def write(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+def store_tile(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
     """A tile of shared memory to rows i_t and on, those before `left` alone."""
     if left >= C:
         copy_out(desc, [i_t, i_col], tile)
     else:
-        write_some(p, tile, i_t, i_col, stride, left, C, BK)
+        store_rows_masked(p, tile, i_t, i_col, stride, left, C, BK)
 
 
 @gluon.jit
-def write_turned(desc, p, tile, b, i_t, i_col, stride, left, C: gl.constexpr):
+def store_tile_transposed(desc, p, tile, b, i_t, i_col, stride, left, C: gl.constexpr):
     """b [64, C] as columns i_col and on of rows i_t and on, of which the first `left`."""
     layout: gl.constexpr = b.type.layout
     if left >= C:
@@ -158,7 +162,7 @@ def write_turned(desc, p, tile, b, i_t, i_col, stride, left, C: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(p, C: gl.constexpr, HAS_GATE: gl.constexpr):
+def load_beta_gate(p, C: gl.constexpr, HAS_GATE: gl.constexpr):
     """beta and G of a chunk, by one warp that takes them to shared memory.
 
     Parts that load them themselves wait for them at every fence, wherever they are used.

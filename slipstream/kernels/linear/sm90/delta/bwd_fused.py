@@ -35,7 +35,12 @@ through j - i chunks.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, load_rows, place_in, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    load_beta_gate,
+    locate_segment,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
     CHUNK,
     CHUNKS,
@@ -46,17 +51,22 @@ from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
     K_COL,
     LENGTH,
     MARK,
-    NOTES,
+    NUM_SCALARS,
     ROW,
     ROWS,
     SLOT,
     STATE_IN,
     STATE_OUT,
-    grads_part,
-    write_part,
+    dqk_partition,
+    store_partition,
 )
-from slipstream.kernels.linear.sm90.delta.bwd_fused_recompute import square, there_part
-from slipstream.kernels.linear.sm90.delta.device import hand_on, marks_of, met, rows_of
+from slipstream.kernels.linear.sm90.delta.bwd_fused_recompute import recompute_states, square
+from slipstream.kernels.linear.sm90.delta.device import (
+    beta_gate_ptr,
+    checkpoint_index,
+    load_state,
+    store_state,
+)
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -66,12 +76,17 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.semaphore import landed, leave_slot, settled, take_slot
-from slipstream.kernels.primitives.smem_scalars import note, noted, notes
+from slipstream.kernels.primitives.semaphore import (
+    lock_workspace,
+    proxy_fence,
+    unlock_workspace,
+    wait_bulk_stores,
+)
+from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scalar, store_scalars
 
 
 @gluon.jit
-def part_of(i, n, every):
+def locate_checkpoint_block(i, n, every):
     """Of n chunks, i of which it has gone back through: the first chunk of the part that is next,
     and its chunks."""
     first = gl.maximum(n - 1 - i, 0) // every * every
@@ -79,7 +94,7 @@ def part_of(i, n, every):
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     descs, rows_ptr, tiles, rings, pad, HV, every,
     V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
@@ -87,28 +102,30 @@ def load_part(
     qs, ks, os, gs, rs, ws, ss, _ = tiles
     full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
-    row = noted(pad, ROW, 1)
-    n = noted(pad, CHUNKS, 1)
-    head = noted(pad, HEAD, 1)
-    k_col = noted(pad, K_COL, 1)
+    row = load_scalar(pad, ROW, 1)
+    n = load_scalar(pad, CHUNKS, 1)
+    head = load_scalar(pad, HEAD, 1)
+    k_col = load_scalar(pad, K_COL, 1)
     v_col = head * V
     r_col = head * C
-    p_rows, stride = rows_of(rows_ptr, noted(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE)
+    p_rows, stride = beta_gate_ptr(
+        rows_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE
+    )
     # where this program has S before the second chunk of a part
-    scratch = noted(pad, SLOT, 1) * ((every - 2) * V)
+    scratch = load_scalar(pad, SLOT, 1) * ((every - 2) * V)
     m_step = HV * V  # from S before a part to that before the next
     parts = gl.maximum(gl.cdiv(n, every), 1)
-    mark = noted(pad, MARK, 1) + (parts - 1) * m_step
+    mark = load_scalar(pad, MARK, 1) + (parts - 1) * m_step
     i = 0
     for part in range(parts):
-        first, count = part_of(i, n, every)
+        first, count = locate_checkpoint_block(i, n, every)
         for at in range(2 * count):
             j = 2 * i + at
             s = j % ST
             back = at >= count
             c = gl.where(back, first + 2 * count - 1 - at, first + at)
             t = row + c * C
-            b_rows = load_rows(p_rows + c * stride, C, HAS_GATE)
+            b_rows = load_beta_gate(p_rows + c * stride, C, HAS_GATE)
             mbarrier.wait(empty.index(s), ((j // ST) & 1) ^ 1)
             if back:
                 mbarrier.expect(full.index(s), nbytes + q_desc.block_type.nbytes)
@@ -135,7 +152,7 @@ def load_part(
             if at > count:  # those of the last chunk are there
                 if at == count + 1:
                     mbarrier.wait(walked.index(0), part & 1)
-                    settled()
+                    proxy_fence()
                 mbarrier.wait(early.index(0), before)
                 mbarrier.expect(w_full.index(0), w_desc.block_type.nbytes)
                 copy_in(w_desc, [t, v_col], w_full.index(0), ws.index(0))
@@ -166,7 +183,7 @@ def decay_of(
 
 
 @gluon.jit
-def scores_part(
+def score_partition(
     os,
     ws,
     ys,
@@ -199,7 +216,7 @@ def scores_part(
 
 
 @gluon.jit
-def back_part(
+def dstate_partition(
     tiles, made, rings, b_s, gone, count, length, n, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
@@ -230,10 +247,10 @@ def back_part(
         mbarrier.wait(full.index(s), (j // ST) & 1)
         mbarrier.wait(r_full.index(0), i & 1)
         if left < C:
-            clear(qs.index(s), left, C, K, WARPS)
-            clear(ks.index(s), left, C, K, WARPS)
-            clear(os.index(s), left, C, V, WARPS)
-            clear(rs.index(o), left, C, C, WARPS)
+            zero_tail_rows(qs.index(s), left, C, K, WARPS)
+            zero_tail_rows(ks.index(s), left, C, K, WARPS)
+            zero_tail_rows(os.index(s), left, C, V, WARPS)
+            zero_tail_rows(rs.index(o), left, C, C, WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -279,7 +296,7 @@ def back_part(
         mbarrier.wait(w_full.index(0), (i + o_y) & 1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         left_over = (bs.index(o_y), ms.index(o_y), owns)
-        scores_part(
+        score_partition(
             os.index(s), ws.index(o_y), ys.index(o_y), rows, left_over, o_y, scale,
             C, WARPS, HAS_GATE,
         )  # fmt: skip
@@ -289,7 +306,7 @@ def back_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     descs, states, tiles, made, rings, pad, every, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
@@ -303,56 +320,57 @@ def walk_part(
     part = 0
     going = True
     while going:
-        gone = noted(pad, GONE, WARPS)
-        n = noted(pad, CHUNKS, WARPS)
-        first, count = part_of(gone, n, every)
-        note(pad, (count,), COUNT, WARPS)
+        gone = load_scalar(pad, GONE, WARPS)
+        n = load_scalar(pad, CHUNKS, WARPS)
+        first, count = locate_checkpoint_block(gone, n, every)
+        store_scalars(pad, (count,), COUNT, WARPS)
         if count > 0:
             mbarrier.wait(met_full.index(0), part & 1)
-        there_part(
-            descs, tiles, made, rings, noted(pad, ROW, WARPS), noted(pad, HEAD, WARPS) * V,
-            noted(pad, SLOT, WARPS) * ((every - 2) * V), gone, first, count,
-            noted(pad, LENGTH, WARPS),
+        recompute_states(
+            descs, tiles, made, rings, load_scalar(pad, ROW, WARPS),
+            load_scalar(pad, HEAD, WARPS) * V,
+            load_scalar(pad, SLOT, WARPS) * ((every - 2) * V), gone, first, count,
+            load_scalar(pad, LENGTH, WARPS),
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
-        gone = noted(pad, GONE, WARPS)
+        gone = load_scalar(pad, GONE, WARPS)
         # 0, which no compiler knows: it would keep addresses
         none = (gone >> 30).to(gl.int64)
         if part == 0:
-            at_in = (s_in_ptr, None, (none + noted(pad, STATE_IN, WARPS)) * (K * V), None)
-            b_d = met(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
+            at_in = (s_in_ptr, None, (none + load_scalar(pad, STATE_IN, WARPS)) * (K * V), None)
+            b_d = load_state(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
         else:
-            own = noted(pad, STATE_IN if SPLIT else SLOT, WARPS)
+            own = load_scalar(pad, STATE_IN if SPLIT else SLOT, WARPS)
             o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
             b_d = gl.load(p_park + o_d)
-        landed()
+        wait_bulk_stores()
         gl.thread_barrier()
         mbarrier.arrive(walked.index(0), count=1)
-        b_d = back_part(
-            tiles, made, rings, b_d, gone, noted(pad, COUNT, WARPS), noted(pad, LENGTH, WARPS),
-            noted(pad, CHUNKS, WARPS), scale,
+        b_d = dstate_partition(
+            tiles, made, rings, b_d, gone, load_scalar(pad, COUNT, WARPS),
+            load_scalar(pad, LENGTH, WARPS), load_scalar(pad, CHUNKS, WARPS), scale,
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
-        gone = noted(pad, GONE, WARPS) + noted(pad, COUNT, WARPS)
+        gone = load_scalar(pad, GONE, WARPS) + load_scalar(pad, COUNT, WARPS)
         none = (gone >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
-        going = gone < noted(pad, CHUNKS, WARPS)
+        going = gone < load_scalar(pad, CHUNKS, WARPS)
         if going:
-            own = noted(pad, STATE_IN if SPLIT else SLOT, WARPS)
+            own = load_scalar(pad, STATE_IN if SPLIT else SLOT, WARPS)
             o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
             gl.store(p_park + o_d, b_d)
         else:
-            to = noted(pad, STATE_OUT, WARPS)
+            to = load_scalar(pad, STATE_OUT, WARPS)
             if to >= 0:
                 at_out = (None, s_out_ptr, None, (none + to) * (K * V))
-                hand_on(at_out, b_d, 0, o_k + none, o_v + none, V, HAS_S_OUT)
+                store_state(at_out, b_d, 0, o_k + none, o_v + none, V, HAS_S_OUT)
         gl.thread_barrier()  # all have read what it was
-        note(pad, (gone,), GONE, WARPS)
+        store_scalars(pad, (gone,), GONE, WARPS)
         gl.thread_barrier()
         part += 1
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "segment", "every", "slots"])
-def delta_back_sm90_kernel(
+def delta_chunk_bwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, V]
@@ -424,36 +442,38 @@ def delta_back_sm90_kernel(
     # of a chunk's tokens k . dk', and what all gates before the end get of them; sum(S * dS')
     owed = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
     zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
-    pad = notes(NOTES)
-    full = ring(2, ST)
-    empty = ring(2, ST)
-    r_full = ring(1, 1)
-    r_empty = ring(1, 1)
-    w_full = ring(1, 1)
-    s_full = ring(1, 1)
-    done = ring(1, 1)
-    early = ring(1, 1)
-    late = ring(1, 1)
-    written = ring(1, ST)
-    met_full = ring(1, 1)
-    walked = ring(1, 1)
+    pad = alloc_scalars(NUM_SCALARS)
+    full = alloc_mbarriers(2, ST)
+    empty = alloc_mbarriers(2, ST)
+    r_full = alloc_mbarriers(1, 1)
+    r_empty = alloc_mbarriers(1, 1)
+    w_full = alloc_mbarriers(1, 1)
+    s_full = alloc_mbarriers(1, 1)
+    done = alloc_mbarriers(1, 1)
+    early = alloc_mbarriers(1, 1)
+    late = alloc_mbarriers(1, 1)
+    written = alloc_mbarriers(1, ST)
+    met_full = alloc_mbarriers(1, 1)
+    walked = alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, length, first, i_n, i_s, _ = place_in(cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT)
+    row, length, first, i_n, i_s, _ = locate_segment(
+        cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT
+    )
     n = gl.cdiv(length, C)
-    mark = marks_of(i_n, row - i_s * segment, T, every, C, PACKED)
+    mark = checkpoint_index(i_n, row - i_s * segment, T, every, C, PACKED)
     to = pid
     if SPLIT:
         if (n == 0) & (i_s != 0):
             return
         mark += i_s * (segment // (every * C))
         to = gl.where(i_s == 0, i_n * HV + i_h, -1)
-    own = take_slot(counts_ptr, pid % slots, slots)
+    own = lock_workspace(counts_ptr, pid % slots, slots)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
     turn = slots + chunk * (HV // G) + i_h // G
-    note(pad, (own, row, length, n, i_h, chunk, (mark * HV + i_h) * V, k_col), SLOT, WARPS)
-    note(pad, (i_h // G * K, HV // G, i_h % G, turn, pid, to, 0), D_COL, WARPS)
+    store_scalars(pad, (own, row, length, n, i_h, chunk, (mark * HV + i_h) * V, k_col), SLOT, WARPS)
+    store_scalars(pad, (i_h // G * K, HV // G, i_h % G, turn, pid, to, 0), D_COL, WARPS)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
     made = (ds, ys, bs, ms, owns, owed, zs)
     rings = (
@@ -464,22 +484,22 @@ def delta_back_sm90_kernel(
     states = (s_in_ptr, s_out_ptr, s_in_ptr if SPLIT else park_ptr)
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 (dv_desc, states_desc), states, tiles, made, rings, pad, every, scale,
                 K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
-            (grads_part, (
+            (dqk_partition, (
                 descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, made, rings,
                 pad, HV, G, every, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
-            (load_part, (
+            (load_partition, (
                 (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, marks_desc),
                 rows_ptr, tiles, rings, pad, HV, every,
                 V, C, ST, HAS_GATE)),
-            (write_part, (
+            (store_partition, (
                 descs, counts_ptr, tiles, rings, pad, HV, G, every,
                 K, C, ST, SHARED)),
         ],
         [4, 1, 1],
         [REGISTERS, FEW, FEW],
     )  # fmt: skip
-    leave_slot(counts_ptr + noted(pad, SLOT, WARPS))
+    unlock_workspace(counts_ptr + load_scalar(pad, SLOT, WARPS))

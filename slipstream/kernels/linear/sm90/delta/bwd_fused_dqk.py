@@ -15,8 +15,8 @@ BK channels of K at a time.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import write
-from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, leave, pass_on, row_products
+from slipstream.kernels.linear.sm90.common.device import store_tile
+from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,
     fence_async_shared,
@@ -27,8 +27,8 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.semaphore import reduce_out, turn_of
-from slipstream.kernels.primitives.smem_scalars import noted
+from slipstream.kernels.primitives.semaphore import semaphore_acquire, tma_reduce_add
+from slipstream.kernels.primitives.smem_scalars import load_scalar
 
 # Places of a program's numbers (kernels/primitives/smem_scalars.py): what it is from its beginning
 # on, then how far the walk is.
@@ -48,7 +48,7 @@ STATE_IN = gl.constexpr(12)  # where dS comes from
 STATE_OUT = gl.constexpr(13)  # and goes to; -1 if nobody wants it
 GONE = gl.constexpr(14)  # chunks gone back through
 COUNT = gl.constexpr(15)  # those of the part
-NOTES = gl.constexpr(16)
+NUM_SCALARS = gl.constexpr(16)
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def own_of(owns, al: gl.constexpr, C: gl.constexpr):
+def diagonal_of(owns, al: gl.constexpr, C: gl.constexpr):
     """Of the sums of a token, one for some columns each, all but one are 0."""
     b_own = owns.slice(0, C).load(gl.SliceLayout(1, al))
     for i in gl.static_range(1, owns.shape[0] // C):
@@ -86,7 +86,7 @@ def own_of(owns, al: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def along(b, tile, al: gl.constexpr):
+def row_dot(b, tile, al: gl.constexpr):
     """Of each row sum(b * tile)."""
     return gl.sum(b * tile.load(al), 1)
 
@@ -128,23 +128,23 @@ def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def leave_some(
+def store_tail(
     q, k, counts_ptr, pad, c, left, K: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr
 ):
     """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
-    heads = noted(pad, HEADS, 4)
-    rank = noted(pad, RANK, 4)
+    heads = load_scalar(pad, HEADS, 4)
+    rank = load_scalar(pad, RANK, 4)
     if SHARED:
-        while turn_of(counts_ptr + noted(pad, TURN, 4) + c * heads) < rank:
+        while semaphore_acquire(counts_ptr + load_scalar(pad, TURN, 4) + c * heads) < rank:
             pass
-    at = noted(pad, ROW, 4) + c * C, left
-    cols = noted(pad, D_COL, 4), heads * K
-    leave(rank, q[0], q[1], q[2], at, cols, C, K, SHARED)
-    leave(rank, k[0], k[1], k[2], at, cols, C, K, SHARED)
+    at = load_scalar(pad, ROW, 4) + c * C, left
+    cols = load_scalar(pad, D_COL, 4), heads * K
+    store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, SHARED)
+    store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, SHARED)
 
 
 @gluon.jit
-def grads_part(
+def dqk_partition(
     descs, pointers, counts_ptr, tiles, made, rings, pad, HV, G, every, scale,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
@@ -157,12 +157,12 @@ def grads_part(
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([C, BK], gl.float32, al)
-    n = noted(pad, CHUNKS, 4)
+    n = load_scalar(pad, CHUNKS, 4)
     for i in range(n):
         c = n - 1 - i
         j = step_of(i, c, n, every)
         s = j % ST
-        left = noted(pad, LENGTH, 4) - c * C
+        left = load_scalar(pad, LENGTH, 4) - c * C
         rows = gs.index(s)
         mbarrier.wait(done.index(0), i & 1)
         mbarrier.wait(full.index(s), (j // ST) & 1)
@@ -170,9 +170,9 @@ def grads_part(
         e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
-        row, v_col = noted(pad, ROW, 4), noted(pad, HEAD, 4) * V
-        write(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, left, C, V)
-        b_own = own_of(owns, al, C)
+        row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * V
+        store_tile(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, left, C, V)
+        b_own = diagonal_of(owns, al, C)
         b_beta = beta_of(rows, al, C)
         dks = ()
         for h in gl.static_range(NK):
@@ -190,14 +190,14 @@ def grads_part(
                 mbarrier.arrive(early.index(0), count=1)
             if HAS_GATE:
                 b_dk *= end_of(rows, al, C)[:, None]
-                e += along(b_dk, b_ks, al)
+                e += row_dot(b_dk, b_ks, al)
             b_dk = warpgroup_mma(bs.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
             b_dk = warpgroup_mma(ms.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if HAS_GATE:
-                gates -= along(b_dk, b_ks, al) * b_beta
+                gates -= row_dot(b_dk, b_ks, al) * b_beta
             b_dk += b_own[:, None] * b_qs.load(al)
-            sums += along(b_dk, b_ks, al)
+            sums += row_dot(b_dk, b_ks, al)
             b_dk *= b_beta[:, None]
             b_ss = ss.index(o).slice(h * BK, BK, 1)
             b_dp = warpgroup_mma(ys.index(o), b_ss, zero, use_acc=False, is_async=True)
@@ -210,7 +210,7 @@ def grads_part(
             b_dp = warpgroup_mma(b_m, b_ks, b_dp, is_async=True)  # -dp
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             if HAS_GATE:
-                gates += along(b_dp, b_ks, al)
+                gates += row_dot(b_dp, b_ks, al)
             dks += ((b_dk + b_dp).to(qs.dtype),)
         owed.index(0).store(sums)
         if HAS_GATE:
@@ -229,7 +229,7 @@ def grads_part(
             b_dq = warpgroup_mma(b_b, b_ks, b_dq, is_async=True)
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             if HAS_GATE:
-                gates += along(b_dq, b_qs, al)
+                gates += row_dot(b_dq, b_qs, al)
             own = b_own * b_beta
             b_dq += own[:, None] * b_ks.load(al)
             if h == NK - 1:
@@ -239,15 +239,15 @@ def grads_part(
             b_qs.store(b_dq.to(qs.dtype))
             b_ks.store(dks[h])
         fence_async_shared()
-        left = noted(pad, LENGTH, 4) - c * C
+        left = load_scalar(pad, LENGTH, 4) - c * C
         if left < C:  # write_part takes whole chunks
             gl.thread_barrier()
-            leave_some(
+            store_tail(
                 (dq_desc, dq_ptr, qs.index(s)), (dk_desc, dk_ptr, ks.index(s)),
                 counts_ptr, pad, c, left, K, C, SHARED,
             )  # fmt: skip
         mbarrier.arrive(written.index(i % ST), count=1)
-        o_t = (noted(pad, ROW, 4) + c * C).to(gl.int64) * HV + noted(pad, HEAD, 4)
+        o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
         if HAS_GATE:
             rows.slice(0, C).store(gates)  # nobody reads beta any more
         gl.thread_barrier()
@@ -257,7 +257,7 @@ def grads_part(
 
 
 @gluon.jit
-def write_part(
+def store_partition(
     descs, counts_ptr, tiles, rings, pad, HV, G, every,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -266,13 +266,13 @@ def write_part(
     dq_desc, dk_desc, _ = descs
     qs, ks, _, _, _, _, _, _ = tiles
     _, empty, _, _, _, _, _, _, _, written, _, _ = rings
-    heads = noted(pad, HEADS, 1)
-    rank = noted(pad, RANK, 1)
-    col = noted(pad, D_COL, 1)
-    row = noted(pad, ROW, 1)
-    length = noted(pad, LENGTH, 1)
-    n = noted(pad, CHUNKS, 1)
-    p_turns = counts_ptr + noted(pad, TURN, 1)
+    heads = load_scalar(pad, HEADS, 1)
+    rank = load_scalar(pad, RANK, 1)
+    col = load_scalar(pad, D_COL, 1)
+    row = load_scalar(pad, ROW, 1)
+    length = load_scalar(pad, LENGTH, 1)
+    n = load_scalar(pad, CHUNKS, 1)
+    p_turns = counts_ptr + load_scalar(pad, TURN, 1)
     for i in range(n):
         c = n - 1 - i
         s = step_of(i, c, n, every) % ST
@@ -281,11 +281,11 @@ def write_part(
         mbarrier.wait(written.index(i % ST), (i // ST) & 1)
         if (c + 1) * C <= length:
             if SHARED:
-                while turn_of(p_turn) < rank:
+                while semaphore_acquire(p_turn) < rank:
                     pass
                 if rank > 0:
-                    reduce_out(dq_desc, [t, col], qs.index(s))
-                    reduce_out(dk_desc, [t, col], ks.index(s))
+                    tma_reduce_add(dq_desc, [t, col], qs.index(s))
+                    tma_reduce_add(dk_desc, [t, col], ks.index(s))
                 else:
                     copy_out(dq_desc, [t, col], qs.index(s))
                     copy_out(dk_desc, [t, col], ks.index(s))
@@ -295,5 +295,5 @@ def write_part(
         store_wait(0)
         mbarrier.arrive(empty.index(s), count=1)
         if SHARED:
-            pass_on(p_turn, rank, G)
+            release_next(p_turn, rank, G)
     store_wait(0)

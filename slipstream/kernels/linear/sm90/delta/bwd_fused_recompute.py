@@ -12,7 +12,7 @@ dv. The last chunk's S and w go to where the way back looks for them.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear
+from slipstream.kernels.linear.sm90.common.device import zero_tail_rows
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,
     fence_async_shared,
@@ -33,7 +33,7 @@ def square(tile, like, C: gl.constexpr):
 
 
 @gluon.jit
-def there_part(
+def recompute_states(
     descs, tiles, made, rings, row, v_col, scratch, gone, first, count, length,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
@@ -65,9 +65,9 @@ def there_part(
         ends = at == count - 1
         mbarrier.wait(full.index(s), (j // ST) & 1)
         if left < C:
-            clear(ks.index(s), left, C, K, WARPS)
-            clear(os.index(s), left, C, V, WARPS)
-            clear(b_r, left, C, C, WARPS)
+            zero_tail_rows(ks.index(s), left, C, K, WARPS)
+            zero_tail_rows(os.index(s), left, C, V, WARPS)
+            zero_tail_rows(b_r, left, C, C, WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_sb = b_s.to(ks.dtype)

@@ -17,8 +17,18 @@ V as the rows, as in delta_walk.py; so are the parts of a program:
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, load_rows, ring, write_some
-from slipstream.kernels.linear.sm90.delta.device import opening, rows_of, stages, state_of
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    load_beta_gate,
+    store_rows_masked,
+    zero_tail_rows,
+)
+from slipstream.kernels.linear.sm90.delta.device import (
+    alloc_stages,
+    beta_gate_ptr,
+    program_coords,
+    state_offset,
+)
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     copy_out,
@@ -33,7 +43,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, d_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col, v_col, r_col,
     C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
@@ -45,7 +55,7 @@ def load_part(
         + d_desc.block_type.nbytes
         + r_desc.block_type.nbytes
     )
-    b_rows = load_rows(p_rows + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
+    b_rows = load_beta_gate(p_rows + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
     for i in range(n):
         s = i % ST
         t = row + (n - 1 - i) * C
@@ -57,11 +67,11 @@ def load_part(
         copy_in(d_desc, [t, v_col], full.index(s), ds.index(s))
         gs.index(s).store(b_rows)
         mbarrier.arrive(full.index(s), count=1)
-        b_rows = load_rows(p_rows + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
+        b_rows = load_beta_gate(p_rows + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
 
 
 @gluon.jit
-def prepare_part(
+def wy_partition(
     tiles, rings, length, n, scale,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
@@ -83,10 +93,10 @@ def prepare_part(
         left = length - (n - 1 - i) * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if left < C:
-            clear(qs.index(s), left, C, K)
-            clear(ks.index(s), left, C, K)
-            clear(ds.index(s), left, C, BV)
-            clear(rs.index(s), left, C, C)
+            zero_tail_rows(qs.index(s), left, C, K)
+            zero_tail_rows(ks.index(s), left, C, K)
+            zero_tail_rows(ds.index(s), left, C, BV)
+            zero_tail_rows(rs.index(s), left, C, C)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -121,7 +131,7 @@ def prepare_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     tiles, copies, rings, ends, reads, writes, n, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
@@ -195,7 +205,7 @@ def walk_part(
 
 
 @gluon.jit
-def keep_part(
+def save_partition(
     states_desc, y_desc, y_ptr, copies, row, chunk, HV, y_row, v_col, i_v, length, n,
     V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -214,14 +224,14 @@ def keep_part(
             copy_out(y_desc, [row + t, v_col], ys.index(0))
             store_wait(1)
         else:
-            write_some(y_ptr, ys.index(0), row + t, v_col, y_row, length - t, C, BV)
+            store_rows_masked(y_ptr, ys.index(0), row + t, v_col, y_row, length - t, C, BV)
             store_wait(0)
         mbarrier.arrive(s_empty.index(0), count=1)
     store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
-def delta_walk_back_sm90_kernel(
+def delta_chunk_dstate_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     do_desc,  # [tokens, HV * V] by [C, BV]
@@ -251,23 +261,23 @@ def delta_walk_back_sm90_kernel(
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
 ):
-    """grid (V / BV * HV * slots,), 4 warps: as delta_walk_sm90_kernel, from the last chunk."""
+    """grid (V / BV * HV * slots,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the last chunk."""
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
-    ks, ds, rs, gs = stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
     ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
-    full = ring(2, ST)
-    empty = ring(1, ST)
-    p_full = ring(1, 2)
-    p_empty = ring(1, 2)
-    s_full = ring(1, 1)
-    s_empty = ring(1, 1)
-    y_full = ring(1, 1)
-    y_empty = ring(1, 1)
-    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, _ = opening(
+    full = alloc_mbarriers(2, ST)
+    empty = alloc_mbarriers(1, ST)
+    p_full = alloc_mbarriers(1, 2)
+    p_empty = alloc_mbarriers(1, 2)
+    s_full = alloc_mbarriers(1, 1)
+    s_empty = alloc_mbarriers(1, 1)
+    y_full = alloc_mbarriers(1, 1)
+    y_empty = alloc_mbarriers(1, 1)
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, _ = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     if SKIP and n == 0:
@@ -275,23 +285,23 @@ def delta_walk_back_sm90_kernel(
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
-    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_of(slot, i_h, HV, K, V) + i_v
-    o_out = state_of(i_n, i_h, HV, K, V) + i_v
+    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_offset(slot, i_h, HV, K, V) + i_v
+    o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = (qs, ks, ds, rs, gs, ws, zs)
     copies = (ss, ys, s_full, s_empty, y_full, y_empty)
     rings = (full, empty, p_full, p_empty)
     ends = (s_in_ptr, s_out_ptr, o_in, o_out)
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 tiles, copies, rings, ends, True, i_s == 0, n, scale,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
-            (keep_part, (
+            (save_partition, (
                 states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v, length,
                 n, V, BV, C)),
-            (prepare_part, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
-            (load_part, (
+            (wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
+            (load_partition, (
                 q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
                 v_col, r_col, C, ST, HAS_GATE)),
         ],

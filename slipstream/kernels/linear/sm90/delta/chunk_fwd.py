@@ -22,14 +22,18 @@ beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, load_rows, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    load_beta_gate,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.delta.device import (
-    first_mark,
-    opening,
-    rows_of,
-    scores_of,
-    stages,
-    state_of,
+    alloc_stages,
+    beta_gate_ptr,
+    first_checkpoint,
+    masked_scores,
+    program_coords,
+    state_offset,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -45,7 +49,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row, v_row, n, k_col,
     v_col, r_col,
     C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
@@ -56,7 +60,7 @@ def load_part(
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
-    b_rows = load_rows(p_rows, C, HAS_GATE)
+    b_rows = load_beta_gate(p_rows, C, HAS_GATE)
     for i in range(n):
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
@@ -66,7 +70,7 @@ def load_part(
         copy_in(v_desc, [v_row + i * C, v_col], full.index(s), vs.index(s))
         gs.index(s).store(b_rows)
         mbarrier.arrive(full.index(s), count=1)
-        b_rows = load_rows(p_rows + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
+        b_rows = load_beta_gate(p_rows + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
         if HAS_Q:
             qs, q_full, q_empty = queries
             t = i % 2
@@ -76,7 +80,7 @@ def load_part(
 
 
 @gluon.jit
-def prepare_part(
+def wy_partition(
     tiles, rings, length, n,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
@@ -91,9 +95,9 @@ def prepare_part(
         w = i % 2
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
-            clear(ks.index(s), length - i * C, C, K)
-            clear(vs.index(s), length - i * C, C, BV)
-            clear(rs.index(s), length - i * C, C, C)
+            zero_tail_rows(ks.index(s), length - i * C, C, K)
+            zero_tail_rows(vs.index(s), length - i * C, C, BV)
+            zero_tail_rows(rs.index(s), length - i * C, C, C)
             fence_async_shared()
             gl.thread_barrier()
         b_r = rs.index(s).load(ra)
@@ -110,7 +114,7 @@ def prepare_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     tiles, copies, rings, ends, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
@@ -180,7 +184,7 @@ def walk_part(
 
 
 @gluon.jit
-def read_part(
+def output_partition(
     o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, o_row, v_col, length, n, scale,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     PARTS: gl.constexpr,
@@ -211,7 +215,7 @@ def read_part(
             mbarrier.wait(w_full.index(b), (i // 2) & 1)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
-        b_a, b_q, b_start = scores_of(
+        b_a, b_q, b_start = masked_scores(
             qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, False
         )
         mbarrier.wait(x_full.index(b), (i // 2) & 1)
@@ -245,7 +249,7 @@ def read_part(
 
 
 @gluon.jit
-def keep_part(
+def save_partition(
     states_desc, w_desc, w_ptr, copies, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
     V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -270,7 +274,7 @@ def keep_part(
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment", "every"])
-def delta_walk_sm90_kernel(
+def delta_chunk_fwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, BV]
@@ -311,14 +315,14 @@ def delta_walk_sm90_kernel(
     `every` chunks of a sequence.
     """
     dtype: gl.constexpr = k_desc.dtype
-    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = ring(2, ST)
-    w_full = ring(1, 2)
-    x_full = ring(1, 2)
-    x_empty = ring(1, 2)
-    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
+    full = alloc_mbarriers(2, ST)
+    w_full = alloc_mbarriers(1, 2)
+    x_full = alloc_mbarriers(1, 2)
+    x_empty = alloc_mbarriers(1, 2)
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     if SKIP and n == 0:
@@ -326,26 +330,26 @@ def delta_walk_sm90_kernel(
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     r_col = i_h * C
-    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_of(slot, i_h, HV, K, V) + i_v
-    o_out = state_of(i_n, i_h, HV, K, V) + i_v
+    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_offset(slot, i_h, HV, K, V) + i_v
+    o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = (ks, vs, rs, gs, ws)
     ends = (s_in_ptr, s_out_ptr, o_in, o_out)
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
-        empty = ring(1, ST)
+        empty = alloc_mbarriers(1, ST)
         copies = (ss, xs)
         rings = (full, empty, w_full, x_full, x_empty)
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     tiles, copies, rings, ends, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
-                (keep_part, (
+                (save_partition, (
                     states_desc, o_desc, o_ptr, copies, rings, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
-                (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
-                (load_part, (
+                (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+                (load_partition, (
                     k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, row,
                     n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
             ],
@@ -356,26 +360,26 @@ def delta_walk_sm90_kernel(
         qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
         xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
         os = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
-        empty = ring(2, ST)
-        q_full = ring(1, 2)
-        q_empty = ring(1, 2)
+        empty = alloc_mbarriers(2, ST)
+        q_full = alloc_mbarriers(1, 2)
+        q_empty = alloc_mbarriers(1, 2)
         copies = (ss, xs)
         rings = (full, empty, w_full, x_full, x_empty)
         queries = (qs, q_full, q_empty)
         marks = queries
         if PARTS:
-            marked, number = first_mark(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
+            marked, number = first_checkpoint(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
             marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     tiles, copies, rings, ends, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
-                (read_part, (
+                (output_partition, (
                     o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, HV * V, v_col,
                     length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
-                (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
-                (load_part, (
+                (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+                (load_partition, (
                     q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row,
                     row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
             ],

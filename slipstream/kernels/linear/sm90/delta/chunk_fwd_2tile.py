@@ -16,16 +16,16 @@ G; two of q; one of S and of w.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, ring, write
+from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, store_tile, zero_tail_rows
 from slipstream.kernels.linear.sm90.delta.device import (
-    first_mark,
-    hand_on,
-    met,
-    opening,
-    rows_of,
-    scores_of,
-    stages,
-    state_of,
+    alloc_stages,
+    beta_gate_ptr,
+    first_checkpoint,
+    load_state,
+    masked_scores,
+    program_coords,
+    state_offset,
+    store_state,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -41,7 +41,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full, q_empty, p_rows,
     stride, row, n, k_col, v_col, r_col,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
@@ -85,7 +85,7 @@ def load_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     tiles, rings, ends, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
@@ -100,7 +100,7 @@ def walk_part(
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     b_s = gl.zeros([BV, K], gl.float32, sl)
-    b_s = met(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
+    b_s = load_state(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
     zero = gl.zeros([BV, C], gl.float32, xl)
     for i in range(n):
         s = i % ST
@@ -108,10 +108,10 @@ def walk_part(
         if length - i * C < C:
             # the other walker the rest
             if tile == 0:
-                clear(ks.index(s), length - i * C, C, K)
+                zero_tail_rows(ks.index(s), length - i * C, C, K)
             else:
-                clear(rs.index(s), length - i * C, C, C)
-            clear(vs.index(2 * s + tile), length - i * C, C, BV)
+                zero_tail_rows(rs.index(s), length - i * C, C, C)
+            zero_tail_rows(vs.index(2 * s + tile), length - i * C, C, BV)
             fence_async_shared()
             mbarrier.arrive(cleared.index(0), count=1)
             mbarrier.wait(cleared.index(0), 0)
@@ -160,11 +160,11 @@ def walk_part(
             pid = gl.program_id(0) + (length >> 31)
             o_state = pid // TILES * gl.full([], K * V, gl.int64) + pid % TILES * (2 * BV)
             ends = (ends[0], ends[1], ends[2], o_state)
-        hand_on(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
+        store_state(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
 
 
 @gluon.jit
-def read_part(
+def output_partition(
     o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, o_row, v_col, length, n,
     scale, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     PARTS: gl.constexpr,
@@ -191,7 +191,7 @@ def read_part(
         if i == whole:  # a short one
             mbarrier.wait(cleared.index(0), 0)
         mbarrier.wait(q_full.index(b), (i // 2) & 1)
-        b_a, b_q, b_start = scores_of(
+        b_a, b_q, b_start = masked_scores(
             qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, True
         )
         b_q = gl.convert_layout(b_q, aa)
@@ -229,13 +229,13 @@ def read_part(
         gl.thread_barrier()
         t = row + i * C
         left = length - i * C
-        write(o_desc, o_ptr, os.index(none), t, v_col, o_row, left, C, BV)
-        write(o_desc, o_ptr, os.index(none + 1), t, v_col + BV, o_row, left, C, BV)
+        store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, left, C, BV)
+        store_tile(o_desc, o_ptr, os.index(none + 1), t, v_col + BV, o_row, left, C, BV)
     store_wait(0)
 
 
 @gluon.jit
-def keep_part(
+def save_partition(
     states_desc, w_desc, w_ptr, tiles, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
     V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -256,12 +256,12 @@ def keep_part(
             mbarrier.wait(x_full.index(tile), i & 1)
             t = row + i * C
             at = v_col + tile * BV
-            write(w_desc, w_ptr, xs.index(tile), t, at, o_row, length - i * C, C, BV)
+            store_tile(w_desc, w_ptr, xs.index(tile), t, at, o_row, length - i * C, C, BV)
     store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "every"])
-def delta_walk_wide_sm90_kernel(
+def delta_chunk_fwd_2tile_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, BV]
@@ -295,44 +295,44 @@ def delta_walk_wide_sm90_kernel(
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
-    SKIP and PARTS as delta_walk_sm90_kernel has them.
+    SKIP and PARTS as delta_chunk_fwd_sm90_kernel has them.
     """
     dtype: gl.constexpr = k_desc.dtype
-    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
+    ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = ring(2, ST)
-    empty = ring(2 if KEEP else 3, ST)
-    s_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
-    s_empty = ring(1, 2 if KEEP else 1)
-    x_full = ring(1 if KEEP else 2, 2 if KEEP else 1)
-    x_empty = ring(1, 2 if KEEP else 1)
-    cleared = ring(2, 1)
-    i_v, i_h, slot, row, length, n, chunk, _, _, _ = opening(
+    full = alloc_mbarriers(2, ST)
+    empty = alloc_mbarriers(2 if KEEP else 3, ST)
+    s_full = alloc_mbarriers(1 if KEEP else 2, 2 if KEEP else 1)
+    s_empty = alloc_mbarriers(1, 2 if KEEP else 1)
+    x_full = alloc_mbarriers(1 if KEEP else 2, 2 if KEEP else 1)
+    x_empty = alloc_mbarriers(1, 2 if KEEP else 1)
+    cleared = alloc_mbarriers(2, 1)
+    i_v, i_h, slot, row, length, n, chunk, _, _, _ = program_coords(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
-    o_state = state_of(slot, i_h, HV, K, V) + i_v
+    o_state = state_offset(slot, i_h, HV, K, V) + i_v
     ends = (s_in_ptr, s_out_ptr, o_state, o_state)
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
-    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
+    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
     rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)
     if KEEP:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         tiles = (ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     tiles, rings, ends, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
-                (walk_part, (
+                (state_partition, (
                     tiles, rings, ends, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
-                (keep_part, (
+                (save_partition, (
                     states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
-                (load_part, (
+                (load_partition, (
                     k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
                     p_rows, stride, row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, False)),
@@ -344,25 +344,25 @@ def delta_walk_wide_sm90_kernel(
         qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
         xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
         os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
-        q_full = ring(1, 2)
-        q_empty = ring(1, 2)
+        q_full = alloc_mbarriers(1, 2)
+        q_empty = alloc_mbarriers(1, 2)
         tiles = (ks, vs, rs, gs, ss, xs)
         marks = ends
         if PARTS:
-            marked, number = first_mark(slot, 0, row, T, T, every, C, PACKED, False)
+            marked, number = first_checkpoint(slot, 0, row, T, T, every, C, PACKED, False)
             marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     tiles, rings, ends, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
-                (walk_part, (
+                (state_partition, (
                     tiles, rings, ends, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
-                (read_part, (
+                (output_partition, (
                     o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, HV * V,
                     v_col, length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
-                (load_part, (
+                (load_partition, (
                     q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
                     q_empty, p_rows, stride, row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, True)),

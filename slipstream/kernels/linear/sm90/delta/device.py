@@ -4,7 +4,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import place_in
+from slipstream.kernels.linear.sm90.common.device import locate_segment
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
     gluon,
@@ -15,7 +15,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def opening(
+def program_coords(
     cu_ptr, T, N, HV, segment, TILES: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
     PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -28,27 +28,29 @@ def opening(
     i_v = (pid % TILES) * BV
     i_h = (pid // TILES) % HV
     slot = pid // TILES // HV
-    row, length, first, i_n, i_s, last = place_in(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    row, length, first, i_n, i_s, last = locate_segment(
+        cu_ptr, slot, T, N, segment, C, PACKED, SPLIT
+    )
     n = gl.cdiv(length, C)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     return i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last
 
 
 @gluon.jit
-def rows_of(rows_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
+def beta_gate_ptr(rows_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
     """beta and G of a chunk of one head, and how far it is to the next chunk's."""
     ROWS: gl.constexpr = 1 + HAS_GATE
     return rows_ptr + chunk.to(gl.int64) * (ROWS * C), HV * (ROWS * C)
 
 
 @gluon.jit
-def state_of(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
+def state_offset(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
     """Where a head's state begins, of [slots, HV, K, V]."""
     return (slot * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
 
 
 @gluon.jit
-def marks_of(i_n, row, T, every, C: gl.constexpr, PACKED: gl.constexpr):
+def checkpoint_index(i_n, row, T, every, C: gl.constexpr, PACKED: gl.constexpr):
     """Where S before a sequence's first token is, of S before `every` chunks of all of them; row:
     that token."""
     number = i_n * gl.cdiv(T, every * C)
@@ -58,7 +60,7 @@ def marks_of(i_n, row, T, every, C: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def first_mark(
+def first_checkpoint(
     i_n, i_s, row, T, segment, every,
     C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -68,11 +70,11 @@ def first_mark(
         before = i_s * (segment // C)
         row -= i_s * segment
     number = gl.cdiv(before, every)
-    return number * every - before, marks_of(i_n, row, T, every, C, PACKED) + number
+    return number * every - before, checkpoint_index(i_n, row, T, every, C, PACKED) + number
 
 
 @gluon.jit
-def met(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
+def load_state(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
     """The state that a walk begins with, as rows o_v and columns o_k; b_s where there is none."""
     if HAS_S_IN:
         s_in_ptr, _, o_state, _ = ends
@@ -82,7 +84,7 @@ def met(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
 
 
 @gluon.jit
-def hand_on(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr):
+def store_state(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr):
     """The state that a walk ends with, to where it is wanted.
 
     none: 0, which no compiler knows: the loop would keep what it has in common with o_in.
@@ -94,7 +96,7 @@ def hand_on(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr)
 
 
 @gluon.jit
-def stages(
+def alloc_stages(
     k_desc, v_desc, r_desc, TILES: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
@@ -109,7 +111,7 @@ def stages(
 
 
 @gluon.jit
-def scores_of(
+def masked_scores(
     qs, ks, gs, q_empty, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
     C: gl.constexpr, HAS_GATE: gl.constexpr, STARTS: gl.constexpr,
 ):  # fmt: skip

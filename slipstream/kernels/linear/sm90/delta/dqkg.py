@@ -15,12 +15,12 @@ the one before it, of the same chunk, is done, and its tiles are in the L2 cache
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 from slipstream.kernels.linear.sm90.common.device import (
-    add_some,
-    clear,
-    end_ring,
-    place,
-    ring,
-    write,
+    add_rows_masked,
+    alloc_mbarriers,
+    invalidate_mbarriers,
+    locate_sequence,
+    store_tile,
+    zero_tail_rows,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -32,9 +32,14 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from slipstream.kernels.primitives.semaphore import landed, reduce_out, turn_done, turn_of
+from slipstream.kernels.primitives.semaphore import (
+    semaphore_acquire,
+    semaphore_release,
+    tma_reduce_add,
+    wait_bulk_stores,
+)
 
-TOGETHER = gl.constexpr(264)  # programs that run at a time
+HEADS_PER_SEMAPHORE = gl.constexpr(264)  # programs that run at a time
 ROWS = gl.constexpr(16)  # of S at a time
 ROWS_BY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -57,46 +62,48 @@ def row_products(ss, ds, V: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def find(heads, G, SHARED: gl.constexpr):
+def locate_chunk(heads, G, SHARED: gl.constexpr):
     """The chunk and head of the sums that a program adds to, and as which of G it does."""
     pid = gl.program_id(0)
     rank = pid * 0
     if SHARED:
-        begin = pid // (G * TOGETHER) * TOGETHER
-        size = gl.minimum(gl.num_programs(0) // G - begin, TOGETHER)
+        begin = pid // (G * HEADS_PER_SEMAPHORE) * HEADS_PER_SEMAPHORE
+        size = gl.minimum(gl.num_programs(0) // G - begin, HEADS_PER_SEMAPHORE)
         rank = (pid - begin * G) // size
         pid = begin + (pid - begin * G) % size
     return pid // heads, pid % heads, rank
 
 
 @gluon.jit
-def leave(rank, desc, p, tile, at, cols, C: gl.constexpr, BK: gl.constexpr, SHARED: gl.constexpr):
+def store_or_add(
+    rank, desc, p, tile, at, cols, C: gl.constexpr, BK: gl.constexpr, SHARED: gl.constexpr
+):
     """Writes a tile, or adds it to those of lower ranks. at: the first token, and how many there
     are; cols: the first column, and of how many."""
     row, left = at
     col, stride = cols
     if SHARED:
         if rank == 0:
-            write(desc, p, tile, row, col, stride, left, C, BK)
+            store_tile(desc, p, tile, row, col, stride, left, C, BK)
         elif left >= C:
-            reduce_out(desc, [row, col], tile)
+            tma_reduce_add(desc, [row, col], tile)
         else:
-            add_some(p, tile, row, col, stride, left, C, BK)
+            add_rows_masked(p, tile, row, col, stride, left, C, BK)
     else:
-        write(desc, p, tile, row, col, stride, left, C, BK)
+        store_tile(desc, p, tile, row, col, stride, left, C, BK)
 
 
 @gluon.jit
-def pass_on(p_turn, rank, G):
+def release_next(p_turn, rank, G):
     """To the head after this, if there is one: what was written and added is there."""
     if rank + 1 < G:
-        landed()
+        wait_bulk_stores()
         gl.thread_barrier()
-        turn_done(p_turn, rank + 1)
+        semaphore_release(p_turn, rank + 1)
 
 
 @gluon.jit
-def triangles(
+def triangular_products(
     os, ws, vs, p_rows, o_i, o_j, scale, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr
 ):
     """As operands [i, j], then [j, i]; what a token owes itself."""
@@ -127,7 +134,7 @@ def triangles(
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G"])
-def delta_grads_sm90_kernel(
+def delta_dqkg_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, BK]
     k_desc,
     do_desc,  # [tokens, HV * V] by [C, V]
@@ -172,12 +179,12 @@ def delta_grads_sm90_kernel(
     ks = gl.allocate_shared_memory(dtype, [NK, C, BK], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [1, V, BK], states_desc.layout)
     ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
-    bars = ring(1, 3)
+    bars = alloc_mbarriers(1, 3)
     heads = HV // G  # of dq and dk
-    slot, i_sum, rank = find(heads, G, SHARED)
+    slot, i_sum, rank = locate_chunk(heads, G, SHARED)
     i_h = i_sum * G + rank
     part = slot * HV + i_h
-    row, left, _ = place(cu_ptr, slot, T, N, C, C, PACKED, True)
+    row, left, _ = locate_sequence(cu_ptr, slot, T, N, C, C, PACKED, True)
     col = i_h * V
     q_col = i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
@@ -195,16 +202,16 @@ def delta_grads_sm90_kernel(
     p_rows = rows_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
-        clear(os.index(0), left, C, V)
-        clear(ws.index(0), left, C, V)
-        clear(vs.index(0), left, C, V)
+        zero_tail_rows(os.index(0), left, C, V)
+        zero_tail_rows(ws.index(0), left, C, V)
+        zero_tail_rows(vs.index(0), left, C, V)
         mbarrier.wait(bars.index(2), 0)
         for i in gl.static_range(NK):
-            clear(qs.index(i), left, C, BK)
-            clear(ks.index(i), left, C, BK)
+            zero_tail_rows(qs.index(i), left, C, BK)
+            zero_tail_rows(ks.index(i), left, C, BK)
         fence_async_shared()
         gl.thread_barrier()
-    b_a, b_m, b_at, b_mt, own = triangles(
+    b_a, b_m, b_at, b_mt, own = triangular_products(
         os.index(0), ws.index(0), vs.index(0), p_rows, o_i, o_j, scale, al, C, HAS_GATE
     )
     mbarrier.wait(bars.index(2), 0)
@@ -265,11 +272,11 @@ def delta_grads_sm90_kernel(
         fence_async_shared()
         gl.thread_barrier()
         if SHARED and (i == 0):
-            while turn_of(turns_ptr + slot * heads + i_sum) < rank:
+            while semaphore_acquire(turns_ptr + slot * heads + i_sum) < rank:
                 pass
         at, cols = (row + none, left + none), (i_sum * K + i * BK, heads * K)
-        leave(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
-        leave(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
+        store_or_add(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
+        store_or_add(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
 
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
@@ -281,6 +288,6 @@ def delta_grads_sm90_kernel(
         gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
     if SHARED:
-        pass_on(turns_ptr + slot * heads + i_sum, rank, G)
-    end_ring(bars)
+        release_next(turns_ptr + slot * heads + i_sum, rank, G)
+    invalidate_mbarriers(bars)
     store_wait(0)

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_walk_back_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_walk_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_walk_wide_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.dqkg import delta_grads_sm90_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_transition import (
-    delta_ends_back_sm90_kernel,
-    delta_ends_sm90_kernel,
+    delta_segment_transition_bwd_sm90_kernel,
+    delta_segment_transition_sm90_kernel,
 )
-from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.state_passing import delta_meet_kernel
+from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
 from slipstream.kernels.linear.sm90.plan import CHUNK, TILE_V
-from slipstream.kernels.linear.triton.common.zero_counters import counts_at_zero
-from slipstream.kernels.linear.triton.delta.backend import Solved
+from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
+from slipstream.kernels.linear.triton.delta.backend import WYFactors
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 BASE = 16  # rows of the blocks that the inverse begins with
 STAGES = 3
@@ -34,15 +34,15 @@ SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def solve(terms: Terms, r: Tensor, rows: Tensor) -> Solved:
+def solve_tril(terms: LinearInputs, r: Tensor, rows: Tensor) -> WYFactors:
     """r [B, T, HV, C] and rows [chunks, HV, 1 or 2, C] are written."""
     growth = None if terms.g is None else rows.new_empty(*rows.shape[:2], CHUNK // BASE)
     T, HV = terms.v.shape[1:3]
     H, K = terms.q.shape[2:]
-    launch: Any = kept(delta_solve_sm90_kernel)[(rows.shape[0] * HV,)]
+    launch: Any = cached(delta_solve_tril_sm90_kernel)[(rows.shape[0] * HV,)]
     launch(
-        tiles_of(terms.k, H * K, CHUNK, K),
-        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
         r,
         terms.g,
         terms.beta,
@@ -60,11 +60,11 @@ def solve(terms: Terms, r: Tensor, rows: Tensor) -> Solved:
         PACKED=terms.cu_seqlens is not None,
         **SOLVE,
     )
-    return Solved(r, rows, growth)
+    return WYFactors(r, rows, growth)
 
 
-def walk(
-    terms: Terms,
+def chunk_fwd(
+    terms: LinearInputs,
     r: Tensor,
     rows: Tensor,
     scale: float,
@@ -84,22 +84,22 @@ def walk(
     """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = kept(delta_walk_sm90_kernel)[_grid(terms, segment)]
+    launch: Any = cached(delta_chunk_fwd_sm90_kernel)[_grid(terms, segment)]
     launch(
-        tiles_of(terms.q, H * K, CHUNK, K) if states is None else None,
-        tiles_of(terms.k, H * K, CHUNK, K),
-        tiles_of(terms.v, HV * V, CHUNK, TILE_V),
-        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
-        tiles_of(out, HV * V, CHUNK, TILE_V),
-        None if states is None else tiles_of(states, K, TILE_V, K),
-        None if parts is None else tiles_of(parts[1], K, TILE_V, K),
+        tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
+        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(out, HV * V, CHUNK, TILE_V),
+        None if states is None else tma_descriptor(states, K, TILE_V, K),
+        None if parts is None else tma_descriptor(parts[1], K, TILE_V, K),
         out,
         rows,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *sizes_of(terms, segment),
+        *scalar_args(terms, segment),
         0 if parts is None else parts[0],
         KEEP=states is not None,
         **_flags(terms, s_in, s_out),
@@ -109,8 +109,8 @@ def walk(
     )
 
 
-def walk_wide(
-    terms: Terms,
+def chunk_fwd_2tile(
+    terms: LinearInputs,
     r: Tensor,
     rows: Tensor,
     scale: float,
@@ -125,22 +125,22 @@ def walk_wide(
     """As walk, of whole sequences, two tiles of V a program."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = kept(delta_walk_wide_sm90_kernel)[_grid(terms, None, 2 * TILE_V)]
+    launch: Any = cached(delta_chunk_fwd_2tile_sm90_kernel)[_grid(terms, None, 2 * TILE_V)]
     launch(
-        tiles_of(terms.q, H * K, CHUNK, K) if states is None else None,
-        tiles_of(terms.k, H * K, CHUNK, K),
-        tiles_of(terms.v, HV * V, CHUNK, TILE_V),
-        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
-        tiles_of(out, HV * V, CHUNK, TILE_V),
-        None if states is None else tiles_of(states, K, TILE_V, K),
-        None if parts is None else tiles_of(parts[1], K, TILE_V, K),
+        tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
+        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(out, HV * V, CHUNK, TILE_V),
+        None if states is None else tma_descriptor(states, K, TILE_V, K),
+        None if parts is None else tma_descriptor(parts[1], K, TILE_V, K),
         out,
         rows,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *sizes_of(terms, None)[:4],
+        *scalar_args(terms, None)[:4],
         0 if parts is None else parts[0],
         KEEP=states is not None,
         **_flags(terms, s_in, s_out),
@@ -149,8 +149,8 @@ def walk_wide(
     )
 
 
-def walk_back(
-    terms: Terms,
+def chunk_dstate(
+    terms: LinearInputs,
     do: Tensor,
     r: Tensor,
     rows: Tensor,
@@ -165,30 +165,30 @@ def walk_back(
 ) -> None:
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = kept(delta_walk_back_sm90_kernel)[_grid(terms, segment)]
+    launch: Any = cached(delta_chunk_dstate_sm90_kernel)[_grid(terms, segment)]
     launch(
-        tiles_of(terms.q, H * K, CHUNK, K),
-        tiles_of(terms.k, H * K, CHUNK, K),
-        tiles_of(do, HV * V, CHUNK, TILE_V),
-        tiles_of(r, HV * CHUNK, CHUNK, CHUNK),
-        tiles_of(dv, HV * V, CHUNK, TILE_V),
-        tiles_of(dstates, K, TILE_V, K),
+        tma_descriptor(terms.q, H * K, CHUNK, K),
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(do, HV * V, CHUNK, TILE_V),
+        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(dv, HV * V, CHUNK, TILE_V),
+        tma_descriptor(dstates, K, TILE_V, K),
         dv,
         rows,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *sizes_of(terms, segment),
+        *scalar_args(terms, segment),
         **_flags(terms, s_in, s_out),
         SPLIT=segment is not None,
         SKIP=skip,
     )
 
 
-def ends(
-    terms: Terms,
-    solved: Solved,
+def segment_transition(
+    terms: LinearInputs,
+    solved: WYFactors,
     s_in: Tensor | None,
     segment: tuple[int, int],
     alone: bool = False,
@@ -200,27 +200,27 @@ def ends(
     wide = K if alone else V + K
     made = solved.rows.new_empty(segment[1], HV, K, wide)
     far = made.new_empty(segment[1], HV, dtype=torch.int32)
-    launch: Any = kept(delta_ends_sm90_kernel)[(wide // TILE_V * HV * segment[1],)]
+    launch: Any = cached(delta_segment_transition_sm90_kernel)[(wide // TILE_V * HV * segment[1],)]
     launch(
-        tiles_of(terms.k, H * K, CHUNK, K),
-        tiles_of(terms.v, HV * V, CHUNK, TILE_V),
-        tiles_of(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
+        tma_descriptor(solved.r, HV * CHUNK, CHUNK, CHUNK),
         solved.rows,
         solved.growth,
         s_in,
         made,
         far,
         terms.cu_seqlens,
-        *sizes_of(terms, segment),
-        **{**_ends_flags(terms, s_in), "V": wide - K},
+        *scalar_args(terms, segment),
+        **{**_segment_transition_flags(terms, s_in), "V": wide - K},
     )
     return made, far
 
 
-def ends_back(
-    terms: Terms,
+def segment_transition_bwd(
+    terms: LinearInputs,
     do: Tensor,
-    solved: Solved,
+    solved: WYFactors,
     scale: float,
     s_in: Tensor | None,
     segment: tuple[int, int],
@@ -229,26 +229,26 @@ def ends_back(
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     made = solved.rows.new_empty(segment[1], HV, K, V)
-    launch: Any = kept(delta_ends_back_sm90_kernel)[_grid(terms, segment)]
+    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[_grid(terms, segment)]
     launch(
-        tiles_of(terms.q, H * K, CHUNK, K),
-        tiles_of(terms.k, H * K, CHUNK, K),
-        tiles_of(do, HV * V, CHUNK, TILE_V),
-        tiles_of(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(terms.q, H * K, CHUNK, K),
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(do, HV * V, CHUNK, TILE_V),
+        tma_descriptor(solved.r, HV * CHUNK, CHUNK, CHUNK),
         solved.rows,
         solved.growth,
         s_in,
         made,
         terms.cu_seqlens,
         scale,
-        *sizes_of(terms, segment),
-        **_ends_flags(terms, s_in),
+        *scalar_args(terms, segment),
+        **_segment_transition_flags(terms, s_in),
     )
     return made
 
 
-def meet(
-    terms: Terms,
+def state_passing(
+    terms: LinearInputs,
     made: Tensor,
     m: Tensor,
     far: Tensor,
@@ -260,8 +260,8 @@ def meet(
     HV, V = terms.v.shape[2:]
     K = terms.q.shape[-1]
     met = made.new_empty(segment[1], HV, K, V)
-    T, N, *_ = sizes_of(terms, segment)
-    launch: Any = kept(delta_meet_kernel)[_grid(terms, segment)]
+    T, N, *_ = scalar_args(terms, segment)
+    launch: Any = cached(delta_state_passing_sm90_kernel)[_grid(terms, segment)]
     launch(
         made,
         m,
@@ -286,7 +286,7 @@ def meet(
     return met
 
 
-def _ends_flags(terms: Terms, s_in: Tensor | None) -> dict[str, Any]:
+def _segment_transition_flags(terms: LinearInputs, s_in: Tensor | None) -> dict[str, Any]:
     return {
         "K": terms.q.shape[-1],
         "V": terms.v.shape[-1],
@@ -302,8 +302,8 @@ def _ends_flags(terms: Terms, s_in: Tensor | None) -> dict[str, Any]:
     }
 
 
-def grads(
-    terms: Terms,
+def chunk_dqkg(
+    terms: LinearInputs,
     do: Tensor,
     rows: Tensor,
     w: Tensor,
@@ -318,19 +318,19 @@ def grads(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     heads = made["q"].shape[2]
-    launch: Any = kept(delta_grads_sm90_kernel)[(states.shape[0] * HV,)]
+    launch: Any = cached(delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
     launch(
-        *(tiles_of(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
-        *(tiles_of(x, HV * V, CHUNK, V) for x in (do, w, dv)),
-        *(tiles_of(x, K, V, TILE_K) for x in (states, dstates)),
-        *(tiles_of(made[name], heads * K, CHUNK, TILE_K) for name in "qk"),
+        *(tma_descriptor(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
+        *(tma_descriptor(x, HV * V, CHUNK, V) for x in (do, w, dv)),
+        *(tma_descriptor(x, K, V, TILE_K) for x in (states, dstates)),
+        *(tma_descriptor(made[name], heads * K, CHUNK, TILE_K) for name in "qk"),
         made["q"],
         made["k"],
         rows,
         made["beta"],
         made.get("g"),
         terms.cu_seqlens,
-        turns_of(rows, heads, HV),
+        dq_semaphores(rows, heads, HV),
         scale,
         T,
         terms.sequences,
@@ -348,25 +348,25 @@ def grads(
     )
 
 
-def turns_of(rows: Tensor, heads: int, HV: int) -> Tensor | None:
+def dq_semaphores(rows: Tensor, heads: int, HV: int) -> Tensor | None:
     """How many value heads have added up a chunk's gradients of q and k: none yet."""
     if heads == HV:
         return None
-    return counts_at_zero(rows.shape[0] * heads, rows)
+    return zero_counters(rows.shape[0] * heads, rows)
 
 
-def _grid(terms: Terms, segment: tuple[int, int] | None, tile: int = TILE_V) -> tuple[int]:
+def _grid(terms: LinearInputs, segment: tuple[int, int] | None, tile: int = TILE_V) -> tuple[int]:
     HV, V = terms.v.shape[2:]
     return (V // tile * HV * (terms.sequences if segment is None else segment[1]),)
 
 
-def sizes_of(terms: Terms, segment: tuple[int, int] | None) -> tuple[int, ...]:
+def scalar_args(terms: LinearInputs, segment: tuple[int, int] | None) -> tuple[int, ...]:
     """T, N, HV, H, tokens of a segment."""
     T, HV = terms.v.shape[1:3]
     return T, terms.sequences, HV, terms.q.shape[2], T if segment is None else segment[0]
 
 
-def _flags(terms: Terms, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:
+def _flags(terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:
     """What all walks are compiled for."""
     return {
         "K": terms.q.shape[-1],
@@ -383,7 +383,7 @@ def _flags(terms: Terms, s_in: Tensor | None, s_out: Tensor | None) -> dict[str,
     }
 
 
-def tiles_of(x: Tensor, width: int, rows: int, columns: int) -> Any:
+def tma_descriptor(x: Tensor, width: int, rows: int, columns: int) -> Any:
     """A descriptor of x as rows of `width`, in tiles [rows, columns]."""
     layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
     shape, strides = [x.numel() // width, width], [width, 1]

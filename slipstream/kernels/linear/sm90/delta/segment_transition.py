@@ -17,45 +17,50 @@ wanted: these count as M = 0, which `far` says of each segment and head. delta_m
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import ring
+from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers
 from slipstream.kernels.linear.sm90.delta import chunk_dstate, chunk_fwd
-from slipstream.kernels.linear.sm90.delta.device import opening, rows_of, stages, state_of
+from slipstream.kernels.linear.sm90.delta.device import (
+    alloc_stages,
+    beta_gate_ptr,
+    program_coords,
+    state_offset,
+)
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, uniform
 
-walk_part = chunk_fwd.walk_part
-prepare_part = chunk_fwd.prepare_part
-load_part = chunk_fwd.load_part
-back_walk_part = chunk_dstate.walk_part
-back_prepare_part = chunk_dstate.prepare_part
-back_load_part = chunk_dstate.load_part
+state_partition = chunk_fwd.state_partition
+wy_partition = chunk_fwd.wy_partition
+load_partition = chunk_fwd.load_partition
+bwd_state_partition = chunk_dstate.state_partition
+bwd_wy_partition = chunk_dstate.wy_partition
+bwd_load_partition = chunk_dstate.load_partition
 
-FAR = gl.constexpr(32.0)
-SEEN = gl.constexpr(64)  # chunks of which the gates are looked at
-NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
+NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
+MAX_WINDOW_CHUNKS = gl.constexpr(64)  # chunks of which the gates are looked at
+OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
 @gluon.jit
-def reach(
+def effective_chunks(
     rows_ptr, growth_ptr, chunk, HV, n, C: gl.constexpr, BLOCKS: gl.constexpr, BACK: gl.constexpr
 ):
     """Chunks, of n, that a state at the end comes from (back, at the start); whether it is so."""
     wide: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    o = gl.arange(0, SEEN, flat)
+    o = gl.arange(0, MAX_WINDOW_CHUNKS, flat)
     at = chunk + gl.where(o < n, o if BACK else n - 1 - o, 0) * HV
     b = gl.load(rows_ptr + at.to(gl.int64) * (2 * C) + (2 * C - 1))
     for i in gl.static_range(BLOCKS):
         b += gl.load(growth_ptr + at * BLOCKS + i)
     b = gl.convert_layout(b, gl.SliceLayout(0, wide))
-    o_i = gl.arange(0, SEEN, gl.SliceLayout(1, wide))
-    o_j = gl.arange(0, SEEN, gl.SliceLayout(0, wide))
+    o_i = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(1, wide))
+    o_j = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(0, wide))
     b = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], b[None, :], 0.0), 1)
-    need = gl.min(gl.where((b < -FAR) & (o_i < n), o_i + 1, NOWHERE), 0)
-    return gl.minimum(need, n), need < NOWHERE
+    need = gl.min(gl.where((b < -NEGLIGIBLE_LOG2) & (o_i < n), o_i + 1, OOB_ROW), 0)
+    return gl.minimum(need, n), need < OOB_ROW
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "H", "segment"])
-def delta_ends_sm90_kernel(
+def delta_segment_transition_sm90_kernel(
     k_desc,  # [tokens, H * K] by [C, K]
     v_desc,  # [tokens, HV * V] by [C, BV]
     r_desc,  # [tokens, HV * C] by [C, C]
@@ -84,13 +89,13 @@ def delta_ends_sm90_kernel(
     of M alone."""
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
-    ks, vs, rs, gs = stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
-    full = ring(2, ST)
-    empty = ring(1, ST)
-    w_full = ring(1, 2)
-    w_empty = ring(1, 2)
-    tile, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
+    full = alloc_mbarriers(2, ST)
+    empty = alloc_mbarriers(1, ST)
+    w_full = alloc_mbarriers(1, 2)
+    w_empty = alloc_mbarriers(1, 2)
+    tile, i_h, slot, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, NV + K // BV, 1, C, PACKED, True
     )
     of_m = tile >= NV
@@ -98,7 +103,7 @@ def delta_ends_sm90_kernel(
     need = n
     far = begins | last
     if HAS_GATE:
-        need, decayed = reach(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, False)
+        need, decayed = effective_chunks(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, False)
         far = far | decayed
     gl.store(far_ptr + (slot * HV + i_h), far.to(gl.int32), mask=tile == 0)
     skip = n - need
@@ -108,22 +113,22 @@ def delta_ends_sm90_kernel(
     length -= skip * C
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + gl.where(of_m, 0, tile * BV)
-    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_of(i_n, i_h, HV, K, V) + tile * BV
-    o_out = state_of(slot, i_h, HV, K, V + K) + tile * BV
+    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_offset(i_n, i_h, HV, K, V) + tile * BV
+    o_out = state_offset(slot, i_h, HV, K, V + K) + tile * BV
     unit = gl.where(of_m, (tile - NV) * BV, K)
-    v_row = gl.where(of_m, NOWHERE, row)
+    v_row = gl.where(of_m, OOB_ROW, row)
     reads = begins & (skip == 0) & (tile < NV)
     tiles = (ks, vs, rs, gs, ws)
     rings = (full, empty, w_full, w_empty, w_empty)
     ends = (s_in_ptr, ends_ptr, o_in, o_out)
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 tiles, (ws, ws), rings, ends, V + K, reads, True, unit, n,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
-            (prepare_part, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
-            (load_part, (
+            (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+            (load_partition, (
                 k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, v_row, n,
                 k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
         ],
@@ -133,7 +138,7 @@ def delta_ends_sm90_kernel(
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
-def delta_ends_back_sm90_kernel(
+def delta_segment_transition_bwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     do_desc,  # [tokens, HV * V] by [C, BV]
@@ -162,37 +167,37 @@ def delta_ends_back_sm90_kernel(
     """grid (V / BV * HV * slots,), 4 warps: BV columns of dE."""
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
-    ks, ds, rs, gs = stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
-    full = ring(2, ST)
-    empty = ring(1, ST)
-    p_full = ring(1, 2)
-    p_empty = ring(1, 2)
-    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = opening(
+    full = alloc_mbarriers(2, ST)
+    empty = alloc_mbarriers(1, ST)
+    p_full = alloc_mbarriers(1, 2)
+    p_empty = alloc_mbarriers(1, 2)
+    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, True
     )
     whole = n
     if HAS_GATE:
-        n, _ = reach(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, True)
+        n, _ = effective_chunks(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, True)
     reads = last & (n == whole)
     length = gl.minimum(length, n * C)
     n = uniform(gl.where(i_s == 0, 0, n))
     k_col = i_h // (HV // H) * K
-    p_rows, stride = rows_of(rows_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_of(i_n, i_h, HV, K, V) + i_v
-    o_out = state_of(slot, i_h, HV, K, V) + i_v
+    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    o_in = state_offset(i_n, i_h, HV, K, V) + i_v
+    o_out = state_offset(slot, i_h, HV, K, V) + i_v
     tiles = (qs, ks, ds, rs, gs, ws, zs)
     copies = (ws, ws, p_full, p_full, p_full, p_full)  # not there
     rings = (full, empty, p_full, p_empty)
     ends = (s_in_ptr, ends_ptr, o_in, o_out)
     gl.warp_specialize(
         [
-            (back_walk_part, (
+            (bwd_state_partition, (
                 tiles, copies, rings, ends, reads, True, n, scale,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
-            (back_prepare_part, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
-            (back_load_part, (
+            (bwd_wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
+            (bwd_load_partition, (
                 q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
                 i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
         ],

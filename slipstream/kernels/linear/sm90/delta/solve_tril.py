@@ -12,7 +12,13 @@ leave of a state is bounded by that.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, end_ring, place, ring, write
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    invalidate_mbarriers,
+    locate_sequence,
+    store_tile,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -43,7 +49,7 @@ def fast_exp2(b):
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "H"])
-def delta_solve_sm90_kernel(
+def delta_solve_tril_sm90_kernel(
     k_desc,  # [tokens, H * K] by [C, K]
     r_desc,  # [tokens, HV * C] by [C, C]
     r_ptr,
@@ -68,11 +74,11 @@ def delta_solve_sm90_kernel(
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     ks = gl.allocate_shared_memory(k_desc.dtype, [C, K], k_desc.layout)
     betas = gl.allocate_shared_memory(gl.float32, [C], flat)
-    bar = ring(1, 1)
+    bar = alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
     # a chunk is a segment of C tokens
-    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, left, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     mbarrier.expect(bar.index(0), k_desc.block_type.nbytes)
     copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
     o_t = gl.arange(0, C, line)
@@ -90,7 +96,7 @@ def delta_solve_sm90_kernel(
     gl.thread_barrier()
     mbarrier.wait(bar.index(0), 0)
     if left < C:
-        clear(ks, left, C, K)
+        zero_tail_rows(ks, left, C, K)
         fence_async_shared()
         gl.thread_barrier()
     zero = gl.zeros([C, C], gl.float32, al)
@@ -110,6 +116,6 @@ def delta_solve_sm90_kernel(
     out.store(b_r.to(r_desc.dtype))
     fence_async_shared()
     gl.thread_barrier()
-    write(r_desc, r_ptr, out, row, i_h * C, HV * C, left, C, C)
-    end_ring(bar)
+    store_tile(r_desc, r_ptr, out, row, i_h * C, HV * C, left, C, C)
+    invalidate_mbarriers(bar)
     store_wait(0)

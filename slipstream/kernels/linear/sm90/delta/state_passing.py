@@ -12,12 +12,12 @@ where states decay within a segment that is the one before. V as the rows, in fl
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import _product
+from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
 from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "segment"])
-def delta_meet_kernel(
+def delta_state_passing_sm90_kernel(
     ends_ptr,  # [slots, HV, K, V + K]: E and M; back dE of [slots, HV, K, V]
     m_ptr,  # [slots, HV, K, BESIDE + K]: what is beside M, and M
     far_ptr,  # [slots, HV]
@@ -72,5 +72,5 @@ def delta_meet_kernel(
         for i in range(1, tl.abs(slot - start)):
             at = (start - i * step).to(tl.int64) * HV + i_h
             b_m = tl.load(m_ptr + at * (K * WIDE) + o_m)
-            b_s = _product(b_s, b_m, "halves") + tl.load(ends_ptr + at * (K * WIDTH) + o_e)
+            b_s = tile_product(b_s, b_m, "halves") + tl.load(ends_ptr + at * (K * WIDTH) + o_e)
     tl.store(met_ptr + (slot.to(tl.int64) * HV + i_h) * (K * V) + o_s, b_s)

@@ -5,32 +5,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_walk_back_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_walk_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.dqkg_launch import grads as grads
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.dqkg_launch import chunk_dqkg as chunk_dqkg
 from slipstream.kernels.linear.sm90.dplr.dqkg_launch import scores as scores
-from slipstream.kernels.linear.sm90.dplr.dqkg_launch import takes_grads as takes_grads
-from slipstream.kernels.linear.sm90.dplr.intra_safe import TURN, dplr_strong_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.segment_policy import split_of as split_of
-from slipstream.kernels.linear.sm90.dplr.wy import dplr_prepare_sm90_kernel
-from slipstream.kernels.linear.triton.delta.plan import slots_of
-from slipstream.kernels.linear.triton.scalar_decay.launch import Split
+from slipstream.kernels.linear.sm90.dplr.dqkg_launch import supports_dqkg as supports_dqkg
+from slipstream.kernels.linear.sm90.dplr.intra_safe import TURN, dplr_intra_safe_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.segment_policy import choose_segments as choose_segments
+from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
+from slipstream.kernels.linear.triton.delta.plan import num_segments_and_sequences
+from slipstream.kernels.linear.triton.scalar_decay.launch import Segments
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.backends import processors
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import sm_count
+from slipstream.runtime.launch_cache import cached
 
 CHUNK = 64
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-PREPARE = {"num_warps": 4, "maxnreg": 168}  # three programs fit a multiprocessor
+WY_OPTIONS = {"num_warps": 4, "maxnreg": 168}  # three programs fit a multiprocessor
 # by V: of 8 and 12 warps, what all parts share
-WALK = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 168}}
+CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 168}}
 STAGES = 3
-STRONG = {"num_warps": 4}
-STRONG_PROGRAMS = 2  # a multiprocessor
+SAFE_OPTIONS = {"num_warps": 4}
+SAFE_PROGRAMS = 2  # a multiprocessor
 
 
-def prepare(
+def wy(
     given: tuple[Tensor | None, ...],
     made: tuple[Tensor | None, ...],
     sizes: tuple[Any, ...],
@@ -40,19 +40,19 @@ def prepare(
     """Arguments are those of the portable kernel; made is written, of strong chunks too."""
     tiles = [None if x is None else _tiles(x, x.shape[2] * x.shape[3], 64) for x in given[:4]]
     common = {n: flags[n] for n in ("K", "V", "DELTA", "CHANNEL", "PACKED")}
-    launch: Any = kept(dplr_prepare_sm90_kernel)[(programs,)]
+    launch: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
     rest = {n: flags[n] for n in ("C", "HAS_GATE", "LIMIT")}
-    launch(*tiles, *given[4:], *made, *sizes, **common, **rest, **PREPARE)
+    launch(*tiles, *given[4:], *made, *sizes, **common, **rest, **WY_OPTIONS)
     if not flags["HAS_GATE"]:
         return
     device: Any = given[4]
-    most = STRONG_PROGRAMS * processors(device.device.index)
-    launch = kept(dplr_strong_sm90_kernel)[(min(most, -(-programs // TURN.value)),)]
-    launch(*given, *made, *sizes[:3], programs, *sizes[3:], **common, **STRONG)
+    most = SAFE_PROGRAMS * sm_count(device.device.index)
+    launch = cached(dplr_intra_safe_sm90_kernel)[(min(most, -(-programs // TURN.value)),)]
+    launch(*given, *made, *sizes[:3], programs, *sizes[3:], **common, **SAFE_OPTIONS)
 
 
-def walk(
-    terms: Terms,
+def chunk_fwd(
+    terms: LinearInputs,
     prepared: Any,
     *,
     o: Tensor | None,
@@ -61,7 +61,7 @@ def walk(
     s_in: Tensor | None,
     s_out: Tensor | None,
     m: Tensor | None,
-    split: Split | None,
+    split: Segments | None,
 ) -> None:
     """o; or x and the states before each chunk; or m, with s_out. What is given is written."""
     make = "ends" if m is not None else "o" if states is None else "states"
@@ -71,7 +71,9 @@ def walk(
     tiles = (q, w, b, k, qb, qk, v, None if o is None else (o, HV * V, 64), x, states)
     few = k is not None and (K == 128 or make != "o")
     columns = 1 + -(-K // V) if make == "ends" else 1
-    launch: Any = kept(dplr_walk_sm90_kernel)[(columns * HV * slots_of(terms, split),)]
+    launch: Any = cached(dplr_chunk_fwd_sm90_kernel)[
+        (columns * HV * num_segments_and_sequences(terms, split),)
+    ]
     launch(
         *map(_described, tiles),
         o,
@@ -93,8 +95,8 @@ def _unread(prepared: Any) -> Any:
     return prepared._replace(q=None, qb=None, qk=None)
 
 
-def walk_back(
-    terms: Terms,
+def chunk_dstate(
+    terms: LinearInputs,
     do: Tensor,
     prepared: Any,
     y: Tensor | None,
@@ -102,13 +104,15 @@ def walk_back(
     *,
     s_in: Tensor | None,
     s_out: Tensor | None,
-    split: Split | None,
+    split: Segments | None,
 ) -> None:
     """What is given is written: y and dstates, or s_out alone."""
     HV, V = terms.v.shape[2:]
     p = prepared
     r = None if y is None else p.r
-    launch: Any = kept(dplr_walk_back_sm90_kernel)[(HV * slots_of(terms, split),)]
+    launch: Any = cached(dplr_chunk_dstate_sm90_kernel)[
+        (HV * num_segments_and_sequences(terms, split),)
+    ]
     launch(
         *map(_described, ((do, HV * V, 64), p.q, p.w, p.b, p.qb, r, y, dstates)),
         p.total,
@@ -121,14 +125,14 @@ def walk_back(
     )
 
 
-def _tokens(terms: Terms, split: Split | None) -> tuple[Any, ...]:
+def _tokens(terms: LinearInputs, split: Segments | None) -> tuple[Any, ...]:
     """cu to segment."""
     T, HV = terms.v.shape[1:3]
     return terms.cu_seqlens, T, terms.sequences, HV, T if split is None else split.tokens
 
 
 def _flags(
-    terms: Terms, s_in: Tensor | None, s_out: Tensor | None, split: Split | None
+    terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None, split: Segments | None
 ) -> dict[str, Any]:
     """What both walks are compiled for."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
@@ -141,7 +145,7 @@ def _flags(
         "HAS_S_OUT": s_out is not None,
         "SPLIT": split is not None,
         "PACKED": terms.cu_seqlens is not None,
-        **WALK[V],
+        **CHUNK_OPTIONS[V],
     }
 
 

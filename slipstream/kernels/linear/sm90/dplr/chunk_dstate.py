@@ -13,8 +13,12 @@ of sequences in segments (SPLIT), first where the walk of each ends, alone.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, opening, ring
-from slipstream.kernels.linear.sm90.dplr.chunk_fwd import put_out
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    program_coords,
+    zero_tail_rows,
+)
+from slipstream.kernels.linear.sm90.dplr.chunk_fwd import store_output
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -28,7 +32,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs, qbs, rs, totals,
     full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr,
@@ -68,7 +72,7 @@ def load_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
     PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
@@ -95,7 +99,7 @@ def walk_part(
         mbarrier.wait(full.index(s), (i // ST) & 1)
         do = dos.index(s * NV + PART)
         if length - i_c * C < C:
-            clear(do, length - i_c * C, C, 64)
+            zero_tail_rows(do, length - i_c * C, C, 64)
             fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
@@ -107,7 +111,7 @@ def walk_part(
             b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
         b_s = warpgroup_mma(b_do, qs.index(s), b_s, is_async=True)
         if not ENDS:
-            put_out(states_desc, at, 0, ss.index(PART), b_left)
+            store_output(states_desc, at, 0, ss.index(PART), b_left)
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
         b_left = b_x.to(qs.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ws.index(s), b_s, is_async=True)
@@ -119,7 +123,7 @@ def walk_part(
             b_y = warpgroup_mma(left, rs.index(s), zero, use_acc=False, is_async=True)
             b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
             mbarrier.arrive(empty.index(s), count=1)
-            put_out(y_desc, at, 0, ys.index(PART), b_y.to(qs.dtype))
+            store_output(y_desc, at, 0, ys.index(PART), b_y.to(qs.dtype))
     store_wait(0)
     if HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
@@ -127,7 +131,7 @@ def walk_part(
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
-def dplr_walk_back_sm90_kernel(
+def dplr_chunk_dstate_sm90_kernel(
     do_desc,  # [tokens, HV * V] by [C, 64]
     q_desc,  # [slots * HV * C, K] by [C, K]
     w_desc,
@@ -175,20 +179,20 @@ def dplr_walk_back_sm90_kernel(
         ys = gl.allocate_shared_memory(dtype, [NV, 64, C], y_desc.layout)
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], few)
-    full = ring(1 + HAS_GATE, ST)
-    empty = ring(NV, ST)
-    i_h, slot, row, length, first, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    full = alloc_mbarriers(1 + HAS_GATE, ST)
+    empty = alloc_mbarriers(NV, ST)
+    i_h, slot, row, length, first, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
     i_s = slot.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
                     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
                     0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
-                (load_part, (
+                (load_partition, (
                     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
                     qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
                     K, C, ST, NV, HAS_GATE, ENDS)),
@@ -199,15 +203,15 @@ def dplr_walk_back_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
                     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
                     0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
-                (walk_part, (
+                (state_partition, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
                     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
                     1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
-                (load_part, (
+                (load_partition, (
                     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
                     qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
                     K, C, ST, NV, HAS_GATE, ENDS)),

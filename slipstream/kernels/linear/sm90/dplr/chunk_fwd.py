@@ -20,7 +20,11 @@ columns of M as another has of V, for which U and v are zeros.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, place, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    locate_sequence,
+    zero_tail_rows,
+)
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     copy_out,
@@ -33,11 +37,11 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
-NOWHERE = gl.constexpr(1 << 30)  # past all rows of a descriptor
+OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
     qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr,
@@ -78,7 +82,7 @@ def load_part(
 
 
 @gluon.jit
-def put_out(desc, at, column, tile, b):
+def store_output(desc, at, column, tile, b):
     """b to global memory by way of a tile in shared memory."""
     store_wait(0)
     gl.thread_barrier()
@@ -89,7 +93,7 @@ def put_out(desc, at, column, tile, b):
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs, totals, os, ss,
     full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
     PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
@@ -134,7 +138,7 @@ def walk_part(
         left = gl.convert_layout(b_left, sa)
         b_x = warpgroup_mma(left, ws.index(s).permute((1, 0)), b_u, is_async=True)
         if KEEP:
-            put_out(states_desc, at, 0, ss.index(PART), b_left)
+            store_output(states_desc, at, 0, ss.index(PART), b_left)
         if OUT:
             q = qs.index(s).permute((1, 0))
             b_o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
@@ -143,7 +147,7 @@ def walk_part(
         if not DELTA:
             v = vs.index(s * NV + PART)
             if length - i * C < C:
-                clear(v, length - i * C, C, 64)
+                zero_tail_rows(v, length - i * C, C, 64)
                 fence_async_shared()
                 gl.thread_barrier()
             b_v = v.permute((1, 0))
@@ -156,7 +160,7 @@ def walk_part(
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), bs.index(s), b_s, is_async=True)
         if not OUT:
             if KEEP:
-                put_out(x_desc, at, 0, os.index(PART), b_left)
+                store_output(x_desc, at, 0, os.index(PART), b_left)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
@@ -206,7 +210,7 @@ def write_o(o_desc, o_ptr, tile, b, row, column, left, width, C: gl.constexpr, r
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
-def dplr_walk_sm90_kernel(
+def dplr_chunk_fwd_sm90_kernel(
     q_desc,  # [slots * HV * C, K] by [C, K]
     w_desc,
     b_desc,
@@ -272,27 +276,27 @@ def dplr_walk_sm90_kernel(
         vs = gl.allocate_shared_memory(dtype, [ST * NV, C, 64], v_desc.layout)
         if OUT:
             qks = gl.allocate_shared_memory(dtype, [ST, C, C], square)
-    full = ring(1 + HAS_GATE, ST)
-    empty = ring(NV, ST)
+    full = alloc_mbarriers(1 + HAS_GATE, ST)
+    empty = alloc_mbarriers(NV, ST)
     pid = gl.program_id(0)
     m_col = (pid % TILES - 1) * V
     i_h = (pid // TILES) % HV
     slot = pid // TILES // HV
-    row, length, first = place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    row, length, first = locate_sequence(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
-    v_row = gl.where(m_col < 0, row, NOWHERE)
+    v_row = gl.where(m_col < 0, row, OOB_ROW)
     i_s = slot.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
                     totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
                     v_col, i_s, m_col, length, n,
                     0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
-                (load_part, (
+                (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
                     qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
                     K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
@@ -303,17 +307,17 @@ def dplr_walk_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (walk_part, (
+                (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
                     totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
                     v_col, i_s, m_col, length, n,
                     0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
-                (walk_part, (
+                (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
                     totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
                     v_col, i_s, m_col, length, n,
                     1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
-                (load_part, (
+                (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
                     qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
                     K, C, ST, NV, DELTA, HAS_GATE, MAKE)),

@@ -25,7 +25,7 @@ Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import place, ring
+from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     LOG2E,
@@ -33,7 +33,7 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     clear,
     fast_exp2,
     fast_reciprocal,
-    load_part,
+    load_partition,
     products_of_states,
     seen,
     store_gates,
@@ -202,7 +202,7 @@ def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
 
 
 @gluon.jit
-def grads_part(
+def dqkg_partition(
     ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
     beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
@@ -224,7 +224,7 @@ def grads_part(
     programs = gl.num_programs(0)
     for turn in range(gl.cdiv(total - pid, programs)):
         n = pid + turn * programs
-        row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+        row, left, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
         first = row.to(gl.int64) * HV + i_h
         b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
@@ -318,7 +318,7 @@ def grads_part(
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
-def dplr_grads_sm90_kernel(
+def dplr_dqkg_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, BK]
     k_desc,
     a_desc,  # none for delta
@@ -376,15 +376,15 @@ def dplr_grads_sm90_kernel(
     else:
         vs = gl.allocate_shared_memory(dtype, [1, C, V], v_desc.layout)
     scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
-    full = ring(1, 8)
-    empty = ring(1, 8)
+    full = alloc_mbarriers(1, 8)
+    empty = alloc_mbarriers(1, 8)
     gl.warp_specialize(
         [
-            (grads_part, (
+            (dqkg_partition, (
                 ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
                 beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
                 scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
-            (load_part, (
+            (load_partition, (
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
                 states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
                 ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV,

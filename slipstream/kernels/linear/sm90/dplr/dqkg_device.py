@@ -4,7 +4,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import place
+from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -56,7 +56,7 @@ def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k,
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
     dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
     ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV, H,
@@ -77,7 +77,7 @@ def load_part(
     programs = gl.num_programs(0)
     for turn in range(gl.cdiv(total - pid, programs)):
         n = pid + turn * programs
-        row, _, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+        row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
         was_chunk = (turn & 1) ^ 1
         for block in range(BLOCKS):

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_grads_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_level_grads_sm90_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.backends import processors
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import sm_count
+from slipstream.runtime.launch_cache import cached
 
 CHUNK = 64
 TILE_K = 64
@@ -19,7 +19,7 @@ WIDE = 2  # warps beside each other, each four rows of them
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def takes_grads(terms: Terms, do: Tensor) -> bool:
+def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
     """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
     q, v, g = terms.q, terms.v, terms.g
     if g is None or terms.decay != "channel" or g.dtype not in _TYPES:
@@ -33,7 +33,7 @@ def takes_grads(terms: Terms, do: Tensor) -> bool:
 
 
 def scores(
-    terms: Terms,
+    terms: LinearInputs,
     do: Tensor,
     prepared: Any,
     walked: tuple[Tensor, ...],
@@ -47,7 +47,7 @@ def scores(
     T, HV, V = terms.v.shape[1:]
     K, delta = terms.q.shape[-1], terms.a is None
     x, y, _, dstates = walked
-    launch: Any = kept(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
+    launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
     launch(
         *(_tiles(t, HV * V, CHUNK, V) for t in (terms.v, do)),
         *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
@@ -75,8 +75,8 @@ def scores(
     )
 
 
-def grads(
-    terms: Terms,
+def chunk_dqkg(
+    terms: LinearInputs,
     do: Tensor,
     walked: tuple[Tensor, ...],
     scores: list[Tensor | None],
@@ -89,12 +89,12 @@ def grads(
 
     strong [chunks, HV]: which chunks are computed again, by levels.
     """
-    whole_grads(terms, do, walked, scores, made, dbeta, scale)
-    level_grads(terms, do, walked, scores, strong, made, dbeta, scale)
+    chunk_dqkg_anchored(terms, do, walked, scores, made, dbeta, scale)
+    chunk_dqkg_safe(terms, do, walked, scores, strong, made, dbeta, scale)
 
 
-def whole_grads(
-    terms: Terms,
+def chunk_dqkg_anchored(
+    terms: LinearInputs,
     do: Tensor,
     walked: tuple[Tensor, ...],
     scores: list[Tensor | None],
@@ -109,8 +109,8 @@ def whole_grads(
     chunks, own = x.shape[0], scores[-1]
     heads = [_tiles(t, H * K, CHUNK, TILE_K) for t in (terms.q, terms.k, terms.a, terms.b)]
     v = None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V)
-    programs = min(processors(do.device.index), chunks * HV)
-    launch: Any = kept(dplr_grads_sm90_kernel)[(programs,)]
+    programs = min(sm_count(do.device.index), chunks * HV)
+    launch: Any = cached(dplr_dqkg_sm90_kernel)[(programs,)]
     launch(
         *heads,
         _tiles(terms.g, HV * K, CHUNK, TILE_K),
@@ -144,8 +144,8 @@ def whole_grads(
     )
 
 
-def level_grads(
-    terms: Terms,
+def chunk_dqkg_safe(
+    terms: LinearInputs,
     do: Tensor,
     walked: tuple[Tensor, ...],
     scores: list[Tensor | None],
@@ -158,7 +158,7 @@ def level_grads(
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     x, y, states, dstates = walked
-    launch: Any = kept(dplr_level_grads_sm90_kernel)[(K // TILE_K * x.shape[0] * HV,)]
+    launch: Any = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * x.shape[0] * HV,)]
     launch(
         terms.q,
         terms.k,

@@ -16,7 +16,7 @@ memory for delta, whose programs have room for it; else in the tiles of x and y,
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import place
+from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
@@ -47,7 +47,7 @@ def put_gates(p, stride, left, none, high, low, layout: gl.constexpr, CHANNEL: g
 
 
 @gluon.jit
-def without_own(b_e, high, low):
+def zero_diagonal(b_e, high, low):
     """Sums of gates less each token's own gate, which is read again: kept, it would take registers
     through products."""
     layout: gl.constexpr = b_e.type.layout
@@ -63,7 +63,7 @@ def at_level(b_e, q, a, b, k, high, low, x, y, later, DELTA: gl.constexpr):
         x.store((q.load(layout).to(gl.float32) * b_w).to(x.dtype))
         y.store((a.load(layout).to(gl.float32) * b_w).to(y.dtype))
     else:
-        b_e = gl.where(later, without_own(b_e, high, low), b_e)
+        b_e = gl.where(later, zero_diagonal(b_e, high, low), b_e)
         gl.thread_barrier()  # x and y come where the gates are
         b_x = gl.where(later, q.load(layout), b.load(layout)).to(gl.float32)
         x.store((b_x * b_w).to(x.dtype))
@@ -84,7 +84,7 @@ def to_edges(
     b_f = gl.exp2(b_e)
     put(q_out_ptr + o_w, (q.load(layout) * (b_f * scale)).to(q.dtype), K, rows, none)
     if not DELTA:
-        b_f = gl.exp2(without_own(b_e, high, low))
+        b_f = gl.exp2(zero_diagonal(b_e, high, low))
     b_a = a.load(layout)
     a.store((b_a * b_f).to(a.dtype))
     b_f = sum_gates(gates_seen(64, aa, END, none, False, True), high, low, zero)
@@ -97,7 +97,7 @@ def to_edges(
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
-def dplr_strong_sm90_kernel(
+def dplr_intra_safe_sm90_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
@@ -182,7 +182,7 @@ def one_chunk(
         highs = xs._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
         lows = ys._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
     i_h = pid % HV
-    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, left, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     slot = gl.cast(pid, gl.int64)
     token = row.to(gl.int64) * HV + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part

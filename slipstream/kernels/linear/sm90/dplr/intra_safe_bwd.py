@@ -15,7 +15,11 @@ at a level x dx, at the edges of the chunk that of the states. No sum is a diffe
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import end_ring, place, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    invalidate_mbarriers,
+    locate_sequence,
+)
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     LOG2E,
@@ -280,9 +284,9 @@ def one_chunk(
     sums = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], tile)
     ops = gl.allocate_shared_memory(act, [2, C, BK], tile)
     ins = gl.allocate_shared_memory(act, [3 if DELTA else 4, C, BK], tile)
-    row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    row, left, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
     i_h = n % HV
-    full = ring(1, 2)
+    full = alloc_mbarriers(1, 2)
     fence_async_shared()
     gl.thread_barrier()
     load_chunk(
@@ -349,11 +353,11 @@ def one_chunk(
         gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
     gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
     gl.store(dg_ptr + o_o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
-    end_ring(full)
+    invalidate_mbarriers(full)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
-def dplr_level_grads_sm90_kernel(
+def dplr_intra_safe_bwd_sm90_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta

@@ -15,7 +15,12 @@ another computes; for that dS' comes into the memory of x and v, once the scores
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, end_ring, place, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    invalidate_mbarriers,
+    locate_sequence,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -96,9 +101,9 @@ def dplr_scores_sm90_kernel(
     vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
     os = gl.allocate_shared_memory(act, [C, V], do_desc.layout)
     ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
-    full = ring(1, 2)
+    full = alloc_mbarriers(1, 2)
     ready()
-    row, left, _ = place(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    row, left, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
     i_h = n % HV
     mbarrier.expect(full.index(0), 4 * do_desc.block_type.nbytes)
     copy_in(do_desc, [row, i_h * V], full.index(0), os)
@@ -150,7 +155,7 @@ def dplr_scores_sm90_kernel(
 
         # gradient of v
         if left < C:
-            clear(os, left, C, V)
+            zero_tail_rows(os, left, C, V)
         ready()
         none = gl.zeros([C, V], gl.float32, vl)
         mbarrier.wait(full.index(1), 0)
@@ -161,4 +166,4 @@ def dplr_scores_sm90_kernel(
         gl.thread_barrier()
         os.store(b_dv.to(act))
         write_values(dv_desc, dv_ptr, os, row, i_h, left, HV, V)
-    end_ring(full)
+    invalidate_mbarriers(full)

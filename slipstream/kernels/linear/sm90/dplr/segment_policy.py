@@ -13,33 +13,33 @@ Backward has the same once more, but for M. The n of the least sum is taken, if 
 chunks of the walk itself.
 """
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.plan import CHUNK
-from slipstream.kernels.linear.triton.scalar_decay.launch import Split, split_into
-from slipstream.kernels.linear.triton.scalar_decay.tiles import FILL
+from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, split_into_segments
+from slipstream.kernels.linear.triton.scalar_decay.tiles import MIN_PROGRAMS_PER_SM
 
-PROGRAMS = FILL // 2  # multiprocessors
-LEAST = 8  # chunks of a segment
+NUM_SMS = MIN_PROGRAMS_PER_SM // 2  # multiprocessors
+MIN_SEGMENT_CHUNKS = 8  # chunks of a segment
 JOIN, WORTH = 4, 18
 
 
-def split_of(terms: Terms) -> Split | None:
+def choose_segments(terms: LinearInputs) -> Segments | None:
     T, HV, V = terms.v.shape[1:]
     walks, tiles = HV * terms.sequences, 1 + -(-terms.q.shape[-1] // V)
     # packed sequences have so many on average
     chunks = T // CHUNK // (1 if terms.cu_seqlens is None else terms.sequences)
-    n = segments(walks, tiles, chunks)
-    return split_into(terms, -(-chunks // n) * CHUNK) if n > 1 else None
+    n = num_segments(walks, tiles, chunks)
+    return split_into_segments(terms, -(-chunks // n) * CHUNK) if n > 1 else None
 
 
-def segments(walks: int, tiles: int, chunks: int) -> int:
+def num_segments(walks: int, tiles: int, chunks: int) -> int:
     """tiles: programs for E and M of a segment and head."""
-    most = min(PROGRAMS // walks, chunks // LEAST)
+    most = min(NUM_SMS // walks, chunks // MIN_SEGMENT_CHUNKS)
     return min(range(1, max(1, most) + 1), key=lambda n: _cost(walks, tiles, chunks, n))
 
 
 def _cost(walks: int, tiles: int, chunks: int, n: int) -> int:
     if n == 1:
         return chunks
-    each, waves = -(-chunks // n), -(-walks * tiles * n // PROGRAMS)
+    each, waves = -(-chunks // n), -(-walks * tiles * n // NUM_SMS)
     return each * (waves + 1) + JOIN * n + WORTH

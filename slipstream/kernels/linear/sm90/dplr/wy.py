@@ -16,7 +16,12 @@ programs fit a multiprocessor, and one loads while another computes.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnboundVariable=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, end_ring, place, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    invalidate_mbarriers,
+    locate_sequence,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -94,7 +99,7 @@ def decay(
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
-def dplr_prepare_sm90_kernel(
+def dplr_wy_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, 64]
     k_desc,
     a_desc,  # none for delta
@@ -150,7 +155,7 @@ def dplr_prepare_sm90_kernel(
     early = gl.allocate_shared_memory(gl.float32, [NK, 64], few)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, left, _ = place(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, left, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     slot = pid.to(gl.int64)
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
@@ -159,7 +164,7 @@ def dplr_prepare_sm90_kernel(
     o_line = gl.arange(0, 64, line)
     o_f += o_line[None, :]
     token = row.to(gl.int64) * HV + i_h
-    full = ring(1, NK)
+    full = alloc_mbarriers(1, NK)
     ready()
     col = i_h // (HV // H) * K
     for n in gl.static_range(NK):
@@ -177,11 +182,11 @@ def dplr_prepare_sm90_kernel(
             b_g = gl.load(p_g, mask=o_t < left, other=0.0).to(gl.float32)
         mbarrier.wait(full.index(n), 0)
         if left < C:
-            clear(qs.index(n), left, C, 64)
-            clear(reads.index(n), left, C, 64)
+            zero_tail_rows(qs.index(n), left, C, 64)
+            zero_tail_rows(reads.index(n), left, C, 64)
             if not DELTA:
-                clear(bs.index(n), left, C, 64)
-                clear(keys.index(n), left, C, 64)
+                zero_tail_rows(bs.index(n), left, C, 64)
+                zero_tail_rows(keys.index(n), left, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
             b_g = gl.maximum(b_g * LOG2E, LOWEST)
@@ -200,7 +205,7 @@ def dplr_prepare_sm90_kernel(
                 b_b = bs.index(n).load(flat)
                 gl.store(k_out_ptr + o_w, keys.index(n).load(flat))
             gl.store(b_out_ptr + o_w, b_b)
-    end_ring(full)
+    invalidate_mbarriers(full)
     if HAS_GATE:
         gl.store(strong_ptr + slot, (strongest > LIMIT).to(gl.int32))
         if strongest > LIMIT:

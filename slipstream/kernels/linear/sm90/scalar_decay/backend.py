@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.sm90.delta.backend import as_tma_reads, at_16_bytes
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
 from slipstream.kernels.linear.sm90.plan import CHUNK
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import additive_back_sm90_kernel
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import additive_walk_sm90_kernel
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.triton.scalar_decay import launch as portable
-from slipstream.kernels.linear.triton.scalar_decay.tiles import SPAN
+from slipstream.kernels.linear.triton.scalar_decay.tiles import ANCHOR_INTERVAL
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 HALF = 64
 STAGES, BACK_STAGES = 3, 2
@@ -27,15 +27,15 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """As the portable one, which it is where o is wanted in float32."""
     if terms.q.dtype not in _TYPES:
         return portable.forward(terms, scale)
-    return portable.forward(_ready(terms), scale, _OWN)
+    return portable.forward(_ready(terms), scale, _BACKEND)
 
 
 def backward(
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
@@ -43,31 +43,31 @@ def backward(
     gate_gradient: bool = True,
 ) -> dict[str, Tensor]:
     """As the portable one."""
-    dout = None if dout is None else at_16_bytes(dout)
-    over: dict[str, Any] = {"gate_gradient": gate_gradient, "own": _OWN}
+    dout = None if dout is None else align16(dout)
+    over: dict[str, Any] = {"gate_gradient": gate_gradient, "own": _BACKEND}
     return portable.backward(_ready(terms), dout, dfinal, scale, **over)
 
 
-def _ready(terms: Terms) -> Terms:
+def _ready(terms: LinearInputs) -> LinearInputs:
     """q, k and v as TMA reads them; the gates of a head side by side."""
     g = terms.g
     if g is not None and g.stride(1) > 1:
         g = g.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-    return as_tma_reads(terms)._replace(g=g)
+    return align_for_tma(terms)._replace(g=g)
 
 
-def _walk(
-    walk: portable.Walk,
-    terms: Terms,
+def _chunk_fwd(
+    walk: portable.ChunkLaunch,
+    terms: LinearInputs,
     scale: float,
-    split: portable.Split | None,
+    split: portable.Segments | None,
     sums: portable.GateSums | None = None,
     qk: Tensor | None = None,
 ) -> None:
     r, w, x, y = walk.r, walk.w, walk.x, walk.y
     assert y is not None
     X, D = x.shape[-1], r.shape[-1]
-    launch: Any = kept(additive_walk_sm90_kernel)[_grid(terms, split)]
+    launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[_grid(terms, split)]
     launch(
         _tiles(r, D),
         _tiles(w, D),
@@ -90,26 +90,26 @@ def _walk(
         X=X,
         C=CHUNK,
         ST=STAGES,
-        SPAN=_OWN.span,
+        SPAN=_BACKEND.span,
         TRANSPOSED=walk.transposed,
         **_flags(walk, terms, split, sums),
     )
 
 
 def _grads(
-    back: portable.Walk,
+    back: portable.ChunkLaunch,
     dk: Tensor,
     v: Tensor,
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
-    split: portable.Split | None,
+    split: portable.Segments | None,
     sums: portable.GateSums | None,
 ) -> None:
     """dk, and what the portable walk `back` gives."""
     k, q, do, dv = back.r, back.w, back.x, back.y
     assert dv is not None
     K, V = k.shape[-1], do.shape[-1]
-    launch: Any = kept(additive_back_sm90_kernel)[_grid(terms, split)]
+    launch: Any = cached(scalar_decay_chunk_bwd_sm90_kernel)[_grid(terms, split)]
     launch(
         _tiles(q, K),
         _tiles(k, K),
@@ -136,33 +136,35 @@ def _grads(
         V=V,
         C=CHUNK,
         ST=BACK_STAGES,
-        SPAN=_OWN.span,
+        SPAN=_BACKEND.span,
         **_flags(back, terms, split, sums),
     )
 
 
-_OWN = portable.Own(_walk, _grads, parts=1, span=SPAN)
+_BACKEND = portable.ScalarDecayBackend(_chunk_fwd, _grads, parts=1, span=ANCHOR_INTERVAL)
 
 
-def _grid(terms: Terms, split: portable.Split | None) -> tuple[int]:
+def _grid(terms: LinearInputs, split: portable.Segments | None) -> tuple[int]:
     return (terms.v.shape[2] * (terms.sequences if split is None else split.slots),)
 
 
-def _sizes(terms: Terms, heads: tuple[int, ...], split: portable.Split | None) -> tuple[int, ...]:
+def _sizes(
+    terms: LinearInputs, heads: tuple[int, ...], split: portable.Segments | None
+) -> tuple[int, ...]:
     """T to segment."""
     B, T, HV, _ = terms.v.shape
     segment = T if split is None else split.tokens
     return T, terms.sequences, HV, *heads, B * T, segment
 
 
-def _strides(terms: Terms) -> tuple[int, ...]:
+def _strides(terms: LinearInputs) -> tuple[int, ...]:
     return (0, 0, 0) if terms.g is None else terms.g.stride()
 
 
 def _flags(
-    walk: portable.Walk,
-    terms: Terms,
-    split: portable.Split | None,
+    walk: portable.ChunkLaunch,
+    terms: LinearInputs,
+    split: portable.Segments | None,
     sums: portable.GateSums | None,
 ) -> dict[str, Any]:
     return {

@@ -17,14 +17,18 @@ so that q, k, v and do are read once for both. Parts of a program:
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, opening, ring
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    program_coords,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import (
     HALF,
-    first_span,
+    first_anchor,
     gates_of,
     load_gates,
     place_gates,
-    walk_part,
+    state_partition,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -40,7 +44,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col, v_col,
     C: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +68,7 @@ def load_part(
 
 
 @gluon.jit
-def grads_part(
+def dqkv_partition(
     dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty,
     s_full, s_empty, p_g, stride_g, p_rows, row, HV, dk_col, length, n, scale,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
@@ -92,11 +96,11 @@ def grads_part(
             b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * C, length, C)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - t < C:
-            clear(qs.index(s), length - t, C, K)
-            clear(ks.index(s), length - t, C, K)
+            zero_tail_rows(qs.index(s), length - t, C, K)
+            zero_tail_rows(ks.index(s), length - t, C, K)
             for half in gl.static_range(2):
-                clear(vs.index(2 * s + half), length - t, C, HALF)
-                clear(ds.index(2 * s + half), length - t, C, HALF)
+                zero_tail_rows(vs.index(2 * s + half), length - t, C, HALF)
+                zero_tail_rows(ds.index(2 * s + half), length - t, C, HALF)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -155,7 +159,7 @@ _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
 @gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
-def additive_back_sm90_kernel(
+def scalar_decay_chunk_bwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, HALF]
@@ -216,13 +220,13 @@ def additive_back_sm90_kernel(
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
-    full = ring(1, ST)
-    empty = ring(3, ST)
-    a_full = ring(1, 2)
-    a_empty = ring(2, 2)
-    s_full = ring(2, 1)
-    s_empty = ring(1, 1)
-    i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    full = alloc_mbarriers(1, ST)
+    empty = alloc_mbarriers(3, ST)
+    a_full = alloc_mbarriers(1, 2)
+    a_empty = alloc_mbarriers(2, 2)
+    s_full = alloc_mbarriers(2, 1)
+    s_empty = alloc_mbarriers(1, 1)
+    i_h, slot, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     k_col = i_h // (HV // H) * K
     o_s = (slot.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None
@@ -235,31 +239,31 @@ def additive_back_sm90_kernel(
     if HAS_GATE:
         p_g = place_gates(p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
     if HAS_DG:
-        span = first_span(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+        span = first_anchor(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
         p_rows += i_h.to(gl.int64) * tokens + row
         p_z += span
         p_anchor += span * (K * V)
     to_half = HV.to(gl.int64) * spans
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
                 empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows, p_z, p_anchor, o_s,
                 row, HV, i_h * V, length, n, scale, scale_in, scale_out,
                 0, K, V, C, ST, SPAN, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                 True)),
-            (walk_part, (
+            (state_partition, (
                 dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
                 empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows,
                 p_z + to_half if HAS_DG else p_z, p_anchor, o_s,
                 row, HV, i_h * V, length, n, scale, scale_in, scale_out,
                 1, K, V, C, ST, SPAN, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                 True)),
-            (grads_part, (
+            (dqkv_partition, (
                 dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,
                 a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, row, HV, i_h * K, length,
                 n, scale, K, C, ST, HAS_GATE, HAS_DG)),
-            (load_part, (
+            (load_partition, (
                 q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col,
                 i_h * V, C, ST)),
         ],

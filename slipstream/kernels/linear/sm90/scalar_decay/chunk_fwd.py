@@ -19,7 +19,12 @@ memory:
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, opening, ring, write_turned
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    program_coords,
+    store_tile_transposed,
+    zero_tail_rows,
+)
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -70,7 +75,7 @@ def gates_of(b_g, sums, C: gl.constexpr):
 
 
 @gluon.jit
-def first_span(
+def first_anchor(
     slot, row, T, segment, TOKENS: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr
 ):
     """The number of a slot's first span of TOKENS, as the portable _place has it."""
@@ -84,7 +89,7 @@ def first_span(
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     r_desc, w_desc, x_desc, q_desc, rs, ws, xs, qs, full, empty, q_full, q_empty, row, n, r_col,
     x_col, C: gl.constexpr, ST: gl.constexpr, HAS_DG: gl.constexpr,
 ):  # fmt: skip
@@ -109,7 +114,7 @@ def load_part(
 
 
 @gluon.jit
-def score_part(
+def score_partition(
     rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_g, length, n,
     D: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
@@ -127,10 +132,10 @@ def score_part(
         left = length - i * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if left < C:
-            clear(rs.index(s), left, C, D)
-            clear(ws.index(s), left, C, D)
-            clear(xs.index(2 * s), left, C, HALF)
-            clear(xs.index(2 * s + 1), left, C, HALF)
+            zero_tail_rows(rs.index(s), left, C, D)
+            zero_tail_rows(ws.index(s), left, C, D)
+            zero_tail_rows(xs.index(2 * s), left, C, HALF)
+            zero_tail_rows(xs.index(2 * s + 1), left, C, HALF)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -156,7 +161,7 @@ def score_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     y_desc, y_ptr, rs, ws, xs, qs, ss, scores, factors, ys, full, empty, q_full, q_empty, a_full,
     a_empty, s_full, s_empty, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
     length, n, scale, scale_in, scale_out,
@@ -221,7 +226,9 @@ def walk_part(
         mbarrier.arrive(a_empty.index(a), count=1)
         b_y *= scale
         t = c * C
-        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
+        store_tile_transposed(
+            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C
+        )
         if HAS_DG and not SHARED:
             b = i % 2
             mbarrier.wait(q_full.index(b), (i // 2) & 1)
@@ -242,7 +249,7 @@ _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
 @gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
-def additive_walk_sm90_kernel(
+def scalar_decay_chunk_fwd_sm90_kernel(
     r_desc,  # [tokens, HR * D] by [C, D]
     w_desc,  # [tokens, HR * D] by [C, D]
     x_desc,  # [tokens, HX * X] by [C, HALF]
@@ -296,20 +303,20 @@ def additive_walk_sm90_kernel(
     qs = xs
     factors = scores
     sums = scores
-    full = ring(1, ST)
-    empty = ring(3, ST)
-    a_full = ring(1, 2)
-    a_empty = ring(2, 2)
+    full = alloc_mbarriers(1, ST)
+    empty = alloc_mbarriers(3, ST)
+    a_full = alloc_mbarriers(1, 2)
+    a_empty = alloc_mbarriers(2, 2)
     q_full = full
     q_empty = empty
     if HAS_DG:
         qs = gl.allocate_shared_memory(dtype, [4, C, HALF], q_desc.layout)
-        q_full = ring(1, 2)
-        q_empty = ring(2, 2)
+        q_full = alloc_mbarriers(1, 2)
+        q_empty = alloc_mbarriers(2, 2)
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
-    i_h, slot, row, length, _, n = opening(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    i_h, slot, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     r_col = i_h // (HV // HR) * D
     x_col = i_h // (HV // HX) * X
     o_s = (slot.to(gl.int64) * HV + i_h) * (D * X)
@@ -324,28 +331,28 @@ def additive_walk_sm90_kernel(
             p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
         )  # fmt: skip
     if HAS_DG:
-        span = first_span(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+        span = first_anchor(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
         p_rows += i_h.to(gl.int64) * tokens + row
         p_anchor += span * (D * X)
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
                 q_empty, a_full, a_empty, full, empty, p_in, p_out, p_rows, y_ptr, p_anchor,
                 o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
                 0, D, X, C, ST, SPAN, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                 False)),
-            (walk_part, (
+            (state_partition, (
                 y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
                 q_empty, a_full, a_empty, full, empty, p_in, p_out,
                 p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows, y_ptr, p_anchor, o_s, row,
                 HV, i_h * X, length, n, scale, scale_in, scale_out,
                 1, D, X, C, ST, SPAN, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                 False)),
-            (score_part, (
+            (score_partition, (
                 rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
                 length, n, D, C, ST, HAS_GATE)),
-            (load_part, (
+            (load_partition, (
                 r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full, empty,
                 q_full, q_empty, row, n, r_col, x_col, C, ST, HAS_DG)),
         ],

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import sm90_unsupported
@@ -11,7 +11,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 WIDTH = 128  # of K and of V: two warpgroups with half of the state each
 
 
-def refuses(terms: Terms) -> str | None:
+def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the walk in Gluon can't take a call, or None if it can."""
     q, v = terms.q, terms.v
     if reason := sm90_unsupported(q):
@@ -27,4 +27,4 @@ def refuses(terms: Terms) -> str | None:
     tokens = q.shape[0] * q.shape[1]
     if not tokens or tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
-    return guarded_launch.objection(lambda: kind(terms, "sm90"), q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)

@@ -13,39 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.sm90.delta.backend import as_tma_reads, at_16_bytes
-from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import channel_edges_sm90_kernel
-from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import channel_walk_sm90_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
+from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
+from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.vector_decay.schedule import CHUNK
-from slipstream.kernels.linear.triton.scalar_decay.tiles import SPAN
+from slipstream.kernels.linear.triton.scalar_decay.tiles import ANCHOR_INTERVAL
 from slipstream.kernels.linear.triton.vector_decay import backend as portable
-from slipstream.kernels.linear.triton.vector_decay.launch import Prepared, Sums, sums_of
+from slipstream.kernels.linear.triton.vector_decay.launch import GateSums, IntraChunk, gate_sums
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.backends import on
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 HALF, STAGES = 64, 2
 # what the z of a chunk is not known beyond (the portable channel_walk.py)
-LOST = 2.0**-10
+NEGLIGIBLE_LOG2 = 2.0**-10
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
 
-def forward(terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """As the portable one, which it is where q is float32."""
     if terms.q.dtype == torch.float32:
         return portable.forward(terms, scale)
-    terms = as_tma_reads(portable.laid_out(terms))
+    terms = align_for_tma(portable.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-    with on(o.device):
-        walk(terms, terms.v, o, scale, terms.initial_state, final)
+    with device_of(o.device):
+        chunk_fwd(terms, terms.v, o, scale, terms.initial_state, final)
     return o, final
 
 
 def backward(
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
@@ -54,12 +54,12 @@ def backward(
     if terms.q.dtype == torch.float32:
         return portable.backward(terms, dout, dfinal, scale)
     given = terms
-    terms = as_tma_reads(portable.laid_out(terms))
-    work = portable.work_of(terms, terms.v)
+    terms = align_for_tma(portable.to_kernel_layout(terms))
+    work = portable.make_problem(terms, terms.v)
     if dout is None or scale == 0.0:
         do = torch.zeros_like(terms.v)
     else:
-        do = at_16_bytes(dout.to(terms.v.dtype).contiguous())
+        do = align16(dout.to(terms.v.dtype).contiguous())
     work, scale = work._replace(do=do), scale or 1.0  # o does not depend on q, k, v then
     dfinal = None if dfinal is None else dfinal.contiguous()
     shape = (*do.shape[:3], terms.q.shape[-1])
@@ -71,17 +71,17 @@ def backward(
     if u is not None:
         du = u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
     ends: dict[str, Any] = {"scale_in": 1 / scale, "reverse": True}
-    with on(do.device):
-        sums = sums_of(work)
+    with device_of(do.device):
+        sums = gate_sums(work)
         # of slots that no chunk has too, whose part of the gradient of u has to be 0
         make = torch.empty if u is None or terms.cu_seqlens is None else torch.ones
         decay = make(work.chunks, *shape[2:], dtype=torch.float32, device=do.device)
-        edges(terms, do, dq, state, sums, decay)
-        edges(terms, do, dk, dfinal, sums, decay, **ends)
-        walk(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)
-        made = Prepared(None, terms.k, None, decay)
+        chunk_dqk(terms, do, dq, state, sums, decay)
+        chunk_dqk(terms, do, dk, dfinal, sums, decay, **ends)
+        chunk_fwd(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)
+        made = IntraChunk(None, terms.k, None, decay)
         more = {"dqs": dq, "dke": dk, "z": sums.z, "dq": dq, "dk": dk, "dg": dg, "du": du}
-        portable.launch_grads(work, made, portable.pairs_of(work), scale, **more)
+        portable.launch_grads(work, made, portable.choose_pairs(work), scale, **more)
     if terms.q.shape[2] != shape[2]:
         groups = (*terms.q.shape[:3], -1, shape[-1])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -90,11 +90,11 @@ def backward(
         grads["u"] = du.sum(0).to(u.dtype)
     if dinitial is not None:
         grads["initial_state"] = dinitial
-    return portable.as_given(grads, given)
+    return portable.to_input_layout(grads, given)
 
 
-def walk(
-    terms: Terms,
+def chunk_fwd(
+    terms: LinearInputs,
     x: Tensor,
     y: Tensor,
     scale: float,
@@ -108,7 +108,7 @@ def walk(
     q, g = terms.q, terms.g
     assert g is not None
     K, X = q.shape[-1], x.shape[-1]
-    launch: Any = kept(channel_walk_sm90_kernel)[(x.shape[2] * terms.sequences,)]
+    launch: Any = cached(vector_decay_chunk_fwd_sm90_kernel)[(x.shape[2] * terms.sequences,)]
     launch(
         _tiles(q, K),
         _tiles(terms.k, K),
@@ -135,12 +135,12 @@ def walk(
     )
 
 
-def edges(
-    terms: Terms,
+def chunk_dqk(
+    terms: LinearInputs,
     do: Tensor,
     y: Tensor,
     s_in: Tensor | None,
-    sums: Sums,
+    sums: GateSums,
     decay: Tensor,
     scale_in: float = 1.0,
     reverse: bool = False,
@@ -149,7 +149,7 @@ def edges(
     q, v, g = terms.q, terms.v, terms.g
     assert g is not None
     K, V = q.shape[-1], v.shape[-1]
-    launch: Any = kept(channel_edges_sm90_kernel)[(v.shape[2] * terms.sequences,)]
+    launch: Any = cached(vector_decay_dqk_sm90_kernel)[(v.shape[2] * terms.sequences,)]
     launch(
         _tiles(q, K),
         _tiles(terms.k, K),
@@ -170,19 +170,19 @@ def edges(
         V=V,
         C=CHUNK,
         ST=STAGES,
-        SPAN=SPAN,
-        LOST=LOST,
+        SPAN=ANCHOR_INTERVAL,
+        LOST=NEGLIGIBLE_LOG2,
         BEFORE=terms.u is not None,
         **_flags(terms, s_in, reverse),
     )
 
 
-def _sizes(terms: Terms) -> tuple[int, ...]:
+def _sizes(terms: LinearInputs) -> tuple[int, ...]:
     """T to H."""
     return terms.q.shape[1], terms.sequences, terms.v.shape[2], terms.q.shape[2]
 
 
-def _flags(terms: Terms, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:
+def _flags(terms: LinearInputs, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:
     return {
         "BOUND": portable.BOUND[terms.q.dtype],
         "REVERSE": reverse,

@@ -17,14 +17,19 @@ carry 64 rows of the state each. Parts of a program:
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear, opening, ring, write_turned
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_span
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    program_coords,
+    store_tile_transposed,
+    zero_tail_rows,
+)
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_anchor
 from slipstream.kernels.linear.sm90.vector_decay.intra import (
     LOG2E,
+    gate_sum_partition,
     gate_sums,
     half,
     ones,
-    sums_part,
     take_gates,
 )
 from slipstream.kernels.primitives.gluon_compat import (
@@ -40,7 +45,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n, k_col, g_col,
     v_col, C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +69,7 @@ def load_part(
 
 
 @gluon.jit
-def edges_part(
+def boundary_partition(
     qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     REVERSE: gl.constexpr, BEFORE: gl.constexpr,
@@ -80,11 +85,11 @@ def edges_part(
         mbarrier.wait(full.index(s), (i // ST) & 1)
         q, k = qs.index(s), ks.index(s)
         if left < C:
-            clear(q, left, C, K)
-            clear(k, left, C, K)
-            clear(gs.index(s), left, C, K)
-            clear(vs.index(s), left, C, V)
-            clear(ds.index(s), left, C, V)
+            zero_tail_rows(q, left, C, K)
+            zero_tail_rows(k, left, C, K)
+            zero_tail_rows(gs.index(s), left, C, K)
+            zero_tail_rows(vs.index(s), left, C, V)
+            zero_tail_rows(ds.index(s), left, C, V)
             gl.thread_barrier()
         take_gates(gs.index(s), gates, K, C)
         for h in gl.static_range(K // 64):
@@ -105,7 +110,7 @@ def edges_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
     p_decay, o_s, row, HV, y_col, length, n, scale_in,
     I: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
@@ -154,12 +159,14 @@ def walk_part(
             if (c % SPAN == SPAN - 1) | (c == n - 1):
                 p = p_anchor + HV.to(gl.int64) * (c // SPAN) * (K * V)
                 gl.store(p + o_a, b_s)
-        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * K, length - t, C)
+        store_tile_transposed(
+            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * K, length - t, C
+        )
     store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale_in", "T", "N", "HV", "H"])
-def channel_edges_sm90_kernel(
+def vector_decay_dqk_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, V]
@@ -204,11 +211,11 @@ def channel_edges_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [2, C, 64], y_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
-    full = ring(1, ST)
-    told = ring(1, ST)
-    ready = ring(1, ST)
-    empty = ring(2, ST)
-    i_h, i_n, row, length, first, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
+    full = alloc_mbarriers(1, ST)
+    told = alloc_mbarriers(1, ST)
+    ready = alloc_mbarriers(1, ST)
+    empty = alloc_mbarriers(2, ST)
+    i_h, i_n, row, length, first, n = program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None
@@ -217,7 +224,7 @@ def channel_edges_sm90_kernel(
     p_sums = sums_ptr + o_chunk
     p_z = z_ptr + o_chunk
     p_decay = decay_ptr + o_chunk
-    span = first_span(i_n, row, T, T, SPAN * C, False, PACKED).to(gl.int64) * HV + i_h
+    span = first_anchor(i_n, row, T, T, SPAN * C, False, PACKED).to(gl.int64) * HV + i_h
     p_anchor = anchor_ptr + span * (K * V)
     # the state's new rows, what reads it, and what is summed with y
     xs = qs if REVERSE else ks
@@ -226,20 +233,20 @@ def channel_edges_sm90_kernel(
     ws = ds if REVERSE else vs
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
                 p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
                 0, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
-            (walk_part, (
+            (state_partition, (
                 y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
                 p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
                 1, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
-            (edges_part, (
+            (boundary_partition, (
                 qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
                 K, V, C, ST, REVERSE, BEFORE)),
-            (sums_part, (
+            (gate_sum_partition, (
                 gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
-            (load_part, (
+            (load_partition, (
                 q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n,
                 k_col, i_h * K, i_h * V, C, ST, REVERSE)),
         ],

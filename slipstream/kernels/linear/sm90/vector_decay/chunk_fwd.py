@@ -23,12 +23,16 @@ a program:
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import opening, ring, write_turned
+from slipstream.kernels.linear.sm90.common.device import (
+    alloc_mbarriers,
+    program_coords,
+    store_tile_transposed,
+)
 from slipstream.kernels.linear.sm90.vector_decay.intra import (
     flag_of,
-    scores_part,
+    gate_sum_partition,
+    score_partition,
     square,
-    sums_part,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -44,7 +48,7 @@ HALF = gl.constexpr(64)  # rows of the state in a warpgroup
 
 
 @gluon.jit
-def load_part(
+def load_partition(
     q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col, g_col, x_col,
     C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -67,7 +71,7 @@ def load_part(
 
 
 @gluon.jit
-def walk_part(
+def state_partition(
     y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr,
     o_s, row, HV, y_col, length, n, scale, scale_in, scale_out,
     I: gl.constexpr, K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
@@ -117,7 +121,9 @@ def walk_part(
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
         b_y *= scale
-        write_turned(y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C)
+        store_tile_transposed(
+            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C
+        )
     store_wait(0)
     if HAS_S_OUT:
         # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
@@ -126,7 +132,7 @@ def walk_part(
 
 
 @gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H"])
-def channel_walk_sm90_kernel(
+def vector_decay_chunk_fwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
     x_desc,  # [tokens, HV * X] by [C, HALF]: v, or do if REVERSE
@@ -171,11 +177,11 @@ def channel_walk_sm90_kernel(
     free = gl.allocate_shared_memory(dtype, [1, C, 64], square_l)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
-    full = ring(1, ST)
-    told = ring(1, ST)
-    ready = ring(1, ST)
-    empty = ring(2, ST)
-    i_h, i_n, row, length, _, n = opening(cu_ptr, T, N, HV, T, C, PACKED, False)
+    full = alloc_mbarriers(1, ST)
+    told = alloc_mbarriers(1, ST)
+    ready = alloc_mbarriers(1, ST)
+    empty = alloc_mbarriers(2, ST)
+    i_h, i_n, row, length, _, n = program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * X)
     # what is not given: something else, for only the first part takes None
@@ -184,20 +190,20 @@ def channel_walk_sm90_kernel(
     p_u = u_ptr + i_h * K if HAS_U else y_ptr
     gl.warp_specialize(
         [
-            (walk_part, (
+            (state_partition, (
                 y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, p_in, p_out,
                 o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
                 0, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
-            (walk_part, (
+            (state_partition, (
                 y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, p_in, p_out,
                 o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
                 1, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
-            (scores_part, (
+            (score_partition, (
                 rs, ws, xs, gs, gates, until, free, flags, p_u, full, told, ready, length, n,
                 K, C, ST, 2, LEVELS, REVERSE, HAS_U)),
-            (sums_part, (
+            (gate_sum_partition, (
                 gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
-            (load_part, (
+            (load_partition, (
                 q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col,
                 i_h * K, i_h * X, C, ST, REVERSE)),
         ],

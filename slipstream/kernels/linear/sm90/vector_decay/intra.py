@@ -19,7 +19,7 @@ One warp sums up the chunk's gates beforehand, and says by a flag which of both 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
-from slipstream.kernels.linear.sm90.common.device import clear
+from slipstream.kernels.linear.sm90.common.device import zero_tail_rows
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,
     gl,
@@ -49,7 +49,7 @@ def column_sums(gate, left, K: gl.constexpr, C: gl.constexpr, MASKED: gl.constex
 
 
 @gluon.jit
-def sums_part(
+def gate_sum_partition(
     gs, totals, flags, full, told, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, BOUND: gl.constexpr,
     REVERSE: gl.constexpr,
@@ -126,7 +126,7 @@ def store_gates(b_g, gates, h: gl.constexpr):
 
 
 @gluon.jit
-def with_own(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
+def add_diagonal(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U: gl.constexpr):
     """A with q_i . u k_i as its diagonal."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
@@ -152,7 +152,7 @@ def weak_scores(
     seen = o_i[:, None] >= o_j[None, :]
     b_own = gl.zeros([C, C], gl.float32, al)
     if BEFORE:
-        b_own = with_own(b_own, r, w, none, u_ptr, K, C, BEFORE)
+        b_own = add_diagonal(b_own, r, w, none, u_ptr, K, C, BEFORE)
         seen = o_i[:, None] > o_j[None, :]
     for h in gl.static_range(K // 64):
         b_sum = gate_sums(until, gates, h, C)
@@ -179,7 +179,7 @@ def strong_scores(
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     zero_a = gl.zeros([C, C], gl.float32, al)
-    b_a = with_own(zero_a, r, w, none, u_ptr, K, C, BEFORE)
+    b_a = add_diagonal(zero_a, r, w, none, u_ptr, K, C, BEFORE)
     for level in range(LEVELS):
         # 0, as none: masks of a level take registers in it alone
         anew = none + level >> 31 << 10
@@ -219,7 +219,7 @@ def strong_scores(
 
 
 @gluon.jit
-def scores_part(
+def score_partition(
     rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, told, ready, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
     LEVELS: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
@@ -238,11 +238,11 @@ def scores_part(
         mbarrier.wait(told.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if left < C:
-            clear(rs.index(s), left, C, K)
-            clear(ws.index(s), left, C, K)
-            clear(gs.index(s), left, C, K)
+            zero_tail_rows(rs.index(s), left, C, K)
+            zero_tail_rows(ws.index(s), left, C, K)
+            zero_tail_rows(gs.index(s), left, C, K)
             for part in gl.static_range(NX):
-                clear(xs.index(NX * s + part), left, C, 64)
+                zero_tail_rows(xs.index(NX * s + part), left, C, 64)
             fence_async_shared()
             gl.thread_barrier()
         take_gates(gs.index(s), gates.index(none), K, C)

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.kernels.linear.triton.scalar_decay.tiles import segment_tokens
 from slipstream.runtime import guarded_launch
@@ -12,12 +12,12 @@ CHUNK = 64
 WIDTH = 128  # of K and of V: two warpgroups with half of the state each
 
 
-def takes(terms: Terms) -> bool:
+def takes(terms: LinearInputs) -> bool:
     """Whether it is of this family."""
     return terms.decay == "channel" or terms.gv is not None or terms.u is not None
 
 
-def refuses(terms: Terms) -> str | None:
+def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the walks in Gluon can't take a call, or None if they can."""
     q, v, g = terms.q, terms.v, terms.g
     if reason := sm90_unsupported(q):
@@ -36,4 +36,4 @@ def refuses(terms: Terms) -> str | None:
     tokens = B * T
     if not tokens or tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
-    return guarded_launch.objection(lambda: kind(terms, "sm90"), q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)

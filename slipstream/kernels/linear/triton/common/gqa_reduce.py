@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.linear.workspace import fitting
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.workspace import reuse_or_empty
+from slipstream.runtime.launch_cache import cached
 
 ROWS = 16  # of the sum, a program
 
 
 @triton.jit(do_not_specialize=["R", "group"])
-def sum_heads_kernel(
+def reduce_grouped_heads_kernel(
     x_ptr,  # [R, group, K]
     y_ptr,  # [R, K]
     R,
@@ -40,7 +40,7 @@ def sum_heads_kernel(
     tl.store(y_ptr + o_r[:, None] * K + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
-def sum_heads(x: Tensor, H: int, out: Tensor | None = None) -> Tensor:
+def reduce_grouped_heads(x: Tensor, H: int, out: Tensor | None = None) -> Tensor:
     """x [B, T, HV, K], contiguous, to [B, T, H, K]; on the current device.
 
     Args:
@@ -49,8 +49,8 @@ def sum_heads(x: Tensor, H: int, out: Tensor | None = None) -> Tensor:
     B, T, HV, K = x.shape
     if HV == H:
         return x
-    y = fitting(out, (B, T, H, K), x.dtype, x.device)
+    y = reuse_or_empty(out, (B, T, H, K), x.dtype, x.device)
     rows = B * T * H
-    launch: Any = kept(sum_heads_kernel)[(-(-rows // ROWS),)]
+    launch: Any = cached(reduce_grouped_heads_kernel)[(-(-rows // ROWS),)]
     launch(x, y, rows, HV // H, K=K, BR=ROWS, BK=triton.next_power_of_2(K), num_warps=4)
     return y

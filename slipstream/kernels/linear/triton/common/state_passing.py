@@ -11,12 +11,12 @@ with V as the rows, as the walks have it, and in float32.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.chunk import _sequence
-from slipstream.kernels.linear.triton.delta.solve_tril import _product
+from slipstream.kernels.linear.triton.delta.chunk import locate_sequence
+from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
 
 
 @triton.jit(do_not_specialize=["T", "HV", "segment"])
-def delta_scan_kernel(
+def delta_state_passing_kernel(
     s_ptr,  # [slots, HV, K, V]: E; becomes the state that the slot's segment meets
     m_ptr,  # [slots, HV, K, K]: M
     s_in_ptr,  # [N, HV, K, V]
@@ -40,7 +40,7 @@ def delta_scan_kernel(
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_n = (pid // NV // HV).to(tl.int64)
-    _, length, first = _sequence(cu_ptr, i_n, T, segment, PACKED)
+    _, length, first = locate_sequence(cu_ptr, i_n, T, segment, PACKED)
     o_k = tl.arange(0, BK)
     o_v = (pid % NV) * BV + tl.arange(0, BV)
     m_k = o_k < K
@@ -64,6 +64,6 @@ def delta_scan_kernel(
         p_s = s_ptr + i_s * (K * V) + o_s
         b_e = tl.load(p_s, mask=m_s, other=0.0)
         tl.store(p_s, b_s, mask=m_s)
-        b_s = _product(b_s, b_m, INNER) + b_e
+        b_s = tile_product(b_s, b_m, INNER) + b_e
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_n, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

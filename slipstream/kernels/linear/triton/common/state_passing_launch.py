@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.common.state_passing import delta_scan_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.common.state_passing import delta_state_passing_kernel
 from slipstream.kernels.linear.triton.delta.plan import tile_of
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import Split
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.triton.scalar_decay.launch import Segments
+from slipstream.runtime.launch_cache import cached
 
 
-def join(
-    terms: Terms,
-    split: Split,
+def state_passing(
+    terms: LinearInputs,
+    split: Segments,
     states: Tensor,
     M: Tensor,
     s_in: Tensor | None,
@@ -28,7 +28,7 @@ def join(
     tile, BK = tile_of(terms)
     BV = tile.walk.B
     inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
-    launch: Any = kept(delta_scan_kernel)[(-(-V // BV) * HV * terms.sequences,)]
+    launch: Any = cached(delta_state_passing_kernel)[(-(-V // BV) * HV * terms.sequences,)]
     launch(
         states,
         M,

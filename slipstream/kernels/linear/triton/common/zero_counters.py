@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.launch_cache import cached
 
 BLOCK = 1024
 
@@ -25,9 +25,9 @@ def zeros_kernel(x_ptr, count, BLOCK: tl.constexpr):
     tl.store(x_ptr + o, tl.zeros((BLOCK,), tl.int32), mask=o < count)
 
 
-def counts_at_zero(count: int, like: Tensor) -> Tensor:
+def zero_counters(count: int, like: Tensor) -> Tensor:
     """int32 [count], on the current device, which is that of `like`."""
     x = like.new_empty(count, dtype=torch.int32)
-    launch: Any = kept(zeros_kernel)[(-(-count // BLOCK),)]
+    launch: Any = cached(zeros_kernel)[(-(-count // BLOCK),)]
     launch(x, count, BLOCK=BLOCK, num_warps=4)
     return x

@@ -16,35 +16,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.common.gqa_reduce import sum_heads
-from slipstream.kernels.linear.triton.common.state_passing_launch import join
-from slipstream.kernels.linear.triton.delta.chunk import delta_walk_back_kernel, delta_walk_kernel
-from slipstream.kernels.linear.triton.delta.dqkg_launch import launch_grads
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
+from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+from slipstream.kernels.linear.triton.delta.chunk import (
+    delta_chunk_dstate_kernel,
+    delta_chunk_fwd_kernel,
+)
+from slipstream.kernels.linear.triton.delta.dqkg_launch import launch_dqkg
 from slipstream.kernels.linear.triton.delta.plan import (
-    chunk_slots,
-    crowded,
-    fine,
-    options,
-    slots_of,
-    split_of,
-    square,
+    choose_split,
+    is_oversubscribed,
+    launch_options,
+    num_chunks,
+    num_segments_and_sequences,
+    state_descriptor,
     states_like,
     tile_of,
-    tiles_of,
+    tma_descriptor,
+    uses_split_bf16,
 )
-from slipstream.kernels.linear.triton.delta.solve_tril import BASE, delta_solve_kernel
+from slipstream.kernels.linear.triton.delta.solve_tril import BASE, delta_solve_tril_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import Split, contiguous
-from slipstream.kernels.linear.workspace import chunks_of, fitting, walked
-from slipstream.runtime.backends import on, precision
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, contiguous
+from slipstream.kernels.linear.workspace import iter_slices, reuse_or_empty, slice_chunks
+from slipstream.runtime.backends import device_of, fp32_dot_precision
+from slipstream.runtime.launch_cache import cached
 
 # forward and backward write to memory that they are given, and forward leaves states (op.py)
 IN_SLICES = MARKS = True
 
 
-class Solved(NamedTuple):
+class WYFactors(NamedTuple):
     """By the names of delta_solve.py; growth: of another implementation, which wants it."""
 
     r: Tensor
@@ -52,7 +55,7 @@ class Solved(NamedTuple):
     growth: Tensor | None = None
 
 
-class Own(NamedTuple):
+class DeltaBackend(NamedTuple):
     """What launches the inverse, both walks and the gradients instead of the kernels of _solve,
     launch_walk, _walk_back, _grads, and how it splits sequences.
 
@@ -62,21 +65,21 @@ class Own(NamedTuple):
     states at the ends of sequences themselves.
     """
 
-    solve: Callable[[Terms, Tensor, Tensor], Solved]
+    solve: Callable[[LinearInputs, Tensor, Tensor], WYFactors]
     walk: Callable[..., None]
     walk_back: Callable[..., None]
     grads: Callable[..., None]
-    together: Callable[[Terms], int]
-    split: Callable[[Terms], Split | None]
-    meet: Callable[[Terms, Solved, Split], tuple[Tensor, Any]]
+    together: Callable[[LinearInputs], int]
+    split: Callable[[LinearInputs], Segments | None]
+    meet: Callable[[LinearInputs, WYFactors, Segments], tuple[Tensor, Any]]
     meet_back: Callable[..., Tensor]
     back: Callable[..., dict[str, Tensor]] | None = None
 
 
 def forward(
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
-    own: Own | None = None,
+    own: DeltaBackend | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     marks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -87,31 +90,36 @@ def forward(
         out: memory for both.
         marks: memory for the states between spans of tokens, as many as there are and one more.
     """
-    return forward_solved(terms, scale, own, out, marks)[:2]
+    return forward_with_wy(terms, scale, own, out, marks)[:2]
 
 
-def forward_solved(
-    terms: Terms,
+def forward_with_wy(
+    terms: LinearInputs,
     scale: float,
-    own: Own | None = None,
+    own: DeltaBackend | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     marks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Solved]:
+) -> tuple[Tensor, Tensor, WYFactors]:
     """Those, and what backward need not compute once more: C / V of v's size, and a little."""
     terms = _prepare(terms)
     o, final = out or (
         terms.v.new_empty(terms.v.shape),
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
-    with on(o.device):
-        solved = _solve(terms, own)
-        for tokens, part, there, after in walked(terms, o, final, marks):
-            walk_whole(part, _part(solved, tokens), scale, there, after, own)
+    with device_of(o.device):
+        solved = _solve_tril(terms, own)
+        for tokens, part, there, after in iter_slices(terms, o, final, marks):
+            run_chunks(part, _part(solved, tokens), scale, there, after, own)
     return o, final, solved
 
 
-def walk_whole(
-    terms: Terms, solved: Solved, scale: float, o: Tensor, final: Tensor | None, own: Own | None
+def run_chunks(
+    terms: LinearInputs,
+    solved: WYFactors,
+    scale: float,
+    o: Tensor,
+    final: Tensor | None,
+    own: DeltaBackend | None,
 ) -> None:
     """o and, if it is wanted, the final state are written."""
     if own is not None:
@@ -120,29 +128,29 @@ def walk_whole(
             met, _ = own.meet(terms, solved, split)
         own.walk(terms, solved, scale, o, s_in=met, s_out=final, split=split)
         return
-    split = split_of(terms)
+    split = choose_split(terms)
     if split is None:
-        launch_walk(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
+        launch_chunk_fwd(terms, solved, scale, o, s_in=terms.initial_state, s_out=final)
         return
-    met, M = _ends(terms, solved, split)
-    join(terms, split, met, M, terms.initial_state, final)
-    launch_walk(terms, solved, scale, o, s_in=met, split=split)
+    met, M = _segment_transition(terms, solved, split)
+    state_passing(terms, split, met, M, terms.initial_state, final)
+    launch_chunk_fwd(terms, solved, scale, o, s_in=met, split=split)
 
 
-def _part(solved: Solved, tokens: slice) -> Solved:
+def _part(solved: WYFactors, tokens: slice) -> WYFactors:
     """Of a span of tokens of a single row."""
     r, *rest = solved
-    chunks = chunks_of(tokens, r.shape[-1])
-    return Solved._make([r[:, tokens], *(None if x is None else x[chunks] for x in rest)])
+    chunks = slice_chunks(tokens, r.shape[-1])
+    return WYFactors._make([r[:, tokens], *(None if x is None else x[chunks] for x in rest)])
 
 
 def backward(
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
-    own: Own | None = None,
-    solved: Solved | None = None,
+    own: DeltaBackend | None = None,
+    solved: WYFactors | None = None,
     out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype.
@@ -161,12 +169,12 @@ def backward(
         dstate = out.get("initial_state")
         if dstate is None:
             dstate = terms.initial_state.new_empty(terms.state_shape)
-    with on(do.device):
-        solved = _solve(terms, own) if solved is None else solved
+    with device_of(do.device):
+        solved = _solve_tril(terms, own) if solved is None else solved
         if own is not None and own.back is not None:
             grads = own.back(terms, do, dfinal, solved, scale, dstate, out)
         else:
-            grads = _walked_back(terms, do, dfinal, solved, scale, dstate, own, out)
+            grads = _backward_two_kernels(terms, do, dfinal, solved, scale, dstate, own, out)
     if dstate is not None:
         grads["initial_state"] = dstate
     for name in ("g", "beta"):
@@ -178,42 +186,44 @@ def backward(
     return grads
 
 
-def _walked_back(
-    terms: Terms,
+def _backward_two_kernels(
+    terms: LinearInputs,
     do: Tensor,
     dfinal: Tensor | None,
-    solved: Solved,
+    solved: WYFactors,
     scale: float,
     dstate: Tensor | None,
-    own: Own | None,
+    own: DeltaBackend | None,
     out: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """By two walks; into dstate too."""
-    split = split_of(terms) if own is None else own.split(terms)
+    split = choose_split(terms) if own is None else own.split(terms)
     met, met_back, after = terms.initial_state, dfinal, dstate
     if split is not None and own is not None:
         met, made = own.meet(terms, solved, split)
         met_back = own.meet_back(terms, do, solved, scale, dfinal, made, split)
         del made
     elif split is not None:
-        met, M = _ends(terms, solved, split)
-        join(terms, split, met, M, terms.initial_state, None)
+        met, M = _segment_transition(terms, solved, split)
+        state_passing(terms, split, met, M, terms.initial_state, None)
         met_back = torch.empty_like(met)
-        _walk_back(terms, do, solved, scale, s_out=met_back, split=split)
-        join(terms, split, met_back, M, dfinal, dstate, reverse=True)
+        _chunk_dstate(terms, do, solved, scale, s_out=met_back, split=split)
+        state_passing(terms, split, met_back, M, dfinal, dstate, reverse=True)
         del M
         after = None
     like = do.shape, do.dtype, do.device
-    w = fitting(None if own is None else out.get("k"), *like)  # _grads
-    dv = fitting(out.get("v"), *like)
+    w = reuse_or_empty(None if own is None else out.get("k"), *like)  # _grads
+    dv = reuse_or_empty(out.get("v"), *like)
     states, dstates = states_like(terms), states_like(terms)
-    walk, walk_back = (launch_walk, _walk_back) if own is None else (own.walk, own.walk_back)
+    walk, walk_back = (
+        (launch_chunk_fwd, _chunk_dstate) if own is None else (own.walk, own.walk_back)
+    )
     walk(terms, solved, scale, w, states=states, s_in=met, split=split)
     walk_back(terms, do, solved, scale, dv, dstates, met_back, after, split)
-    return _grads(terms, do, solved.rows, w, dv, states, dstates, scale, own, out)
+    return _chunk_dqkg(terms, do, solved.rows, w, dv, states, dstates, scale, own, out)
 
 
-def _prepare(terms: Terms) -> Terms:
+def _prepare(terms: LinearInputs) -> LinearInputs:
     """Everything as the kernels index it."""
     assert terms.beta is not None
     return contiguous(terms)._replace(
@@ -223,20 +233,20 @@ def _prepare(terms: Terms) -> Terms:
     )
 
 
-def _solve(terms: Terms, own: Own | None = None) -> Solved:
+def _solve_tril(terms: LinearInputs, own: DeltaBackend | None = None) -> WYFactors:
     B, T, HV, _ = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, _ = tile_of(terms)
     exact = terms.q.dtype == torch.float32
-    slots, gates = chunk_slots(terms, tile.C), 0 if terms.g is None else 1 + exact
-    wide = torch.float32 if fine(terms) else terms.v.dtype
+    slots, gates = num_chunks(terms, tile.C), 0 if terms.g is None else 1 + exact
+    wide = torch.float32 if uses_split_bf16(terms) else terms.v.dtype
     r = terms.v.new_empty(B, T, HV, tile.C, dtype=wide)
     rows = r.new_empty(slots, HV, 1 + gates, tile.C, dtype=torch.float32)
     if own is not None:
         return own.solve(terms, r, rows)
     # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
-    inner = precision() if exact else "halves" if tile.tma else "tf32"
-    launch: Any = kept(delta_solve_kernel)[(slots * HV,)]
+    inner = fp32_dot_precision() if exact else "halves" if tile.tma else "tf32"
+    launch: Any = cached(delta_solve_tril_kernel)[(slots * HV,)]
     launch(
         terms.k,
         terms.p,
@@ -255,23 +265,25 @@ def _solve(terms: Terms, own: Own | None = None) -> Solved:
         LEVELS=(tile.C // BASE.value).bit_length() - 1,
         HAS_P=terms.p is not None,
         INNER="ieee" if INTERPRETED else inner,
-        **options(terms, tile.solve),
+        **launch_options(terms, tile.solve),
     )
-    return Solved(r, rows)
+    return WYFactors(r, rows)
 
 
-def _ends(terms: Terms, solved: Solved, split: Split) -> tuple[Tensor, Tensor]:
+def _segment_transition(
+    terms: LinearInputs, solved: WYFactors, split: Segments
+) -> tuple[Tensor, Tensor]:
     """What segments add to the state [slots, HV, K, V], and their factors [slots, HV, K, K]."""
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     E = solved.rows.new_empty(split.slots, HV, K, V)
     M = solved.rows.new_empty(split.slots, HV, K, K)
-    launch_walk(terms, solved, 1.0, None, s_out=E, m=M, split=split)
+    launch_chunk_fwd(terms, solved, 1.0, None, s_out=E, m=M, split=split)
     return E, M
 
 
-def launch_walk(
-    terms: Terms,
-    solved: Solved,
+def launch_chunk_fwd(
+    terms: LinearInputs,
+    solved: WYFactors,
     scale: float,
     out: Tensor | None,
     *,
@@ -279,26 +291,26 @@ def launch_walk(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     m: Tensor | None = None,
-    split: Split | None = None,
+    split: Segments | None = None,
 ) -> None:
     """out: o, or w where states are wanted."""
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     tile, BK = tile_of(terms)
-    slots = slots_of(terms, split)
+    slots = num_segments_and_sequences(terms, split)
     make = "ends" if m is not None else "o" if states is None else "states"
-    many = crowded(terms, slots)
+    many = is_oversubscribed(terms, slots)
     if make == "o":
         part = tile.crowded_walk if many else tile.walk
     else:
         part = tile.crowded_keep if many and terms.g is not None else tile.keep
-    (q, k, p, v, r, out), tma = tiles_of(
+    (q, k, p, v, r, out), tma = tma_descriptor(
         terms,
         [terms.q if make == "o" else None, terms.k, terms.p, terms.v, solved.r, out],
         [BK, BK, BK, part.B, tile.C, part.B],
     )
     tiles = -(-V // part.B) + (-(-K // part.B) if make == "ends" else 0)
-    launch: Any = kept(delta_walk_kernel)[(tiles * HV * slots,)]
+    launch: Any = cached(delta_chunk_fwd_kernel)[(tiles * HV * slots,)]
     launch(
         q,
         k,
@@ -307,7 +319,7 @@ def launch_walk(
         solved.rows,
         r,
         out,
-        square(states, part.B, BK) if tma and states is not None else states,
+        state_descriptor(states, part.B, BK) if tma and states is not None else states,
         s_in,
         s_out,
         m,
@@ -330,34 +342,34 @@ def launch_walk(
         SPLIT=split is not None,
         GROUPED=H != HV,
         TMA=tma,
-        FINE=fine(terms),
-        **options(terms, part),
+        FINE=uses_split_bf16(terms),
+        **launch_options(terms, part),
     )
 
 
-def _walk_back(
-    terms: Terms,
+def _chunk_dstate(
+    terms: LinearInputs,
     do: Tensor,
-    solved: Solved,
+    solved: WYFactors,
     scale: float,
     dv: Tensor | None = None,
     dstates: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
-    split: Split | None = None,
+    split: Segments | None = None,
 ) -> None:
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     tile, BK = tile_of(terms)
-    slots = slots_of(terms, split)
-    part = tile.crowded_back if crowded(terms, slots) else tile.back
+    slots = num_segments_and_sequences(terms, split)
+    part = tile.crowded_back if is_oversubscribed(terms, slots) else tile.back
     BV = part.B
-    (q, k, p, do, r, dv), tma = tiles_of(
+    (q, k, p, do, r, dv), tma = tma_descriptor(
         terms,
         [terms.q, terms.k, terms.p, do, solved.r, dv],
         [BK, BK, BK, BV, tile.C, BV],
     )
-    launch: Any = kept(delta_walk_back_kernel)[(-(-V // BV) * HV * slots,)]
+    launch: Any = cached(delta_chunk_dstate_kernel)[(-(-V // BV) * HV * slots,)]
     launch(
         q,
         k,
@@ -366,7 +378,7 @@ def _walk_back(
         solved.rows,
         r,
         dv,
-        square(dstates, BV, BK) if tma and dstates is not None else dstates,
+        state_descriptor(dstates, BV, BK) if tma and dstates is not None else dstates,
         s_in,
         s_out,
         terms.cu_seqlens,
@@ -388,13 +400,13 @@ def _walk_back(
         SPLIT=split is not None,
         GROUPED=H != HV,
         TMA=tma,
-        FINE=fine(terms),
-        **options(terms, part),
+        FINE=uses_split_bf16(terms),
+        **launch_options(terms, part),
     )
 
 
-def _grads(
-    terms: Terms,
+def _chunk_dqkg(
+    terms: LinearInputs,
     do: Tensor,
     rows: Tensor,
     w: Tensor,
@@ -402,7 +414,7 @@ def _grads(
     states: Tensor,
     dstates: Tensor,
     scale: float,
-    own: Own | None = None,
+    own: DeltaBackend | None = None,
     out: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Gradients of q, k, v, beta, and p and g if given; those of beta and g in float32."""
@@ -414,15 +426,15 @@ def _grads(
         # each of its programs has read its own part of w, and of q, before it writes there
         there["k" if H == HV else "q"] = w
     like = (B, T, heads, K), do.dtype, do.device
-    wide = {name: fitting(x, *like) for name, x in there.items()}
+    wide = {name: reuse_or_empty(x, *like) for name, x in there.items()}
     sums = {
-        name: fitting(out.get(name), (B, T, HV), torch.float32, do.device)
+        name: reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
         for name in ("beta", "g")
         if getattr(terms, name) is not None
     }
     if own is not None:
         own.grads(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
     else:
-        launch_grads(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
-    made = {name: sum_heads(x, H, out.get(name)) for name, x in wide.items()}
+        launch_dqkg(terms, do, rows, w, dv, states, dstates, scale, {**wide, **sums})
+    made = {name: reduce_grouped_heads(x, H, out.get(name)) for name, x in wide.items()}
     return {**made, "v": dv, **sums}

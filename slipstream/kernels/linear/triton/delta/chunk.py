@@ -29,11 +29,11 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import decay_between, load_gates
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _rows, _store, find_segment
+from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment, load_rows, store_block
 
 
 @triton.jit
-def _columns(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
+def v_columns(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
     """Rows o_c and columns o_n of a tile at p, transposed, zero outside."""
     p = p + o_n[:, None] + o_c[None, :] * stride
     if MASKED:
@@ -42,7 +42,7 @@ def _columns(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
+def locate_sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
     """First token, tokens and first slot (delta_solve.find_chunk) of a sequence."""
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
@@ -57,7 +57,9 @@ def _sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _place(cu_ptr, slot, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr):
+def locate_segment(
+    cu_ptr, slot, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
+):
     """Of a slot: first token, tokens, first chunk's slot, batch entry, tokens of it before."""
     if SPLIT:
         begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
@@ -72,7 +74,7 @@ def _place(cu_ptr, slot, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, S
         first += i_s * (segment // C)
         length = tl.minimum(tl.maximum(length - skip, 0), segment)
     else:
-        begin, length, first = _sequence(cu_ptr, slot.to(tl.int64), T, C, PACKED)
+        begin, length, first = locate_sequence(cu_ptr, slot.to(tl.int64), T, C, PACKED)
         i_b = slot
         skip = tl.full((), 0, tl.int32)
     return begin, length, first, i_b, skip
@@ -127,7 +129,7 @@ _SIZES = ["scale", "T", "N", "HV", "H", "segment"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def delta_walk_kernel(
+def delta_chunk_fwd_kernel(
     q_ptr,  # [tokens, H, K], or, if TMA, a descriptor of [B, T, H, K]; so all of tokens
     k_ptr,
     p_ptr,
@@ -179,7 +181,7 @@ def delta_walk_kernel(
     i_h = (pid // TILES) % HV
     slot = pid // TILES // HV
     i_n = slot.to(tl.int64)
-    begin, length, first, i_b, skip = _place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, i_b, skip = locate_segment(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, BK)
     o_n = tl.arange(0, BV)
@@ -217,15 +219,15 @@ def delta_walk_kernel(
         i_c = i
         t = i_c * C
         m_c = o_c < length - t
-        b_k = _rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
+        b_k = load_rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
         if HAS_P:
-            b_p = _rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+            b_p = load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
         if MAKE == "o":
-            b_q = _rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
-        b_v = tl.trans(_rows(v_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
-        b_r = _rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
+            b_q = load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+        b_v = tl.trans(load_rows(v_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
+        b_r = load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         if HAS_GATE:
@@ -254,7 +256,7 @@ def delta_walk_kernel(
             b_v = tl.where(of_v, b_v, 0.0)
         b_w = _solved(b_v - b_w, tl.trans(b_r), b_k.dtype, PRECISION, FINE)  # [BV, C]
         if MAKE == "states":
-            _store(o_ptr, at_v, t, HV, b_w, o_c, m_c, o_n, V, BV, TMA)
+            store_block(o_ptr, at_v, t, HV, b_w, o_c, m_c, o_n, V, BV, TMA)
         if MAKE == "o":
             b_x = b_w * b_beta[None, :]
             b_o = _times(b_x, b_a, b_o, PRECISION, FINE) * scale
@@ -263,7 +265,7 @@ def delta_walk_kernel(
             b_s *= tl.exp2(G_C)
         b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, FINE)  # [BV, BK]
         if MAKE == "o":
-            _store(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
+            store_block(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
     if ENDS:
         o_m = (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_v[:, None]
         m_m = (o_v < K)[:, None] & (o_k < K)[None, :]
@@ -274,7 +276,7 @@ def delta_walk_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def delta_walk_back_kernel(
+def delta_chunk_dstate_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     p_ptr,
@@ -310,7 +312,7 @@ def delta_walk_back_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(V / BV) * HV * slots,): as delta_walk_kernel, from the last token to the first.
+    """grid (ceil(V / BV) * HV * slots,): as delta_chunk_fwd_kernel, from the last token back.
 
     MAKE: "states", those and dv; or "ends", s_out alone, which for a start of 0 is what a segment
     adds. Its factor is M^T.
@@ -323,7 +325,7 @@ def delta_walk_back_kernel(
     i_h = (pid // NV) % HV
     slot = pid // NV // HV
     i_n = slot.to(tl.int64)
-    begin, length, first, i_b, skip = _place(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, i_b, skip = locate_segment(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, BK)
     o_n = tl.arange(0, BV)
@@ -353,14 +355,14 @@ def delta_walk_back_kernel(
         i_c = chunks - 1 - step
         t = i_c * C
         m_c = o_c < length - t
-        b_q = _rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
-        b_k = _rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+        b_q = load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
+        b_k = load_rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         if HAS_P:
-            b_p = _rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+            b_p = load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
-        b_do = tl.trans(_rows(do_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
-        b_r = _rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
+        b_do = tl.trans(load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
+        b_r = load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         b_sb = b_s.to(b_k.dtype)
@@ -384,7 +386,7 @@ def delta_walk_back_kernel(
         b_dx = tl.dot(b_do, b_a.to(b_k.dtype), b_dx, input_precision=PRECISION)
         b_dv = _solved(b_dx * b_beta[None, :], b_r, b_k.dtype, PRECISION, FINE)  # [BV, C]
         if MAKE == "states":
-            _store(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
+            store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
         b_left = -b_dv
         if HAS_GATE:
             b_left *= b_start[None, :]

@@ -25,8 +25,12 @@ advance: so the sum is the diagonal of one.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import decay_between, find_chunk, load_gates
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block, _rows, _store_rows
+from slipstream.kernels.linear.triton.delta.solve_tril import (
+    decay_between,
+    load_gates,
+    locate_chunk,
+)
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block, load_rows, store_rows
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def _sum_of_states(
 
 
 @triton.jit
-def _triangles(
+def _triangular_products(
     do_ptr,
     w_ptr,
     dv_ptr,
@@ -101,9 +105,9 @@ def _triangles(
     AHEAD: tl.constexpr = 1 if TMA else None
     for i in tl.range(0, tl.cdiv(V, BV), num_stages=AHEAD):
         at_v = (i_b, 0, i_h, i * BV)
-        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
-        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
+        b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = load_rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
         b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=PRECISION)
         b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=PRECISION)
         b_at = tl.dot(b_w, tl.trans(b_do), b_at, input_precision=PRECISION)
@@ -143,9 +147,9 @@ def _of_states(
     for i in range(tl.cdiv(V, BV)):
         at_v = (i_b, 0, i_h, i * BV)
         at_s = (slot, i_h, HV, i * BV, i_k, live)
-        b_do = _rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_w = _rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = _rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = load_rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
         b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
         b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
         b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
@@ -155,7 +159,7 @@ def _of_states(
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
-def delta_grads_kernel(
+def delta_dqkg_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     p_ptr,
@@ -197,7 +201,7 @@ def delta_grads_kernel(
     pid = tl.program_id(0)
     i_h = pid % HV
     slot = pid // HV
-    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_n = tl.arange(0, BK)
     t = i_c * C
@@ -222,7 +226,7 @@ def delta_grads_kernel(
     if HAS_GATE:
         z = _sum_of_states(s_ptr, ds_ptr, slot, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
 
-    b_a, b_m, b_at, b_mt = _triangles(
+    b_a, b_m, b_at, b_mt = _triangular_products(
         do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, V, BV, C, TMA, PRECISION
     )
     b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1) * scale
@@ -252,10 +256,10 @@ def delta_grads_kernel(
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + o_n
         at_k = (i_b, 0, i_h, i_k * BK)
-        b_k = _block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_q = _block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
+        b_k = load_block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_q = load_block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
         if HAS_P:
-            b_p = _block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
+            b_p = load_block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
         else:
             b_p = b_k
         b_dq, b_dp, b_dk = _of_states(
@@ -279,11 +283,11 @@ def delta_grads_kernel(
         b_dk *= b_beta[:, None]
         b_dq += (b_own * b_beta)[:, None] * b_k
         if HAS_P:
-            _store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
+            store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
         else:
             b_dk += b_dp
-        _store_rows(dq_ptr, at_k, t, HV, b_dq, o_c, m_c, o_n, K, BK, TMA)
-        _store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)
+        store_rows(dq_ptr, at_k, t, HV, b_dq, o_c, m_c, o_n, K, BK, TMA)
+        store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)
 
     o_t = (row + o_c) * HV + i_h
     if HAS_GATE:

@@ -4,14 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.delta.dqkg import delta_grads_kernel
-from slipstream.kernels.linear.triton.delta.plan import options, square, tile_of, tiles_of
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.delta.dqkg import delta_dqkg_kernel
+from slipstream.kernels.linear.triton.delta.plan import (
+    launch_options,
+    state_descriptor,
+    tile_of,
+    tma_descriptor,
+)
+from slipstream.runtime.launch_cache import cached
 
 
-def launch_grads(
-    terms: Terms,
+def launch_dqkg(
+    terms: LinearInputs,
     do: Tensor,
     rows: Tensor,
     w: Tensor,
@@ -26,13 +31,13 @@ def launch_grads(
     tile, _ = tile_of(terms)
     BK = tile.grads.B
     BV = min(64, BK)
-    made, tma = tiles_of(
+    made, tma = tma_descriptor(
         terms,
         [do, w, dv, grads["q"], grads["k"], grads.get("p")],
         [BV, BV, BV, BK, BK, BK],
     )
-    given = [square(s, BV, BK) if tma else s for s in (states, dstates)]
-    launch: Any = kept(delta_grads_kernel)[(HV * states.shape[0],)]
+    given = [state_descriptor(s, BV, BK) if tma else s for s in (states, dstates)]
+    launch: Any = cached(delta_dqkg_kernel)[(HV * states.shape[0],)]
     launch(
         terms.q,
         terms.k,
@@ -57,5 +62,5 @@ def launch_grads(
         HAS_P=terms.p is not None,
         GROUPED=H != HV,
         TMA=tma,
-        **options(terms, tile.grads),
+        **launch_options(terms, tile.grads),
     )

@@ -6,22 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, Part, choose, segment_tokens
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.delta.tiles import (
+    DeltaTile,
+    KernelTile,
+    choose,
+    segment_tokens,
+)
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.launch import (
-    Split,
-    descriptors,
+    Segments,
     family_of,
-    split_into,
+    split_into_segments,
+    tma_descriptors,
 )
-from slipstream.kernels.linear.triton.scalar_decay.tiles import FILL
-from slipstream.runtime.backends import precision, shared_memory
+from slipstream.kernels.linear.triton.scalar_decay.tiles import MIN_PROGRAMS_PER_SM
+from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
 
 # Widths of K up to which products of the walks take pairs of bf16 (docs/log.md).
-FINE_WIDTH = 32
+MIN_SPLIT_BF16_WIDTH = 32
 # Width of K up to which rows of p come in as many stages as those of k.
-WIDEST_BESIDE = 128
+MAX_M_OFFSET_WIDTH = 128
 
 
 @cache
@@ -29,80 +34,80 @@ def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DeltaT
     return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each)
 
 
-def tile_of(terms: Terms) -> tuple[DeltaTile, int]:
+def tile_of(terms: LinearInputs) -> tuple[DeltaTile, int]:
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return _tile(terms.q.device, K, V, terms.q.element_size())
 
 
-def chunk_slots(terms: Terms, C: int) -> int:
+def num_chunks(terms: LinearInputs, C: int) -> int:
     """Chunks, at most (delta_solve.find_chunk)."""
     B, T = terms.q.shape[:2]
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
-def states_like(terms: Terms) -> Tensor:
+def states_like(terms: LinearInputs) -> Tensor:
     K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
-    return terms.v.new_empty(chunk_slots(terms, tile_of(terms)[0].C), HV, V, K)
+    return terms.v.new_empty(num_chunks(terms, tile_of(terms)[0].C), HV, V, K)
 
 
-def split_of(terms: Terms) -> Split | None:
+def choose_split(terms: LinearInputs) -> Segments | None:
     """Decided by shapes and device."""
     HV, V = terms.v.shape[2:]
     tile, _ = tile_of(terms)
-    return cut(terms, -(-V // tile.walk.B) * HV * terms.sequences, tile.C)
+    return segments_for_programs(terms, -(-V // tile.walk.B) * HV * terms.sequences, tile.C)
 
 
-def cut(terms: Terms, programs: int, C: int) -> Split | None:
+def segments_for_programs(terms: LinearInputs, programs: int, C: int) -> Segments | None:
     """Of walks of so many programs. Joining segments takes M and a state in shared memory."""
     tile, BK = tile_of(terms)
     joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.walk.B)
     tokens = segment_tokens(programs, terms.v.shape[1], C) if joinable else None
-    return split_into(terms, tokens)
+    return split_into_segments(terms, tokens)
 
 
 def _shared(device: torch.device) -> int:
-    return shared_memory(device.index or 0) if device.type == "cuda" else 1 << 17
+    return shared_memory_bytes(device.index or 0) if device.type == "cuda" else 1 << 17
 
 
-def slots_of(terms: Terms, split: Split | None) -> int:
+def num_segments_and_sequences(terms: LinearInputs, split: Segments | None) -> int:
     return terms.sequences if split is None else split.slots
 
 
-def crowded(terms: Terms, slots: int) -> bool:
+def is_oversubscribed(terms: LinearInputs, slots: int) -> bool:
     """Whether walks with 64 rows a program are more than multiprocessors."""
-    return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * slots > FILL // 2
+    return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * slots > MIN_PROGRAMS_PER_SM // 2
 
 
-def fine(terms: Terms) -> bool:
-    return terms.q.dtype == torch.bfloat16 and terms.q.shape[-1] <= FINE_WIDTH
+def uses_split_bf16(terms: LinearInputs) -> bool:
+    return terms.q.dtype == torch.bfloat16 and terms.q.shape[-1] <= MIN_SPLIT_BF16_WIDTH
 
 
-def options(terms: Terms, part: Part) -> dict[str, Any]:
+def launch_options(terms: LinearInputs, part: KernelTile) -> dict[str, Any]:
     # beside k there is no room for as many stages of p
-    wide = terms.p is not None and terms.q.shape[-1] > WIDEST_BESIDE
+    wide = terms.p is not None and terms.q.shape[-1] > MAX_M_OFFSET_WIDTH
     return {
         "HAS_GATE": terms.g is not None,
         "PACKED": terms.cu_seqlens is not None,
         "EXACT": terms.q.dtype == torch.float32,
-        "PRECISION": precision(),
+        "PRECISION": fp32_dot_precision(),
         "num_warps": part.warps,
         "num_stages": 1 if wide else part.stages,
     }
 
 
-def tiles_of(
-    terms: Terms, tensors: list[Tensor | None], widths: list[int]
+def tma_descriptor(
+    terms: LinearInputs, tensors: list[Tensor | None], widths: list[int]
 ) -> tuple[list[Any], bool]:
     """The tensors [B, T, heads, ...] as the kernels take them, and whether by descriptors."""
     tile, _ = tile_of(terms)
     if tile.tma and terms.cu_seqlens is None:
-        made = descriptors(tensors, widths, tile.C)
+        made = tma_descriptors(tensors, widths, tile.C)
         if made is not None:
             return made, True
     return tensors, False
 
 
-def square(states: Tensor, BV: int, BK: int) -> Any:
+def state_descriptor(states: Tensor, BV: int, BK: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(states, list(states.shape), list(states.stride()), [1, 1, BV, BK])

@@ -16,14 +16,14 @@ cancel, no step computes anything larger than parts of R and L.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
-from slipstream.kernels.linear.triton.scalar_decay.device import _chunk_gates
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
+from slipstream.kernels.linear.triton.scalar_decay.device import load_chunk_gates
 
 BASE = tl.constexpr(16)
 
 
 @triton.jit
-def find_chunk(cu_ptr, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+def locate_chunk(cu_ptr, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
     """First token of the sequence of a slot, its tokens (int32), and the chunk within it.
 
     Packed, the chunks of sequence n have the slots from cu[n] // C + n on: never more than there
@@ -93,21 +93,21 @@ def _invert_blocks(b_a, C: tl.constexpr):
 
 
 @triton.jit
-def _halves(b):
+def _split_blocks(b):
     """b rounded to bf16 (ties away from 0), and the rest of it, rounded too."""
     b_high = ((b.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return b_high.to(tl.bfloat16), (b - b_high).to(tl.bfloat16)
 
 
 @triton.jit
-def _product(b_l, b_r, PRECISION: tl.constexpr):
+def tile_product(b_l, b_r, PRECISION: tl.constexpr):
     """b_l @ b_r in float32. "halves" leaves out 2^-16 of it, tf32 2^-11 and is slower.
 
     For that wants its right operand transposed in shared memory, 32 bits at a time.
     """
     if PRECISION == "halves":
-        b_lh, b_ll = _halves(b_l)
-        b_rh, b_rl = _halves(b_r)
+        b_lh, b_ll = _split_blocks(b_l)
+        b_rh, b_rl = _split_blocks(b_r)
         b = tl.dot(b_lh, b_rl)
         b = tl.dot(b_ll, b_rh, b)
         b = tl.dot(b_lh, b_rh, b)
@@ -126,13 +126,13 @@ def inverse(b_a, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr)
     for _ in range(LEVELS):
         below = (i_block[:, None] == i_block[None, :] + 1) & (i_block[:, None] % 2 == 1)
         b_m = tl.where(below, b_a, 0.0)
-        b_x -= _product(_product(b_x, b_m, PRECISION), b_x, PRECISION)
+        b_x -= tile_product(tile_product(b_x, b_m, PRECISION), b_x, PRECISION)
         i_block = i_block // 2
     return b_x
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "H"])
-def delta_solve_kernel(
+def delta_solve_tril_kernel(
     k_ptr,  # [tokens, H, K]
     p_ptr,
     g_ptr,  # [tokens, HV]
@@ -158,7 +158,7 @@ def delta_solve_kernel(
     """grid (slots * HV,): one program inverts one chunk of one value head."""
     pid = tl.program_id(0)
     i_h = pid % HV
-    begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
@@ -166,9 +166,9 @@ def delta_solve_kernel(
     b_a = tl.zeros((C, C), tl.float32)
     for i in range(tl.cdiv(K, BK)):
         o_k = i * BK + tl.arange(0, BK)
-        b_k = _block(k_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_k = load_block(k_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         if HAS_P:
-            b_p = _block(p_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)
+            b_p = load_block(p_ptr + i_k, H * K, o_c, m_c, o_k, K, K % BK != 0)
         else:
             b_p = b_k
         b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
@@ -179,7 +179,7 @@ def delta_solve_kernel(
     tl.store(p_rows, b_beta)
     seen = o_c[:, None] > o_c[None, :]
     if HAS_GATE:
-        b_G, b_low, _, _ = _chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
+        b_G, b_low, _, _ = load_chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
         b_a *= decay_between(b_G, b_low, seen, EXACT)
         tl.store(p_rows + C, b_G)
         if EXACT:

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from math import isqrt
 
 from slipstream.kernels.linear.triton.scalar_decay.tiles import (
-    FILL,
+    MIN_PROGRAMS_PER_SM,
     NARROWEST,
     ROWS,
     UNPIPELINED,
     power_of_two,
 )
 
-WALKS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+CHUNK_KERNELS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelTile:
     B: int  # BV of a walk, BK of solve and grads
     warps: int
     stages: int
@@ -28,23 +28,23 @@ class Part:
 @dataclass(frozen=True)
 class DeltaTile:
     C: int
-    solve: Part
-    walk: Part
-    keep: Part  # the forward walk that keeps the states
-    back: Part
-    grads: Part
+    solve: KernelTile
+    walk: KernelTile
+    keep: KernelTile  # the forward walk that keeps the states
+    back: KernelTile
+    grads: KernelTile
     # the walks where programs are more than multiprocessors, so that two should fit one; without
     # gates `keep` does anyway
-    crowded_walk: Part
-    crowded_keep: Part
-    crowded_back: Part
+    crowded_walk: KernelTile
+    crowded_keep: KernelTile
+    crowded_back: KernelTile
     tma: bool = False  # rows by tensor descriptors, where they are aligned
 
 
 def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> DeltaTile:
-    forward, reverse = Part(*walk), Part(*back)
-    rest = Part(*grads), forward, forward, reverse
-    return DeltaTile(C, Part(*solve), forward, forward, reverse, *rest)
+    forward, reverse = KernelTile(*walk), KernelTile(*back)
+    rest = KernelTile(*grads), forward, forward, reverse
+    return DeltaTile(C, KernelTile(*solve), forward, forward, reverse, *rest)
 
 
 # (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
@@ -63,36 +63,36 @@ TILES = {
     ("sm_90", 2, 64): _tile(64, (64, 4, 1), (64, 4, 3), (64, 4, 3), (64, 4, 2)),
     ("sm_90", 2, 128): DeltaTile(
         64,
-        solve=Part(128, 4, 1),
-        walk=Part(64, 4, 3),
-        keep=Part(64, 4, 3),
-        back=Part(64, 4, 3),
-        grads=Part(64, 4, 2),
-        crowded_walk=Part(64, 4, 2),
-        crowded_keep=Part(64, 4, 2),
-        crowded_back=Part(64, 4, 2),
+        solve=KernelTile(128, 4, 1),
+        walk=KernelTile(64, 4, 3),
+        keep=KernelTile(64, 4, 3),
+        back=KernelTile(64, 4, 3),
+        grads=KernelTile(64, 4, 2),
+        crowded_walk=KernelTile(64, 4, 2),
+        crowded_keep=KernelTile(64, 4, 2),
+        crowded_back=KernelTile(64, 4, 2),
     ),
     ("sm_90", 2, 256): DeltaTile(
         64,
-        solve=Part(128, 4, 1),
-        walk=Part(64, 8, 2),
-        keep=Part(64, 8, 2),
-        back=Part(64, 8, 2),
-        grads=Part(64, 4, 2),
-        crowded_walk=Part(64, 8, 1),
-        crowded_keep=Part(64, 8, 1),
-        crowded_back=Part(64, 8, 1),
+        solve=KernelTile(128, 4, 1),
+        walk=KernelTile(64, 8, 2),
+        keep=KernelTile(64, 8, 2),
+        back=KernelTile(64, 8, 2),
+        grads=KernelTile(64, 4, 2),
+        crowded_walk=KernelTile(64, 8, 1),
+        crowded_keep=KernelTile(64, 8, 1),
+        crowded_back=KernelTile(64, 8, 1),
     ),
     ("sm_90", 4, 64): DeltaTile(
         64,
-        solve=Part(64, 4, 1),
-        walk=Part(64, 8, 1),
-        keep=Part(64, 8, 1),
-        back=Part(64, 8, 1),
-        grads=Part(64, 4, 1),
-        crowded_walk=Part(64, 4, 1),
-        crowded_keep=Part(64, 4, 1),
-        crowded_back=Part(64, 4, 1),
+        solve=KernelTile(64, 4, 1),
+        walk=KernelTile(64, 8, 1),
+        keep=KernelTile(64, 8, 1),
+        back=KernelTile(64, 8, 1),
+        grads=KernelTile(64, 4, 1),
+        crowded_walk=KernelTile(64, 4, 1),
+        crowded_keep=KernelTile(64, 4, 1),
+        crowded_back=KernelTile(64, 4, 1),
     ),
     ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
     ("interpreter", 4, 64): _tile(32, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
@@ -114,18 +114,18 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     if narrowest > tile.C:
         narrowest = 16
     most_v = max(narrowest, power_of_two(V))
-    cut = {name: _cut(getattr(tile, name), most_v) for name in WALKS}
-    cut |= {name: _cut(getattr(tile, name), BK) for name in ("solve", "grads")}
+    cut = {name: _segment_cost(getattr(tile, name), most_v) for name in CHUNK_KERNELS}
+    cut |= {name: _segment_cost(getattr(tile, name), BK) for name in ("solve", "grads")}
     tma = base[0] == "sm_90" and tile.C >= 64
     if tma and family in UNPIPELINED:
         cut = {name: replace(part, stages=1) for name, part in cut.items()}
     return DeltaTile(tile.C, **cut, tma=tma), BK
 
 
-def _cut(part: Part, most: int) -> Part:
+def _segment_cost(part: KernelTile, most: int) -> KernelTile:
     """A tile of 64 rows has work for 4 warps of sm_90's tensor cores."""
     warps = part.warps if most >= part.B else max(4, part.warps * most // part.B)
-    return Part(min(part.B, most), min(part.warps, warps), part.stages)
+    return KernelTile(min(part.B, most), min(part.warps, warps), part.stages)
 
 
 def segment_tokens(programs: int, T: int, C: int) -> int | None:
@@ -135,7 +135,7 @@ def segment_tokens(programs: int, T: int, C: int) -> int | None:
     the first of them has twice the rows; joining the segments takes a chunk's time for each.
     """
     chunks = T // C
-    wanted = min(FILL // max(programs, 1), isqrt(2 * chunks))
+    wanted = min(MIN_PROGRAMS_PER_SM // max(programs, 1), isqrt(2 * chunks))
     if wanted < 5 or chunks < 64:
         return None
     return -(-chunks // wanted) * C

@@ -17,34 +17,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.delta.tiles import Part
-from slipstream.kernels.linear.triton.dplr.dqkg import dplr_grads_kernel
-from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_strong_kernel
-from slipstream.kernels.linear.triton.dplr.intra_safe_bwd import dplr_strong_grads_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
+from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_intra_safe_kernel
+from slipstream.kernels.linear.triton.dplr.intra_safe_bwd import dplr_intra_safe_bwd_kernel
 from slipstream.kernels.linear.triton.dplr.launch import (
-    Prepared,
+    IntraChunk,
+    chunk_dstate,
+    chunk_fwd,
+    entry_states,
     launch_options,
-    starts_of,
+    run_segment_ends,
     tile_of,
-    walk,
-    walk_back,
-    walk_to_end,
 )
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
-from slipstream.kernels.linear.triton.dplr.tiles import LIMIT, WHOLE
-from slipstream.kernels.linear.triton.dplr.wy import dplr_prepare_kernel
+from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, LIMIT
+from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous
-from slipstream.kernels.linear.workspace import chunks_of, fitting, walked
-from slipstream.runtime.backends import on, precision
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.workspace import iter_slices, reuse_or_empty, slice_chunks
+from slipstream.runtime.backends import device_of, fp32_dot_precision
+from slipstream.runtime.launch_cache import cached
 
 # forward and backward write to memory that they are given, and forward leaves states (op.py)
 IN_SLICES = MARKS = True
 
 
-class Walked(NamedTuple):
+class BackwardStates(NamedTuple):
     """By the names of dplr_walk.py."""
 
     x: Tensor
@@ -54,7 +54,7 @@ class Walked(NamedTuple):
 
 
 def forward(
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
     own: Any = None,
     out: tuple[Tensor, Tensor] | None = None,
@@ -73,17 +73,17 @@ def forward(
         terms.v.new_empty(terms.v.shape),
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
-    with on(o.device):
+    with device_of(o.device):
         prepared, C = _prepare(terms, scale, keep=False, own=own), tile_of(terms)[0].C
-        for tokens, part, there, after in walked(terms, o, final, marks):
-            chunks = chunks_of(tokens, C)
-            some = Prepared._make(None if x is None else x[chunks] for x in prepared)
-            walk_to_end(part, some, there, after, own)
+        for tokens, part, there, after in iter_slices(terms, o, final, marks):
+            chunks = slice_chunks(tokens, C)
+            some = IntraChunk._make(None if x is None else x[chunks] for x in prepared)
+            run_segment_ends(part, some, there, after, own)
     return o, final
 
 
 def backward(
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
@@ -104,16 +104,16 @@ def backward(
         dstate = out.get("initial_state")
         if dstate is None:
             dstate = terms.initial_state.new_empty(terms.state_shape)
-    with on(do.device):
+    with device_of(do.device):
         prepared = _prepare(terms, scale, keep=True, own=own, room=out)
-        split, state, dend, after = starts_of(terms, do, prepared, dfinal, dstate, own)
-        x, states = _kept(terms, prepared)
-        walk(terms, prepared, own, x=x, states=states, s_in=state, split=split)
+        split, state, dend, after = entry_states(terms, do, prepared, dfinal, dstate, own)
+        x, states = _saved_intra_chunk(terms, prepared)
+        chunk_fwd(terms, prepared, own, x=x, states=states, s_in=state, split=split)
         # what is not read again gives its memory to what comes after it
         prepared = prepared._replace(u=prepared.qb)
-        walked = Walked(x, torch.empty_like(x), states, torch.empty_like(states))
+        walked = BackwardStates(x, torch.empty_like(x), states, torch.empty_like(states))
         back = {"y": walked.y, "dstates": walked.dstates, "s_in": dend, "s_out": after}
-        walk_back(terms, do, prepared, own, **back, split=split)
+        chunk_dstate(terms, do, prepared, own, **back, split=split)
         del state, dend, back
         prepared = prepared._replace(q=prepared.qb, w=prepared.qb, b=prepared.qb, r=None)
         strong = prepared.strong
@@ -132,13 +132,13 @@ def backward(
     return grads
 
 
-def _all_contiguous(terms: Terms) -> Terms:
+def _all_contiguous(terms: LinearInputs) -> LinearInputs:
     names = ("a", "b", "g", "beta")
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
     return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
 
-def _gate_options(terms: Terms) -> dict[str, Any]:
+def _gate_options(terms: LinearInputs) -> dict[str, Any]:
     return {
         "DELTA": terms.beta is not None,
         "CHANNEL": terms.decay == "channel",
@@ -153,13 +153,13 @@ def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([ones.tril(), ones.tril(-1)])
 
 
-def _ones(terms: Terms) -> Tensor:
+def _ones(terms: LinearInputs) -> Tensor:
     """What dplr_gates.triangle reads."""
     dtype = torch.float32 if _gate_options(terms)["EXACT"] else torch.bfloat16
     return _triangles(terms.q.device, tile_of(terms)[0].C, dtype)
 
 
-def _slots(terms: Terms) -> int:
+def _num_chunks(terms: LinearInputs) -> int:
     """Chunks, at most (delta_solve.find_chunk)."""
     B, T = terms.q.shape[:2]
     C = tile_of(terms)[0].C
@@ -167,21 +167,21 @@ def _slots(terms: Terms) -> int:
 
 
 def _prepare(
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
     *,
     keep: bool,
     own: Any = None,
     room: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Prepared:
+) -> IntraChunk:
     """room: memory that is free until the gradients are written."""
     _, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     tile, WIDE = tile_of(terms)
-    slots, C, v = _slots(terms), tile.C, terms.v
+    slots, C, v = _num_chunks(terms), tile.C, terms.v
     delta = terms.beta is not None
     size = (slots, HV, C, WIDE)
-    out = Prepared(
+    out = IntraChunk(
         q=_within(room.get("q"), v, size),
         w=_within(room.get("k"), v, size),
         b=v.new_empty(slots, HV, C, WIDE),
@@ -195,7 +195,7 @@ def _prepare(
         strong=None if terms.g is None else v.new_empty(slots, HV, dtype=torch.int32),
     )
     # R is rounded to the inputs' dtype; C = 64 is wgmma's, which is slow with tf32 (delta_solve.py)
-    inner = precision() if v.dtype == torch.float32 else "halves" if C == 64 else "tf32"
+    inner = fp32_dot_precision() if v.dtype == torch.float32 else "halves" if C == 64 else "tf32"
     given = (terms.q, terms.k, terms.a, terms.b, v, terms.g, terms.beta)
     ak = None if delta else out.ak if keep else out.qb  # never written if not keep
     made = (*out[:-3], ak, out.r if keep else out.qb, out.strong)
@@ -203,19 +203,19 @@ def _prepare(
     options = {"K": K, "V": V, "WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
     options["INNER"] = "ieee" if INTERPRETED else inner
 
-    def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
+    def run(kernel: Any, part: KernelTile, *args: Any, **flags: Any) -> None:
         flags |= {"BK": part.B, "BV": part.B, **options, **launch_options(terms, part)}
-        kept(kernel)[(slots * HV,)](*given, *made, *args, *sizes, **flags)
+        cached(kernel)[(slots * HV,)](*given, *made, *args, *sizes, **flags)
 
     gated = terms.g is not None
     if own is not None:
         flags = {**options, **launch_options(terms, tile.prepare)}
-        flags |= {"HAS_GATE": gated, "LIMIT": WHOLE[v.dtype]}
-        own.prepare(given, made, sizes, slots * HV, flags)
+        flags |= {"HAS_GATE": gated, "LIMIT": ANCHORED_TILES[v.dtype]}
+        own.wy(given, made, sizes, slots * HV, flags)
         return out
-    run(dplr_prepare_kernel, tile.prepare, HAS_GATE=gated, LIMIT=WHOLE[v.dtype])
+    run(dplr_wy_kernel, tile.prepare, HAS_GATE=gated, LIMIT=ANCHORED_TILES[v.dtype])
     if gated:
-        run(dplr_strong_kernel, tile.prepare, _ones(terms), LIMIT=LIMIT[v.dtype])
+        run(dplr_intra_safe_kernel, tile.prepare, _ones(terms), LIMIT=LIMIT[v.dtype])
     return out
 
 
@@ -226,7 +226,7 @@ def _within(room: Tensor | None, like: Tensor, size: tuple[int, ...]) -> Tensor:
     return like.new_empty(size)
 
 
-def _kept(terms: Terms, prepared: Prepared) -> tuple[Tensor, Tensor]:
+def _saved_intra_chunk(terms: LinearInputs, prepared: IntraChunk) -> tuple[Tensor, Tensor]:
     """x and the states before each chunk, to be written."""
     slots, HV, V, C = prepared.u.shape
     v = terms.v
@@ -234,10 +234,10 @@ def _kept(terms: Terms, prepared: Prepared) -> tuple[Tensor, Tensor]:
 
 
 def _scores(
-    terms: Terms,
+    terms: LinearInputs,
     do: Tensor,
-    prepared: Prepared,
-    walked: Walked,
+    prepared: IntraChunk,
+    walked: BackwardStates,
     scale: float,
     own: Any = None,
     grads: Mapping[str, Tensor] = MappingProxyType({}),
@@ -249,15 +249,15 @@ def _scores(
     tile, WIDE = tile_of(terms)
     delta = terms.beta is not None
     out = [None if delta and n > 1 else torch.empty_like(prepared.qb) for n in range(4)]
-    dv, dbeta = fitting(grads.get("v"), do.shape, do.dtype, do.device), None
+    dv, dbeta = reuse_or_empty(grads.get("v"), do.shape, do.dtype, do.device), None
     if delta:
         NK = -(-terms.q.shape[-1] // tile.grads.B)
         dbeta = do.new_empty(NK + 1, B, T, HV, dtype=torch.float32)
     same = do.new_empty(prepared.qb.shape[0], HV, 2, tile.C, dtype=torch.float32)
-    if own is not None and terms.g is not None and own.takes_grads(terms, do):
+    if own is not None and terms.g is not None and own.supports_dqkg(terms, do):
         own.scores(terms, do, prepared, walked, out, same, dv, dbeta, scale)
         return [*out, same], dv, dbeta
-    launch: Any = kept(dplr_scores_kernel)[(prepared.qb.shape[0] * HV,)]
+    launch: Any = cached(dplr_scores_kernel)[(prepared.qb.shape[0] * HV,)]
     launch(
         terms.v,
         do,
@@ -288,9 +288,9 @@ def _scores(
 
 
 def _grads(
-    terms: Terms,
+    terms: LinearInputs,
     do: Tensor,
-    walked: Walked,
+    walked: BackwardStates,
     scores: list[Tensor | None],
     dbeta: Tensor | None,
     strong: Tensor | None,
@@ -305,21 +305,21 @@ def _grads(
     tile, WIDE = tile_of(terms)
     shape = (B, T, HV, K)
     names = [n for n in "qkab" if getattr(terms, n) is not None]
-    wide = {n: fitting(out.get(n), shape, do.dtype, do.device) for n in names}
+    wide = {n: reuse_or_empty(out.get(n), shape, do.dtype, do.device) for n in names}
     gated = terms.g is not None
     dg = None
     if terms.g is not None:
         dtype = terms.g.dtype if terms.decay == "channel" else torch.float32
-        dg = fitting(out.get("g"), shape, dtype, do.device)
+        dg = reuse_or_empty(out.get("g"), shape, dtype, do.device)
     ins = (terms.q, terms.k, terms.a, terms.b, terms.g, terms.beta)
     ins += (None if terms.a is None else terms.v, do, *walked, *scores)
     outs = (*(wide.get(name) for name in "qkab"), dg, dbeta, strong)
     sizes = (terms.cu_seqlens, scale, T, terms.sequences, HV, H, B * T)
 
-    def run(kernel: Any, part: Part, *args: Any, **flags: Any) -> None:
+    def run(kernel: Any, part: KernelTile, *args: Any, **flags: Any) -> None:
         flags |= {"K": K, "V": V, "WIDE": WIDE, "BK": part.B, "BV": part.B}
         grid = (-(-K // part.B) * HV * walked.x.shape[0],)
-        kept(kernel)[grid](
+        cached(kernel)[grid](
             *ins,
             *outs,
             *args,
@@ -329,22 +329,22 @@ def _grads(
             **launch_options(terms, part),
         )
 
-    if own is not None and strong is not None and own.takes_grads(terms, do):
-        own.grads(terms, do, walked, scores, strong, {**wide, "g": dg}, dbeta, scale)
+    if own is not None and strong is not None and own.supports_dqkg(terms, do):
+        own.chunk_dqkg(terms, do, walked, scores, strong, {**wide, "g": dg}, dbeta, scale)
     else:
-        run(dplr_grads_kernel, tile.grads, HAS_GATE=gated)
+        run(dplr_dqkg_kernel, tile.grads, HAS_GATE=gated)
         if gated:
             flags = {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
-            run(dplr_strong_grads_kernel, tile.grads, _ones(terms), **flags)
+            run(dplr_intra_safe_bwd_kernel, tile.grads, _ones(terms), **flags)
     if HV != H:
         groups, one = (B, T, H, HV // H, K), (B, T, H, K)
         for name, x in wide.items():
-            there = fitting(out.get(name), one, x.dtype, x.device)
+            there = reuse_or_empty(out.get(name), one, x.dtype, x.device)
             wide[name] = torch.sum(x.view(groups), 3, out=there)
     if dg is not None:
         wide["g"] = dg if terms.decay == "channel" else dg.sum(-1)
     if dbeta is not None:
         wide["beta"] = torch.sum(
-            dbeta, 0, out=fitting(out.get("beta"), (B, T, HV), torch.float32, do.device)
+            dbeta, 0, out=reuse_or_empty(out.get("beta"), (B, T, HV), torch.float32, do.device)
         )
     return wide

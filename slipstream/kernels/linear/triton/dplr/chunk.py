@@ -25,13 +25,13 @@ that starts from 0, M where one without U and v does that starts from the identi
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.chunk import _columns, _place
+from slipstream.kernels.linear.triton.delta.chunk import locate_segment, v_columns
 
 _SIZES = ["T", "N", "HV", "segment"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def dplr_walk_kernel(
+def dplr_chunk_fwd_kernel(
     v_ptr,  # [tokens, HV, V], dplr
     q_ptr,  # [slots, HV, C, WIDE]
     w_ptr,
@@ -80,7 +80,7 @@ def dplr_walk_kernel(
     tile = pid % TILES
     i_h = (pid // TILES) % HV
     i_n = pid // TILES // HV
-    begin, length, first, _, _ = _place(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, _, _ = locate_segment(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
     i_n = i_n.to(tl.int64)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, WIDE)
@@ -120,7 +120,7 @@ def dplr_walk_kernel(
             b_s *= tl.load(total_ptr + slot * WIDE + o_k)[None, :]
         b_s = tl.dot(b_x, b_b, b_s, input_precision=PRECISION)  # [BV, WIDE]
         if not DELTA:
-            b_v = _columns(v_ptr + i_o, HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
+            b_v = v_columns(v_ptr + i_o, HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
             b_k = tl.load(k_ptr + slot * (C * WIDE) + o_w)
             b_s = tl.dot(b_v, b_k, b_s, input_precision=PRECISION)
         if MAKE == "states":
@@ -141,7 +141,7 @@ def dplr_walk_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def dplr_walk_back_kernel(
+def dplr_chunk_dstate_kernel(
     do_ptr,  # [tokens, HV, V]
     q_ptr,  # [slots, HV, C, WIDE]
     w_ptr,
@@ -180,7 +180,7 @@ def dplr_walk_back_kernel(
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_n = pid // NV // HV
-    begin, length, first, _, _ = _place(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, _, _ = locate_segment(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
     i_n = i_n.to(tl.int64)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, WIDE)
@@ -207,7 +207,7 @@ def dplr_walk_back_kernel(
         if MAKE == "states":
             b_r = tl.load(r_ptr + slot * (C * C) + o_a)
         p_do = do_ptr + i_v + (i_c * C).to(tl.int64) * (HV * V)
-        b_do = _columns(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [BV, C]
+        b_do = v_columns(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [BV, C]
         b_left = b_s.to(act)
         if MAKE == "states":
             tl.store(states_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_left, mask=m_v)

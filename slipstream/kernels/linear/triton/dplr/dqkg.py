@@ -21,9 +21,9 @@ Pairs (i, i) have no decay; they come last. Strong chunks are left to dplr_stron
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
-from slipstream.kernels.linear.triton.dplr.intra_anchored import add_back, load_whole
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.dplr.intra_anchored import add_anchored_bwd, load_anchored
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _of_states_before(
         if HAS_GATE:
             b_ds = _states(p_dstates, o_v, o_k, V, BV, WIDE)
             b_z += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
-        b_r = _block(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_r = load_block(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
         b_dq = tl.dot(b_r, b_s, b_dq, input_precision=PRECISION)
         b_r = _columns_of(p_y, o_c, o_v, V, BV)
         b_da = tl.dot(b_r, b_s, b_da, input_precision=PRECISION)
@@ -109,13 +109,13 @@ def _of_states_after(
         b_r = _columns_of(p_x, o_c, o_v, V, BV)
         b_db = tl.dot(b_r, b_ds, b_db, input_precision=PRECISION)
         if not DELTA:
-            b_r = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+            b_r = load_block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
             b_dk = tl.dot(b_r, b_ds, b_dk, input_precision=PRECISION)
     return b_db, b_dk
 
 
 @triton.jit
-def _scored(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+def _scores_grad(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """b_d + d m [C, BK], d the gradient of scores [C, C], or d^T m."""
     b_a = tl.load(p_d + o_c[:, None] * o_c.shape[0] + o_c[None, :])
     if TRANSPOSED:
@@ -124,7 +124,7 @@ def _scored(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexp
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
-def dplr_grads_kernel(
+def dplr_dqkg_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
@@ -180,7 +180,7 @@ def dplr_grads_kernel(
             return
     i_k = pid % NK
     i_h = (pid // NK) % HV
-    begin, length, i_c = find_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     i = o_c[:, None]
     o_k = i_k * BK + tl.arange(0, BK)
@@ -214,7 +214,7 @@ def dplr_grads_kernel(
     # by way of what the tokens wrote
     b_w = tl.load(p_b, mask=m_k, other=0.0)
     if HAS_GATE:
-        b_e, b_before, b_early, b_late = load_whole(
+        b_e, b_before, b_early, b_late = load_anchored(
             g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
             CHANNEL, not DELTA, EXACT, PRECISION,
         )  # fmt: skip
@@ -223,14 +223,14 @@ def dplr_grads_kernel(
         b_dq *= b_early
         b_da *= b_early
         b_w = (b_w * tl.exp2(-b_e)).to(act)
-    b_dq = _scored(b_dq, dqb_ptr + i_a, o_c, b_w, False, PRECISION)
-    b_da = _scored(b_da, dab_ptr + i_a, o_c, b_w, False, PRECISION)
+    b_dq = _scores_grad(b_dq, dqb_ptr + i_a, o_c, b_w, False, PRECISION)
+    b_da = _scores_grad(b_da, dab_ptr + i_a, o_c, b_w, False, PRECISION)
     if not DELTA:
         b_w = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
             b_w = (b_w * tl.exp2(-b_e)).to(act)
-        b_dq = _scored(b_dq, dqk_ptr + i_a, o_c, b_w, False, PRECISION)
-        b_da = _scored(b_da, dak_ptr + i_a, o_c, b_w, False, PRECISION)
+        b_dq = _scores_grad(b_dq, dqk_ptr + i_a, o_c, b_w, False, PRECISION)
+        b_da = _scores_grad(b_da, dak_ptr + i_a, o_c, b_w, False, PRECISION)
 
     b_a = tl.load(p_a, mask=m_k, other=0.0)
     b_ra = b_a * b_sign
@@ -248,7 +248,7 @@ def dplr_grads_kernel(
     else:
         tl.store(da_ptr + o_o, b_da.to(act), mask=m_k)
         if HAS_GATE:
-            b_dg = add_back(b_dg, b_a * b_da, o_c, 1, True, EXACT, PRECISION)
+            b_dg = add_anchored_bwd(b_dg, b_a * b_da, o_c, 1, True, EXACT, PRECISION)
             b_t = 0.0
     b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
     b_rq = b_q
@@ -276,8 +276,8 @@ def dplr_grads_kernel(
         b_late = tl.exp2(b_late)[None, :]
         b_db *= b_late
         b_z += tl.sum(b_b * tl.exp2(-b_e) * b_db, 0)
-    b_db = _scored(b_db, dqb_ptr + i_a, o_c, b_rq, True, PRECISION)
-    b_db = _scored(b_db, dab_ptr + i_a, o_c, b_ra, True, PRECISION)
+    b_db = _scores_grad(b_db, dqb_ptr + i_a, o_c, b_rq, True, PRECISION)
+    b_db = _scores_grad(b_db, dab_ptr + i_a, o_c, b_ra, True, PRECISION)
     if HAS_GATE:
         b_db *= tl.exp2(-b_e)
         b_t -= b_b * b_db
@@ -290,12 +290,12 @@ def dplr_grads_kernel(
         if HAS_GATE:
             b_dk *= b_late
             b_z += tl.sum(b_k * tl.exp2(-b_e) * b_dk, 0)
-        b_dk = _scored(b_dk, dqk_ptr + i_a, o_c, b_rq, True, PRECISION)
-        b_dk = _scored(b_dk, dak_ptr + i_a, o_c, b_ra, True, PRECISION)
+        b_dk = _scores_grad(b_dk, dqk_ptr + i_a, o_c, b_rq, True, PRECISION)
+        b_dk = _scores_grad(b_dk, dak_ptr + i_a, o_c, b_ra, True, PRECISION)
         if HAS_GATE:
             b_dk *= tl.exp2(-b_e)
             b_t -= b_k * b_dk
         tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
     if HAS_GATE:
-        b_dg = add_back(b_dg + b_z[None, :], b_t, o_c, 1, False, EXACT, PRECISION)
+        b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, 1, False, EXACT, PRECISION)
         tl.store(dg_ptr + o_o, b_dg, mask=m_k)

@@ -97,7 +97,7 @@ def _sums(b_seen, gates, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sums_back(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def sums_bwd(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """Gradient of the gates from that of their sums b_x [C, BK], b_seen transposed."""
     if EXACT:
         b_sum = tl.dot(b_seen.to(tl.float32), b_x, input_precision=PRECISION)
@@ -121,7 +121,7 @@ def to_end(gates, o_c, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def seen_in_half(i, t, step, BEFORE: tl.constexpr):
+def is_pair_in_half(i, t, step, BEFORE: tl.constexpr):
     """Whether g_t is in e_i at a step; BEFORE: in that of a read of the state before token i."""
     half = (2 * i) >> step
     past = t < i if BEFORE else t <= i
@@ -154,6 +154,6 @@ def at_step(
     PRECISION: tl.constexpr,
 ):
     """Decay between each token and the middle of its block, of a read or of a WRITE."""
-    b_seen = seen_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
+    b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
     b_e = _sums(b_seen, gates, EXACT, PRECISION)
     return tl.exp2(signed(b_e, o_c, step, gates[3], WRITE))

@@ -22,7 +22,7 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, produ
 
 
 @triton.jit
-def load_whole(
+def load_anchored(
     g_ptr,
     at,
     stride,
@@ -56,7 +56,7 @@ def load_whole(
 
 
 @triton.jit
-def add_back(
+def add_anchored_bwd(
     b_dg, b_x, o_c, SIGN: tl.constexpr, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION
 ):
     """b_dg + SIGN times the sum over i >= t (BEFORE: i > t) of b_x [C, BK], for each t."""

@@ -10,7 +10,7 @@ step (dplr_gates.py). Other programs have nothing to do.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.gate_sums import (
     at_step,
     from_start,
@@ -69,7 +69,7 @@ def _add_decayed(
 
 
 @triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
-def dplr_strong_kernel(
+def dplr_intra_safe_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
@@ -120,7 +120,7 @@ def dplr_strong_kernel(
     if tl.load(strong_ptr + slot) == 0:
         return
     i_h = pid % HV
-    begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     i = o_c[:, None]

@@ -18,19 +18,19 @@ cancel.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.gate_sums import (
     at_step,
     from_start,
+    is_pair_in_half,
     load_channel_gates,
     pairs_of_step,
-    seen_in_half,
     signed,
-    sums_back,
+    sums_bwd,
     to_end,
     triangle,
 )
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _times_states(
             p_x = p + o_v[:, None] * C + o_c[None, :]
             b_x = tl.trans(tl.load(p_x, mask=m_v & m_c[None, :], other=0.0))  # [C, BV]
         else:
-            b_x = _block(p, stride, o_c, m_c, o_v, V, V % BV != 0)
+            b_x = load_block(p, stride, o_c, m_c, o_v, V, V % BV != 0)
         p_s = p_states + o_v[:, None] * WIDE + o_k[None, :]
         b_s = tl.load(p_s, mask=m_v, other=0.0)  # [BV, BK]
         b_d = tl.dot(b_x, b_s, b_d, input_precision=PRECISION)
@@ -122,11 +122,11 @@ def _gradient(
     if WRITE:
         b_own = tl.load(p_own, mask=m_k, other=0.0).to(tl.float32)
         b_d *= to_end(gates, o_c, EXACT, PRECISION)
-        b_dg += sums_back(triangle(gates[4], o_c, True, False), b_d * b_own, EXACT, PRECISION)
+        b_dg += sums_bwd(triangle(gates[4], o_c, True, False), b_d * b_own, EXACT, PRECISION)
     else:
         b_own = tl.load(p_own, mask=m_k, other=0.0) * b_share
         b_d *= from_start(gates, o_c, BEFORE, EXACT, PRECISION)
-        b_dg += sums_back(triangle(gates[4], o_c, BEFORE, True), b_d * b_own, EXACT, PRECISION)
+        b_dg += sums_bwd(triangle(gates[4], o_c, BEFORE, True), b_d * b_own, EXACT, PRECISION)
     first = gates[3]
     for step in range(first, STEPS + 1):
         b_e = at_step(gates, o_c, step, not WRITE, False, EXACT, PRECISION)
@@ -138,12 +138,12 @@ def _gradient(
         b_t *= at_step(gates, o_c, step, WRITE, BEFORE, EXACT, PRECISION)
         b_d += b_t
         b_t = signed(b_t * b_own, o_c, step, first, WRITE)
-        b_dg += sums_back(seen_in_half(i, t, step, BEFORE), b_t, EXACT, PRECISION)
+        b_dg += sums_bwd(is_pair_in_half(i, t, step, BEFORE), b_t, EXACT, PRECISION)
     return b_d, b_dg
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
-def dplr_strong_grads_kernel(
+def dplr_intra_safe_bwd_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
@@ -200,7 +200,7 @@ def dplr_strong_grads_kernel(
         return
     i_k = pid % NK
     i_h = (pid // NK) % HV
-    begin, length, i_c = find_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     i = o_c[:, None]
     o_k = i_k * BK + tl.arange(0, BK)

@@ -11,19 +11,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
-from slipstream.kernels.linear.triton.common.state_passing_launch import join
-from slipstream.kernels.linear.triton.delta.plan import cut, slots_of
-from slipstream.kernels.linear.triton.delta.tiles import Part
-from slipstream.kernels.linear.triton.dplr.chunk import dplr_walk_back_kernel, dplr_walk_kernel
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+from slipstream.kernels.linear.triton.delta.plan import (
+    num_segments_and_sequences,
+    segments_for_programs,
+)
+from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.dplr.chunk import (
+    dplr_chunk_dstate_kernel,
+    dplr_chunk_fwd_kernel,
+)
 from slipstream.kernels.linear.triton.dplr.tiles import DplrTile, choose
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import Split, family_of
-from slipstream.runtime.backends import precision
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, family_of
+from slipstream.runtime.backends import fp32_dot_precision
+from slipstream.runtime.launch_cache import cached
 
 
-class Prepared(NamedTuple):
+class IntraChunk(NamedTuple):
     """By the names of dplr_prepare.py."""
 
     q: Tensor
@@ -39,10 +45,10 @@ class Prepared(NamedTuple):
     strong: Tensor | None
 
 
-class Starts(NamedTuple):
+class EntryStates(NamedTuple):
     """What both walks of backward begin with, and where the gradient of the initial state goes."""
 
-    split: Split | None
+    split: Segments | None
     state: Tensor | None
     dstate: Tensor | None
     dstate_out: Tensor | None
@@ -55,76 +61,78 @@ def _tile(
     return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each, free)
 
 
-def tile_of(terms: Terms) -> tuple[DplrTile, int]:
+def tile_of(terms: LinearInputs) -> tuple[DplrTile, int]:
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.transition == "dplr")
 
 
-def launch_options(terms: Terms, part: Part, walk: bool = False) -> dict[str, Any]:
+def launch_options(terms: LinearInputs, part: KernelTile, walk: bool = False) -> dict[str, Any]:
     # three products for one over 256 channels at once leave the compiler not a register
     simple = walk and terms.q.shape[-1] > 128
     return {
         "C": tile_of(terms)[0].C,
         "PACKED": terms.cu_seqlens is not None,
-        "PRECISION": "ieee" if simple else precision(),
+        "PRECISION": "ieee" if simple else fp32_dot_precision(),
         "num_warps": part.warps,
         "num_stages": part.stages,
     }
 
 
-def split_of(terms: Terms, own: Any = None) -> Split | None:
+def choose_segments(terms: LinearInputs, own: Any = None) -> Segments | None:
     """Decided by shapes and device. A program counts as one for 64 columns of V."""
     if own is not None:
-        return own.split_of(terms)
+        return own.choose_segments(terms)
     HV, V = terms.v.shape[2:]
-    return cut(terms, -(-V // 64) * HV * terms.sequences, tile_of(terms)[0].C)
+    return segments_for_programs(terms, -(-V // 64) * HV * terms.sequences, tile_of(terms)[0].C)
 
 
-def walk_to_end(
-    terms: Terms, prepared: Prepared, o: Tensor, final: Tensor, own: Any = None
+def run_segment_ends(
+    terms: LinearInputs, prepared: IntraChunk, o: Tensor, final: Tensor, own: Any = None
 ) -> None:
     """o and the final state are written."""
-    split, state = split_of(terms, own), terms.initial_state
+    split, state = choose_segments(terms, own), terms.initial_state
     if split is None:
-        walk(terms, prepared, own, o=o, s_in=state, s_out=final)
+        chunk_fwd(terms, prepared, own, o=o, s_in=state, s_out=final)
         return
-    met, M = _ends(terms, prepared, split, own)
-    join(terms, split, met, M, state, final)
-    walk(terms, prepared, own, o=o, s_in=met, split=split)
+    met, M = _segment_transition(terms, prepared, split, own)
+    state_passing(terms, split, met, M, state, final)
+    chunk_fwd(terms, prepared, own, o=o, s_in=met, split=split)
 
 
-def starts_of(
-    terms: Terms,
+def entry_states(
+    terms: LinearInputs,
     do: Tensor,
-    prepared: Prepared,
+    prepared: IntraChunk,
     dfinal: Tensor | None,
     dstate: Tensor | None,
     own: Any = None,
-) -> Starts:
+) -> EntryStates:
     """dstate, where the gradient of the initial state goes, is written if there are segments."""
-    split, state = split_of(terms, own), terms.initial_state
+    split, state = choose_segments(terms, own), terms.initial_state
     if split is None:
-        return Starts(None, state, dfinal, dstate)
-    met, M = _ends(terms, prepared, split, own)
-    join(terms, split, met, M, state, None)
+        return EntryStates(None, state, dfinal, dstate)
+    met, M = _segment_transition(terms, prepared, split, own)
+    state_passing(terms, split, met, M, state, None)
     back = torch.empty_like(met)
-    walk_back(terms, do, prepared, own, s_out=back, split=split)
-    join(terms, split, back, M, dfinal, dstate, reverse=True)
-    return Starts(split, met, back, None)
+    chunk_dstate(terms, do, prepared, own, s_out=back, split=split)
+    state_passing(terms, split, back, M, dfinal, dstate, reverse=True)
+    return EntryStates(split, met, back, None)
 
 
-def _ends(terms: Terms, prepared: Prepared, split: Split, own: Any = None) -> tuple[Tensor, Tensor]:
+def _segment_transition(
+    terms: LinearInputs, prepared: IntraChunk, split: Segments, own: Any = None
+) -> tuple[Tensor, Tensor]:
     """What segments add to the state [slots, HV, K, V], and their factors [slots, HV, K, K]."""
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     E = prepared.u.new_empty(split.slots, HV, K, V)
     M = prepared.u.new_empty(split.slots, HV, K, K)
-    walk(terms, prepared, own, s_out=E, m=M, split=split)
+    chunk_fwd(terms, prepared, own, s_out=E, m=M, split=split)
     return E, M
 
 
-def walk(
-    terms: Terms,
-    prepared: Prepared,
+def chunk_fwd(
+    terms: LinearInputs,
+    prepared: IntraChunk,
     own: Any = None,
     *,
     o: Tensor | None = None,
@@ -133,19 +141,21 @@ def walk(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     m: Tensor | None = None,
-    split: Split | None = None,
+    split: Segments | None = None,
 ) -> None:
     """o; or x and states; or m."""
     ends = {"s_in": s_in, "s_out": s_out, "m": m, "split": split}
     if own is not None:
-        own.walk(terms, prepared, o=o, x=x, states=states, **ends)
+        own.chunk_fwd(terms, prepared, o=o, x=x, states=states, **ends)
         return
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     make = "ends" if m is not None else "o" if states is None else "states"
     part = tile.walk if make == "o" else tile.keep
     tiles = -(-V // part.B) + (-(-terms.q.shape[-1] // part.B) if make == "ends" else 0)
-    launch: Any = kept(dplr_walk_kernel)[(tiles * HV * slots_of(terms, split),)]
+    launch: Any = cached(dplr_chunk_fwd_kernel)[
+        (tiles * HV * num_segments_and_sequences(terms, split),)
+    ]
     launch(
         None if prepared.k is None else terms.v,
         prepared.q if make == "o" else None,
@@ -162,7 +172,7 @@ def walk(
         s_in,
         s_out,
         m,
-        *_sizes(terms, split),
+        *_scalar_args(terms, split),
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
@@ -177,26 +187,28 @@ def walk(
     )
 
 
-def walk_back(
-    terms: Terms,
+def chunk_dstate(
+    terms: LinearInputs,
     do: Tensor,
-    prepared: Prepared,
+    prepared: IntraChunk,
     own: Any = None,
     *,
     y: Tensor | None = None,
     dstates: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
-    split: Split | None = None,
+    split: Segments | None = None,
 ) -> None:
     """y and dstates, or s_out alone."""
     if own is not None:
-        own.walk_back(terms, do, prepared, y, dstates, s_in=s_in, s_out=s_out, split=split)
+        own.chunk_dstate(terms, do, prepared, y, dstates, s_in=s_in, s_out=s_out, split=split)
         return
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     part = tile.back
-    launch: Any = kept(dplr_walk_back_kernel)[(-(-V // part.B) * HV * slots_of(terms, split),)]
+    launch: Any = cached(dplr_chunk_dstate_kernel)[
+        (-(-V // part.B) * HV * num_segments_and_sequences(terms, split),)
+    ]
     launch(
         do,
         prepared.q,
@@ -209,7 +221,7 @@ def walk_back(
         dstates,
         s_in,
         s_out,
-        *_sizes(terms, split),
+        *_scalar_args(terms, split),
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
@@ -223,7 +235,7 @@ def walk_back(
     )
 
 
-def _sizes(terms: Terms, split: Split | None) -> tuple[Any, ...]:
+def _scalar_args(terms: LinearInputs, split: Segments | None) -> tuple[Any, ...]:
     """cu to segment."""
     T, HV = terms.v.shape[1:3]
     segment = T if split is None else split.tokens

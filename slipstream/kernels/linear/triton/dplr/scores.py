@@ -17,8 +17,8 @@ which works on some channels of K.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV"])
@@ -58,7 +58,7 @@ def dplr_scores_kernel(
     act = dqb_ptr.dtype.element_ty
     pid = tl.program_id(0)
     i_h = pid % HV
-    begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
@@ -79,8 +79,8 @@ def dplr_scores_kernel(
         o_v = n * BV + tl.arange(0, BV)
         m_v = (o_v < V)[:, None]
         o_x = o_v[:, None] * C + o_c[None, :]
-        b_do = _block(do_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)  # [C, BV]
-        b_v = _block(v_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
+        b_do = load_block(do_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)  # [C, BV]
+        b_v = load_block(v_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
         b_x = tl.load(x_ptr + slot * (V * C) + o_x, mask=m_v, other=0.0)  # [BV, C]
         b_y = tl.trans(tl.load(y_ptr + slot * (V * C) + o_x, mask=m_v, other=0.0))  # [C, BV]
         b_dqb = tl.dot(b_do, b_x, b_dqb, input_precision=PRECISION)

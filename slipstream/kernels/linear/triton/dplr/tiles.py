@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.linear.triton.delta.tiles import Part
+from slipstream.kernels.linear.triton.delta.tiles import KernelTile
 from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS, power_of_two
 
 
 @dataclass(frozen=True)
 class DplrTile:
     C: int
-    prepare: Part
-    walk: Part
-    keep: Part  # the forward walk that keeps the states
-    back: Part
-    scores: Part
-    grads: Part
+    prepare: KernelTile
+    walk: KernelTile
+    keep: KernelTile  # the forward walk that keeps the states
+    back: KernelTile
+    scores: KernelTile
+    grads: KernelTile
 
     @property
     def steps(self) -> int:
@@ -29,8 +29,8 @@ class DplrTile:
 
 
 def _tile(C: int, prepare: tuple, walk: tuple, back: tuple, scores: tuple, grads: tuple):
-    walks = Part(*walk), Part(*walk), Part(*back)
-    return DplrTile(C, Part(*prepare), *walks, Part(*scores), Part(*grads))
+    walks = KernelTile(*walk), KernelTile(*walk), KernelTile(*back)
+    return DplrTile(C, KernelTile(*prepare), *walks, KernelTile(*scores), KernelTile(*grads))
 
 
 # (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
@@ -48,22 +48,22 @@ TILES = {
     ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
     ("sm_90", 2, 64): DplrTile(
         64,
-        prepare=Part(64, 4, 1),
-        walk=Part(64, 4, 3),
-        keep=Part(64, 4, 3),
-        back=Part(64, 4, 3),
-        scores=Part(64, 4, 2),
-        grads=Part(64, 4, 2),
+        prepare=KernelTile(64, 4, 1),
+        walk=KernelTile(64, 4, 3),
+        keep=KernelTile(64, 4, 3),
+        back=KernelTile(64, 4, 3),
+        scores=KernelTile(64, 4, 2),
+        grads=KernelTile(64, 4, 2),
     ),
     ("sm_90", 2, 128): _tile(64, (64, 4, 1), (128, 8, 2), (128, 8, 2), (64, 4, 1), (64, 4, 1)),
     ("sm_90", 2, 256): DplrTile(
         64,
-        prepare=Part(64, 4, 1),
-        walk=Part(64, 8, 1),
-        keep=Part(64, 8, 2),
-        back=Part(64, 4, 1),
-        scores=Part(64, 4, 1),
-        grads=Part(64, 4, 2),
+        prepare=KernelTile(64, 4, 1),
+        walk=KernelTile(64, 8, 1),
+        keep=KernelTile(64, 8, 2),
+        back=KernelTile(64, 4, 1),
+        scores=KernelTile(64, 4, 1),
+        grads=KernelTile(64, 4, 2),
     ),
     ("interpreter", 4, 64): _tile(16, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
 }
@@ -76,7 +76,7 @@ _SAME = {
 # Chunks of which no channel decays by more than 2^-WHOLE before their middle or after it are taken
 # whole (dplr_whole.py), and in others blocks that decay by no more than 2^-LIMIT (dplr_gates.py):
 # 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates not lose digits.
-WHOLE = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
+ANCHORED_TILES = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
 LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
 
 
@@ -100,13 +100,16 @@ def choose(
         narrowest = 16
     most_v = max(narrowest, power_of_two(V))
 
-    def cut(part: Part, most: int) -> Part:
+    def cut(part: KernelTile, most: int) -> KernelTile:
         warps = part.warps if most >= part.B else min(part.warps, 4)
-        return Part(min(part.B, most), warps, part.stages)
+        return KernelTile(min(part.B, most), warps, part.stages)
 
     walk, keep = cut(tile.walk, most_v), cut(tile.keep, most_v)
     if free and wide > 128:  # there is no room for two stages; 4 warps walk faster there, of 8
-        walk, keep = Part(walk.B, min(walk.warps, 4), walk.stages), Part(keep.B, keep.warps, 1)
+        walk, keep = (
+            KernelTile(walk.B, min(walk.warps, 4), walk.stages),
+            KernelTile(keep.B, keep.warps, 1),
+        )
     return DplrTile(
         tile.C,
         cut(tile.prepare, wide),

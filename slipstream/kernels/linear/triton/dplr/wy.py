@@ -27,9 +27,9 @@ puts outputs off by 6e-3, where this leaves 4.9e-3.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk, inverse
-from slipstream.kernels.linear.triton.dplr.intra_anchored import load_whole
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.delta.solve_tril import inverse, locate_chunk
+from slipstream.kernels.linear.triton.dplr.intra_anchored import load_anchored
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 
 @triton.jit
@@ -94,14 +94,14 @@ def solve_chunk(
         tl.store(p_a, b_w.to(act))
     for n in range(tl.cdiv(V, BV)):
         o_v = n * BV + tl.arange(0, BV)
-        b_v = _block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
+        b_v = load_block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
         b_u = _unrounded(b_right, b_v, PRECISION)  # [C, BV]
         p_n = p_u + o_v[None, :] * C + o_c[:, None]
         tl.store(p_n, b_u, mask=(o_v < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
-def dplr_prepare_kernel(
+def dplr_wy_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
@@ -148,7 +148,7 @@ def dplr_prepare_kernel(
     GK: tl.constexpr = K**CHANNEL
     pid = tl.program_id(0)
     i_h = pid % HV
-    begin, length, i_c = find_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     i = o_c[:, None]
@@ -176,7 +176,7 @@ def dplr_prepare_kernel(
         b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
         b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
-            b_e, _, b_early, b_late = load_whole(
+            b_e, _, b_early, b_late = load_anchored(
                 g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, EXACT, PRECISION
             )
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
@@ -227,7 +227,7 @@ def dplr_prepare_kernel(
             b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
             b_end = b_a
             if HAS_GATE:
-                b_e, b_before, b_early, _ = load_whole(
+                b_e, b_before, b_early, _ = load_anchored(
                     g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, EXACT, PRECISION
                 )
                 b_wide = b_a * tl.exp2(b_before)

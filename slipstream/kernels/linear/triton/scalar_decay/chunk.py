@@ -36,16 +36,16 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.scalar_decay.device import (
-    _chunk_gates,
-    _head,
-    _seen_scores,
-    _span,
-    _start,
+    chunk_start,
+    gate_range,
+    load_chunk_gates,
+    masked_scores,
+    program_coords,
 )
 
 
 @triton.jit
-def _block(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
+def load_block(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
     """Rows o_c and columns o_n of a tile at p, zero outside."""
     p = p + o_c[:, None] * stride + o_n[None, :]
     if MASKED:
@@ -54,7 +54,7 @@ def _block(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _rows(p, at, t, heads, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+def load_rows(p, at, t, heads, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
     """Tile [C, BN] of a head's rows from token t of the segment, zero outside.
 
     at: place of the segment: batch entry, first token, head, and column of the tile, of which
@@ -65,12 +65,14 @@ def _rows(p, at, t, heads, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA
         b = p.load([i_b, begin + t, i_h, column]).reshape(o_c.shape[0], BN)
     else:
         p += t.to(tl.int64) * (heads * N)
-        b = _block(p, heads * N, o_c, m_c, column + o_n, N, N % BN != 0)
+        b = load_block(p, heads * N, o_c, m_c, column + o_n, N, N % BN != 0)
     return b
 
 
 @triton.jit
-def _store(p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+def store_block(
+    p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
+):
     """The counterpart of _rows for b [BN, C], whose columns are the rows stored."""
     i_b, begin, i_h, column = at
     if TMA:
@@ -83,7 +85,7 @@ def _store(p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr,
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     p, at, t, heads, b, o_c, m_c, o_n, N: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
 ):
     """The counterpart of _rows."""
@@ -127,7 +129,7 @@ def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _place(
+def locate_segment(
     cu_ptr, slot, T, N, segment, SPAN: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
 ):
     """Of a slot: first token, tokens, batch entry, tokens of it before, and its first span."""
@@ -171,7 +173,7 @@ _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
 @triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES, *_STRIDES])
-def linear_walk_kernel(
+def scalar_decay_chunk_kernel(
     r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, qk
     w_ptr,  # [tokens, HR, D]
     x_ptr,  # [tokens, HX, X]
@@ -239,7 +241,7 @@ def linear_walk_kernel(
     i_h = (pid // NX) % HV
     slot = pid // NX // HV
     i_n = slot.to(tl.int64)
-    begin, length, i_b, skip, first_span = _place(
+    begin, length, i_b, skip, first_span = locate_segment(
         cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
     )
 
@@ -249,11 +251,11 @@ def linear_walk_kernel(
     o_x = i_x * BX + o_n
     i_r = i_h // (HV // HR)
     i_w = i_h // (HV // HX)
-    r_ptr = _head(r_ptr, begin, HR, i_r, D, TMA)
-    w_ptr = _head(w_ptr, begin, HR, i_r, D, TMA)
-    x_ptr = _head(x_ptr, begin, HX, i_w, X, TMA)
+    r_ptr = program_coords(r_ptr, begin, HR, i_r, D, TMA)
+    w_ptr = program_coords(w_ptr, begin, HR, i_r, D, TMA)
+    x_ptr = program_coords(x_ptr, begin, HX, i_w, X, TMA)
     if HAS_Y:
-        y_ptr = _head(y_ptr, begin, HV, i_h, X, TMA)
+        y_ptr = program_coords(y_ptr, begin, HV, i_h, X, TMA)
     if HAS_GATE:
         g_ptr += i_h.to(tl.int64) * stride_gh
         g_ptr += begin * stride_gt if PACKED else i_b * stride_gb + skip.to(tl.int64) * stride_gt
@@ -262,9 +264,9 @@ def linear_walk_kernel(
     o_s = o_x[:, None] * D + o_d[None, :]
     i_s = (i_n * HV + i_h) * (D * X)
     o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
-    b_s = _start(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
+    b_s = chunk_start(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
     if HAS_DG:
-        qk_ptr = _head(qk_ptr, begin, HX, i_w, X, TMA)
+        qk_ptr = program_coords(qk_ptr, begin, HX, i_w, X, TMA)
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         anchor_ptr += (first_span * HV + i_h) * (D * X)
 
@@ -276,7 +278,7 @@ def linear_walk_kernel(
     total = 0.0
     for i_span in range(own_spans):
         if HAS_DG:
-            span, first, count = _span(i_span, own_spans, chunks, SPAN, REVERSE)
+            span, first, count = gate_range(i_span, own_spans, chunks, SPAN, REVERSE)
             p_a = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
             if REVERSE:
                 # by axis: one reduction over both breaks Triton 3.6's compiler on sm_100
@@ -290,16 +292,16 @@ def linear_walk_kernel(
             i_c = first + count - 1 - i if REVERSE else first + i
             t = i_c * C
             m_c = o_c < length - t
-            b_w = _rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
-            b_x = _rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
+            b_w = load_rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
+            b_x = load_rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
             b_x = tl.trans(b_x)  # [BX, C]
             if HAS_Y:
-                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
+                b_r = load_rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
                 b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
                 b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
             b_kept = b_x
             if HAS_GATE:
-                b_G, b_low, G_C, low_C = _chunk_gates(
+                b_G, b_low, G_C, low_C = load_chunk_gates(
                     g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, EXACT
                 )
                 b_start = tl.exp2(b_G)
@@ -307,7 +309,7 @@ def linear_walk_kernel(
                 b_kept = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
                 total += G_C
             if HAS_Y:
-                b_a, own = _seen_scores(
+                b_a, own = masked_scores(
                     b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
                     REVERSE, HAS_GATE, OWN_LAST, EXACT,
                 )  # fmt: skip
@@ -324,12 +326,12 @@ def linear_walk_kernel(
                 b_y *= scale
                 if HAS_DG:
                     at = (i_b, skip, i_w, i_x * BX)
-                    b_qk = _rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    b_qk = load_rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
                     b_row = tl.sum(tl.trans(b_qk).to(tl.float32) * b_y, 0)
                 if OWN_LAST:
                     b_y += (own * scale)[None, :] * b_x
                 at = (i_b, skip, i_h, i_x * BX)
-                _store(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)
+                store_block(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)
                 if HAS_DG:
                     tl.store(rows_ptr + t + o_c, b_row, mask=m_c)
         if HAS_DG and not REVERSE:

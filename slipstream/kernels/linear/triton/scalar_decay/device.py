@@ -11,7 +11,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
+def load_chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
     """G of a chunk in base 2 as a pair that adds up, [C] each, and its last row.
 
     EXACT sums in float64, so that differences of G are right to float32.
@@ -31,7 +31,7 @@ def _chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+def decay_between(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     """exp of the gates between tokens j and i where i sees j, else 0, [j, i]."""
     between = b_G[None, :] - b_G[:, None]
     if EXACT:
@@ -42,7 +42,7 @@ def _decay(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _head(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
+def program_coords(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
     """A head's rows of width N from token `begin` on; a descriptor stays what it is."""
     if not TMA:
         p += (begin * heads + i_h) * N
@@ -50,7 +50,9 @@ def _head(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def _start(s_in_ptr, i, o, m, scale, BX: tl.constexpr, BD: tl.constexpr, HAS_S_IN: tl.constexpr):
+def chunk_start(
+    s_in_ptr, i, o, m, scale, BX: tl.constexpr, BD: tl.constexpr, HAS_S_IN: tl.constexpr
+):
     """The state that a walk begins with, [BX, BD], at i + o."""
     if HAS_S_IN:
         b_s = tl.load(s_in_ptr + i + o, mask=m, other=0.0).to(tl.float32) * scale
@@ -60,7 +62,7 @@ def _start(s_in_ptr, i, o, m, scale, BX: tl.constexpr, BD: tl.constexpr, HAS_S_I
 
 
 @triton.jit
-def _span(i_span, spans, chunks, SPAN: tl.constexpr, REVERSE: tl.constexpr):
+def gate_range(i_span, spans, chunks, SPAN: tl.constexpr, REVERSE: tl.constexpr):
     """Of the span that is walked as number i_span: its number, first chunk and chunks."""
     span = spans - 1 - i_span if REVERSE else i_span
     first = span * SPAN
@@ -68,7 +70,7 @@ def _span(i_span, spans, chunks, SPAN: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def _seen_scores(
+def masked_scores(
     b_a,
     o_c,
     b_G,
@@ -88,7 +90,7 @@ def _seen_scores(
         if OWN_LAST:
             own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
             seen = seen & (o_c[:, None] != o_c[None, :])
-        b_a *= _decay(seen, b_G, b_low, REVERSE, EXACT)
+        b_a *= decay_between(seen, b_G, b_low, REVERSE, EXACT)
     else:
         b_a = tl.where(seen, b_a, 0.0)
     return b_a, own

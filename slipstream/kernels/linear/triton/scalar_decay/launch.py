@@ -13,44 +13,44 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.chunk import linear_walk_kernel
+from slipstream.kernels.linear.triton.scalar_decay.chunk import scalar_decay_chunk_kernel
 from slipstream.kernels.linear.triton.scalar_decay.state_passing import (
-    gate_gradient_kernel,
-    state_scan_kernel,
+    scalar_decay_dg_kernel,
+    scalar_decay_state_passing_kernel,
 )
 from slipstream.kernels.linear.triton.scalar_decay.tiles import (
-    SPAN,
+    ANCHOR_INTERVAL,
     Tile,
     choose,
     family,
     segment_tokens,
 )
-from slipstream.runtime.backends import on, precision
-from slipstream.runtime.launch_cache import kept
+from slipstream.runtime.backends import device_of, fp32_dot_precision
+from slipstream.runtime.launch_cache import cached
 
 # What backward is given where nobody wants the gradient of g, which takes a third of its time.
 NO_GATE_GRADIENT = {"gate_gradient": False}
 
 
-class Split(NamedTuple):
+class Segments(NamedTuple):
     """Sequences cut into `slots` segments of `tokens`."""
 
     tokens: int
     slots: int
 
 
-def split_into(terms: Terms, tokens: int | None) -> Split | None:
+def split_into_segments(terms: LinearInputs, tokens: int | None) -> Segments | None:
     """Segments of so many tokens, of packed sequences as many as there can be; or none."""
     if tokens is None:
         return None
     B, T = terms.v.shape[:2]
     packed = terms.cu_seqlens is not None
-    return Split(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+    return Segments(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
 
 
-class Walk(NamedTuple):
+class ChunkLaunch(NamedTuple):
     """One launch: tensors by the names of walk.py; y None where only the state is wanted."""
 
     r: Tensor
@@ -75,7 +75,7 @@ class GateSums(NamedTuple):
     anchors: Tensor
 
 
-class Own(NamedTuple):
+class ScalarDecayBackend(NamedTuple):
     """What launches the walks in place of _launch's kernel, but where only the state is wanted."""
 
     walk: Callable[..., None]
@@ -94,35 +94,37 @@ def _tile(device: torch.device, D: int, X: int, bytes_each: int, gated: bool) ->
     return choose("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, gated)
 
 
-def _tile_of(terms: Terms) -> tuple[Tile, int]:
+def _tile_of(terms: LinearInputs) -> tuple[Tile, int]:
     """The forward walk's; C is that of all."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
 
 
-def forward(terms: Terms, scale: float, own: Own | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    terms: LinearInputs, scale: float, own: ScalarDecayBackend | None = None
+) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
     terms = contiguous(terms)
     o = terms.v.new_empty(terms.v.shape)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-    walk = Walk(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
-    with on(o.device):
-        split = _split(terms)
+    walk = ChunkLaunch(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
+    with device_of(o.device):
+        split = _choose_segments(terms)
         if split is not None:
-            walk = _met(walk, terms, split)._replace(s_out=None)
+            walk = _entry_states(walk, terms, split)._replace(s_out=None)
         launch = _launch if own is None else own.walk
         launch(walk, terms, scale, split)
     return o, final
 
 
 def backward(
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
     *,
     gate_gradient: bool = True,
-    own: Own | None = None,
+    own: ScalarDecayBackend | None = None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype; dg only with gate_gradient."""
     terms = contiguous(terms)
@@ -137,16 +139,16 @@ def backward(
     if terms.initial_state is not None:
         dstate = terms.initial_state.new_empty(terms.state_shape)
     over: dict[str, Any] = {"scale_in": 1 / scale, "scale_out": scale, "reverse": True}
-    kept = Walk(q, k, v, None, s_in=terms.initial_state)
-    back = Walk(k, q, do, dv, s_in=dfinal, s_out=dstate, **over)
-    with on(q.device):
-        split = _split(terms)
+    kept = ChunkLaunch(q, k, v, None, s_in=terms.initial_state)
+    back = ChunkLaunch(k, q, do, dv, s_in=dfinal, s_out=dstate, **over)
+    with device_of(q.device):
+        split = _choose_segments(terms)
         sums = None
         if gate_gradient and terms.g is not None:
             sums = _gate_sums(terms, split, own)
         if split is not None:
-            kept = _met(kept, terms, split)
-            back = _met(back, terms, split)
+            kept = _entry_states(kept, terms, split)
+            back = _entry_states(back, terms, split)
         dq_walk = kept._replace(r=do, w=v, x=k, y=dq, s_out=None, transposed=True)
         if split is not None:
             back = back._replace(s_out=None)
@@ -168,7 +170,7 @@ def backward(
     return grads
 
 
-def contiguous(terms: Terms) -> Terms:
+def contiguous(terms: LinearInputs) -> LinearInputs:
     """q, k, v and the state as the kernels index them; g has strides, which count in 32 bits."""
     state, g = terms.initial_state, terms.g
     if g is not None and sum((n - 1) * s for n, s in zip(g.shape, g.stride())) >= 2**31:
@@ -183,14 +185,16 @@ def contiguous(terms: Terms) -> Terms:
     )
 
 
-def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None, own: Own | None) -> Tensor:
+def _gate_gradient(
+    terms: LinearInputs, sums: GateSums, split: Segments | None, own: ScalarDecayBackend | None
+) -> Tensor:
     assert terms.g is not None
     B, T, HV = terms.g.shape
     cu = terms.cu_seqlens
     dg = torch.empty(B, T, HV, dtype=terms.g.dtype, device=terms.g.device)
     NX, spans, _ = sums.z.shape
-    BH, TOKENS = 8, _span(terms, own)
-    kept(gate_gradient_kernel)[-(-HV // BH) * spans,](
+    BH, TOKENS = 8, _checkpoint_interval(terms, own)
+    cached(scalar_decay_dg_kernel)[-(-HV // BH) * spans,](
         sums.q_rows,
         sums.k_rows,
         sums.z,
@@ -216,27 +220,29 @@ def _gate_gradient(terms: Terms, sums: GateSums, split: Split | None, own: Own |
     return dg
 
 
-def _split(terms: Terms) -> Split | None:
+def _choose_segments(terms: LinearInputs) -> Segments | None:
     """Decided by shapes alone."""
     B, T, HV, V = terms.v.shape
     tile, _ = _tile_of(terms)
     packed = terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    return split_into(terms, segment_tokens(programs, T, tile.C))
+    return split_into_segments(terms, segment_tokens(programs, T, tile.C))
 
 
-def _met(walk: Walk, terms: Terms, split: Split) -> Walk:
+def _entry_states(walk: ChunkLaunch, terms: LinearInputs, split: Segments) -> ChunkLaunch:
     """The walk with the states that segments meet as s_in; fills s_out where there is one."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     HV = terms.v.shape[2]
     wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
     states = torch.empty(split.slots, HV, K, V, **wide)
     total = torch.empty(split.slots, HV, **wide) if terms.g is not None else None
-    ends = Walk(walk.r, walk.w, walk.x, None, s_out=states, total=total, reverse=walk.reverse)
+    ends = ChunkLaunch(
+        walk.r, walk.w, walk.x, None, s_out=states, total=total, reverse=walk.reverse
+    )
     _launch(ends, terms, 1.0, split)
     block = 1024
     cu = terms.cu_seqlens
-    kept(state_scan_kernel)[-(-(K * V) // block) * HV * terms.sequences,](
+    cached(scalar_decay_state_passing_kernel)[-(-(K * V) // block) * HV * terms.sequences,](
         states,
         total,
         walk.s_in,
@@ -260,17 +266,19 @@ def _met(walk: Walk, terms: Terms, split: Split) -> Walk:
     return walk._replace(s_in=states, scale_in=1.0)
 
 
-def _span(terms: Terms, own: Own | None) -> int:
+def _checkpoint_interval(terms: LinearInputs, own: ScalarDecayBackend | None) -> int:
     """Tokens."""
-    return (SPAN if own is None else own.span) * _tile_of(terms)[0].C
+    return (ANCHOR_INTERVAL if own is None else own.span) * _tile_of(terms)[0].C
 
 
-def _gate_sums(terms: Terms, split: Split | None, own: Own | None) -> GateSums:
+def _gate_sums(
+    terms: LinearInputs, split: Segments | None, own: ScalarDecayBackend | None
+) -> GateSums:
     B, T, HV, V = terms.v.shape
     K = terms.q.shape[-1]
     tile, _ = _tile(terms.q.device, V, K, terms.q.element_size(), True)
     NX = -(-K // tile.BX)
-    span = _span(terms, own)
+    span = _checkpoint_interval(terms, own)
     if split is not None:
         spans = split.slots * -(-split.tokens // span)
     else:
@@ -284,7 +292,7 @@ def _gate_sums(terms: Terms, split: Split | None, own: Own | None) -> GateSums:
     )
 
 
-def descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> list[Any] | None:
+def tma_descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> list[Any] | None:
     """Tensor descriptors [1, C, 1, width] of each, or None if one can't have any."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -300,10 +308,10 @@ def descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> list
 
 
 def _launch(
-    walk: Walk,
-    terms: Terms,
+    walk: ChunkLaunch,
+    terms: LinearInputs,
     scale: float,
-    split: Split | None = None,
+    split: Segments | None = None,
     sums: GateSums | None = None,
     qk: Tensor | None = None,
 ) -> None:
@@ -317,9 +325,9 @@ def _launch(
     rows: list[Any] = [r, w, x, y, qk if sums else None]
     tiles = None
     if tile.tma and cu is None:
-        tiles = descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
+        tiles = tma_descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
     *rows, qk_rows = tiles or rows
-    kept(linear_walk_kernel)[-(-X // tile.BX) * HV * slots,](
+    cached(scalar_decay_chunk_kernel)[-(-X // tile.BX) * HV * slots,](
         *rows,
         g,
         walk.s_in,
@@ -347,7 +355,7 @@ def _launch(
         BD=BD,
         BX=tile.BX,
         C=tile.C,
-        SPAN=SPAN,
+        SPAN=ANCHOR_INTERVAL,
         REVERSE=walk.reverse,
         TRANSPOSED=walk.transposed,
         HAS_Y=y is not None,
@@ -360,7 +368,7 @@ def _launch(
         GROUPED=terms.q.shape[2] != HV,
         TMA=tiles is not None,
         EXACT=x.dtype == torch.float32,
-        PRECISION=precision(),
+        PRECISION=fp32_dot_precision(),
         num_warps=tile.warps,
         # pointers take more shared memory: two programs then still fit a multiprocessor
         num_stages=min(tile.stages, 2) if tile.tma and tiles is None else tile.stages,

@@ -14,16 +14,16 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
 
 # exp of it times anything is below the rounding of what it is added to, in float32 too.
-LEAST = tl.constexpr(-32.0)
+MIN_SEGMENTS = tl.constexpr(-32.0)
 
 
 @triton.jit
-def _onwards(later, later_goes_on, here, goes_on):
+def _advance(later, later_goes_on, here, goes_on):
     return here + goes_on * later, goes_on * later_goes_on
 
 
 @triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
-def state_scan_kernel(
+def scalar_decay_state_passing_kernel(
     states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
     total_ptr,  # [slots, HV]
     s_in_ptr,  # [N, HV, SIZE], times scale_in
@@ -78,7 +78,7 @@ _SIZES = ["T", "N", "HV", "tokens", "segment", "spans"]
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "stride_gb", "stride_gt", "stride_gh"])
-def gate_gradient_kernel(
+def scalar_decay_dg_kernel(
     q_rows_ptr,  # [NX, HV, tokens]: q . dq
     k_rows_ptr,  # [NK, HV, tokens]: k . dk
     z_ptr,  # [NX, spans, HV]
@@ -133,8 +133,8 @@ def gate_gradient_kernel(
                 b -= tl.load(k_rows_ptr + o, mask=m, other=0.0)
         at = (t + o_t[:, None]).to(tl.int64)
         b_g = tl.load(p_g[None, :] + at * stride_gt, mask=m, other=0.0).to(tl.float32)
-        goes_on = tl.where(b_g >= LEAST, 1.0, 0.0)
-        scanned = tl.associative_scan((b * goes_on, goes_on), 0, _onwards, reverse=True)
+        goes_on = tl.where(b_g >= MIN_SEGMENTS, 1.0, 0.0)
+        scanned = tl.associative_scan((b * goes_on, goes_on), 0, _advance, reverse=True)
         b_dg = scanned[0] + scanned[1] * b_z[None, :]
         p_dg = dg_ptr + (begin + at) * HV + o_h[None, :]
         tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=m)

@@ -23,9 +23,9 @@ NARROWEST = {"sm_90": 64}
 UNPIPELINED = ("sm_100",)
 # Chunks from one anchor of the gate's gradient to the next (walk.py): an anchor costs as much to
 # write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
-SPAN = 16
+ANCHOR_INTERVAL = 16
 # Programs that fill a device: two for each of 132 multiprocessors.
-FILL = 264
+MIN_PROGRAMS_PER_SM = 264
 
 # (family, bytes an element, BD) -> Tile; BX is cut to the width there is. Chosen so that the loop
 # does not spill in 16 bits (float32 takes three products for one, and spills); the rows of sm_90
@@ -98,7 +98,7 @@ def segment_tokens(programs: int, tokens: int, C: int) -> int | None:
     programs: those of one sequence's walk. A cut costs a walk more over half of the inputs: made
     where it at least triples the programs.
     """
-    wanted, span = FILL // max(programs, 1), SPAN * C
+    wanted, span = MIN_PROGRAMS_PER_SM // max(programs, 1), ANCHOR_INTERVAL * C
     if wanted < 3 or tokens < 2 * span:
         return None
     return -(-tokens // (wanted * span)) * span

@@ -23,31 +23,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous, family_of
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
-from slipstream.kernels.linear.triton.vector_decay.dqkg import channel_grads_kernel
-from slipstream.kernels.linear.triton.vector_decay.intra_bwd import channel_level_grads_kernel
+from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
+from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
-    channel_pairs_kernel,
-    channel_prepare_kernel,
-    channel_scores_kernel,
+    vector_decay_intra_fwd_kernel,
+    vector_decay_pairs_kernel,
+    vector_decay_scores_kernel,
 )
 from slipstream.kernels.linear.triton.vector_decay.launch import (
-    Prepared,
-    Walk,
-    Work,
+    ChunkLaunch,
+    IntraChunk,
+    VectorDecayProblem,
+    choose_segments,
+    entry_states,
+    gate_sums,
     launch,
-    met,
-    sizes,
-    split_of,
-    sums_of,
+    scalar_args,
 )
-from slipstream.kernels.linear.triton.vector_decay.tiles import ChannelTile, Part, choose
-from slipstream.kernels.linear.workspace import fitting
-from slipstream.runtime.backends import on, precision
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.triton.vector_decay.tiles import KernelTile, VectorDecayTile, choose
+from slipstream.kernels.linear.workspace import reuse_or_empty
+from slipstream.runtime.backends import device_of, fp32_dot_precision
+from slipstream.runtime.launch_cache import cached
 
 # What the gates of a block that channel_decay.py calls safe add up to at least, negated: its
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
@@ -56,17 +56,17 @@ BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 # forward takes the dtype of o, and writes to memory that it is given (op.py)
 WIDE = IN_SLICES = True
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
-MOST = 16
-FILL = 528
+MAX_PAIRS_SHARE = 16
+MIN_PROGRAMS_PER_SM = 528
 
 
 @cache
-def _tile(device: torch.device, K: int, bytes_each: int) -> ChannelTile:
+def _tile(device: torch.device, K: int, bytes_each: int) -> VectorDecayTile:
     return choose("interpreter" if INTERPRETED else family_of(device), K, bytes_each)
 
 
 def forward(
-    terms: Terms,
+    terms: LinearInputs,
     scale: float,
     dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
@@ -76,25 +76,25 @@ def forward(
     Args:
         out: memory for both.
     """
-    terms = laid_out(terms)
+    terms = to_kernel_layout(terms)
     o, final = out or (
         terms.v.new_empty(terms.v.shape, dtype=dtype),
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
-    with on(o.device):
+    with device_of(o.device):
         _forward(terms, scale, o, final)
     return o, final
 
 
-def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
-    work = work_of(terms, None)
+def _forward(terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> None:
+    work = make_problem(terms, None)
     wide = o.dtype if terms.gv is not None else work.k.dtype
-    p = _room_for_pairs(work, wide) if work.q is None else None
-    made = _made(work, fine=wide != work.k.dtype, p=p)
+    p = _pairs_fit(work, wide) if work.q is None else None
+    made = _intra_chunk(work, fine=wide != work.k.dtype, p=p)
     state = terms.initial_state
-    walk = Walk(made.ke, made.ke, work.v, rest=made.rest, s_in=state, s_out=final)
+    walk = ChunkLaunch(made.ke, made.ke, work.v, rest=made.rest, s_in=state, s_out=final)
     if work.split is not None:
-        walk = met(walk, work, made)._replace(s_out=None)
+        walk = entry_states(walk, work, made)._replace(s_out=None)
     if p is None:
         launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
     else:
@@ -104,7 +104,7 @@ def _forward(terms: Terms, scale: float, o: Tensor, final: Tensor) -> None:
 
 
 def backward(
-    terms: Terms,
+    terms: LinearInputs,
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
@@ -116,40 +116,42 @@ def backward(
         out: memory for some of them, which they take if it fits.
     """
     given = terms
-    terms = laid_out(terms)
+    terms = to_kernel_layout(terms)
     do = (
         torch.zeros_like(terms.v)
         if dout is None or scale == 0.0
         else dout.to(terms.v.dtype).contiguous()
     )
     scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
-    work = work_of(terms, do)
+    work = make_problem(terms, do)
     q, v, over_v, g = work.q, work.v, work.do, work.g
     assert q is not None and over_v is not None
     wide = do.shape[:3]
     shape = (*wide, terms.q.shape[-1])
-    dq, dk = (fitting(out.get(n), shape, do.dtype, do.device) for n in "qk")
-    dv = fitting(out.get("v"), do.shape, do.dtype, do.device)
-    dg = fitting(out.get("g" if terms.gv is None else "gv"), g.shape, g.dtype, g.device)
+    dq, dk = (reuse_or_empty(out.get(n), shape, do.dtype, do.device) for n in "qk")
+    dv = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device)
+    dg = reuse_or_empty(out.get("g" if terms.gv is None else "gv"), g.shape, g.dtype, g.device)
     dk_here, dv_here = (dk, dv) if terms.gv is None else (dv, dk)
     dqs = dq if terms.gv is None else torch.empty_like(dv)
     state = terms.initial_state
     dinitial = None
     if state is not None:
-        dinitial = fitting(out.get("initial_state"), terms.state_shape, state.dtype, state.device)
+        dinitial = reuse_or_empty(
+            out.get("initial_state"), terms.state_shape, state.dtype, state.device
+        )
     u = terms.u
     du = None if u is None else u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
-    with on(do.device):
-        made = _made(work, room=dg)
+    with device_of(do.device):
+        made = _intra_chunk(work, room=dg)
         assert made.qs is not None
-        kept = Walk(made.qs, made.ke, v, s_in=state)
-        back = Walk(made.ke, made.qs, over_v, s_out=dinitial, reverse=True)
+        kept = ChunkLaunch(made.qs, made.ke, v, s_in=state)
+        back = ChunkLaunch(made.ke, made.qs, over_v, s_out=dinitial, reverse=True)
         back = back._replace(s_in=None if dfinal is None else dfinal.contiguous())
         back = back._replace(scale_in=1 / scale, scale_out=scale)
         if work.split is not None:
-            kept = met(kept, work, made)
-            back = met(back, work, made)._replace(s_out=None)
-        sums = sums_of(work)
+            kept = entry_states(kept, work, made)
+            back = entry_states(back, work, made)._replace(s_out=None)
+        sums = gate_sums(work)
         dq_walk = kept._replace(r=over_v, w=v, x=made.ke, y=dqs, other=made.qs, rows=True)
         dk_walk = back._replace(r=v, w=over_v, x=made.qs, y=dk_here, other=made.ke, rows=True)
         launch(dq_walk, work, made, sums)
@@ -159,7 +161,7 @@ def backward(
             launch(kept._replace(y=dq, a=made.a, scale=scale), work, made)
         more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
         more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
-        launch_grads(work, made, pairs_of(work), scale, **more)
+        launch_grads(work, made, choose_pairs(work), scale, **more)
     if terms.q.shape[2] != wide[2]:
         groups = (*terms.q.shape[:3], -1, terms.q.shape[3])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -168,10 +170,10 @@ def backward(
         grads["u"] = du.sum(0).to(u.dtype)
     if dinitial is not None:
         grads["initial_state"] = dinitial
-    return as_given(grads, given)
+    return to_input_layout(grads, given)
 
 
-def laid_out(terms: Terms) -> Terms:
+def to_kernel_layout(terms: LinearInputs) -> LinearInputs:
     """Everything as the kernels index it, the gate one a channel."""
     g, gv, u = terms.g, terms.gv, terms.u
     if gv is None:
@@ -185,7 +187,7 @@ def laid_out(terms: Terms) -> Terms:
     )
 
 
-def as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
+def to_input_layout(grads: dict[str, Tensor], given: LinearInputs) -> dict[str, Tensor]:
     """Without the gradient of a gate that was not given, and that of one a token summed."""
     if given.g is None:
         grads.pop("g", None)
@@ -194,19 +196,22 @@ def as_given(grads: dict[str, Tensor], given: Terms) -> dict[str, Tensor]:
     return grads
 
 
-def work_of(terms: Terms, do: Tensor | None) -> Work:
+def make_problem(terms: LinearInputs, do: Tensor | None) -> VectorDecayProblem:
     q, k, v, g = terms.q, terms.k, terms.v, terms.g
     if terms.gv is not None:
         q, k, v, g, do = do, v, k, terms.gv, q
     assert g is not None
     tile = _tile(k.device, k.shape[-1], k.element_size())
-    work = Work(q, k, v, do, g, terms, tile, None)
-    return work._replace(split=split_of(work))
+    work = VectorDecayProblem(q, k, v, do, g, terms, tile, None)
+    return work._replace(split=choose_segments(work))
 
 
-def _made(
-    work: Work, room: Tensor | None = None, fine: bool = False, p: Tensor | None = None
-) -> Prepared:
+def _intra_chunk(
+    work: VectorDecayProblem,
+    room: Tensor | None = None,
+    fine: bool = False,
+    p: Tensor | None = None,
+) -> IntraChunk:
     """room: a tensor that is free until the gradients are written; fine: ke in two parts; p: memory
     for P, which is made too."""
     k, g, terms, C = work.k, work.g, work.terms, work.tile.C
@@ -219,7 +224,7 @@ def _made(
         return free.pop() if free else torch.empty(g.shape, dtype=k.dtype, device=k.device)
 
     has_q = work.q is not None
-    made = Prepared(
+    made = IntraChunk(
         like_g() if has_q else None,
         like_g(),
         k.new_empty(work.chunks, HV, C, C) if has_q else None,
@@ -227,55 +232,60 @@ def _made(
         like_g() if fine else None,
     )
     inputs = (work.q, k, g, terms.u if has_q else None)
-    more = (terms.cu_seqlens, *sizes(work), k.shape[2])
+    more = (terms.cu_seqlens, *scalar_args(work), k.shape[2])
     part = work.tile.prepare
     options: dict[str, Any] = {**_options(work, part), "K": K}
     outputs = (made.qs, made.ke, made.rest, made.a, made.decay)
     pairs = (None, None, None) if p is None else (work.v, work.do, p)
-    kept(channel_prepare_kernel)[HV * work.chunks,](
+    cached(vector_decay_intra_fwd_kernel)[HV * work.chunks,](
         *inputs, *outputs, *pairs, *more, work.v.shape[2], **options, **_values(work)
     )
     if made.a is not None:
         total = HV * work.chunks
-        options |= {**_bound(work), "LEVELS": C.bit_length() - 1, "MOST": MOST, "num_stages": 1}
+        options |= {
+            **_bound(work),
+            "LEVELS": C.bit_length() - 1,
+            "MOST": MAX_PAIRS_SHARE,
+            "num_stages": 1,
+        }
         more = (terms.cu_seqlens, total, *more[1:])
-        kept(channel_scores_kernel)[_programs(total),](
+        cached(vector_decay_scores_kernel)[_programs(total),](
             *inputs, made.decay, made.a, *more, **options
         )
     return made
 
 
-def pairs_of(work: Work) -> Tensor:
-    p, part = _room_for_pairs(work), work.tile.prepare
-    kept(channel_pairs_kernel)[p.shape[0] * p.shape[1],](
+def choose_pairs(work: VectorDecayProblem) -> Tensor:
+    p, part = _pairs_fit(work), work.tile.prepare
+    cached(vector_decay_pairs_kernel)[p.shape[0] * p.shape[1],](
         work.v,
         work.do,
         p,
         work.terms.cu_seqlens,
-        *sizes(work),
+        *scalar_args(work),
         work.v.shape[2],
         **_values(work),
         C=work.tile.C,
         PACKED=work.terms.cu_seqlens is not None,
         GROUPED=work.v.shape[2] != work.g.shape[2],
-        PRECISION=precision(),
+        PRECISION=fp32_dot_precision(),
         num_warps=part.warps,
         num_stages=part.stages,
     )
     return p
 
 
-def _room_for_pairs(work: Work, dtype: torch.dtype | None = None) -> Tensor:
+def _pairs_fit(work: VectorDecayProblem, dtype: torch.dtype | None = None) -> Tensor:
     return work.k.new_empty(work.chunks, work.g.shape[2], work.tile.C, work.tile.C, dtype=dtype)
 
 
-def _values(work: Work) -> dict[str, int]:
+def _values(work: VectorDecayProblem) -> dict[str, int]:
     V = work.v.shape[-1]
     return {"V": V, "BV": _tile(work.k.device, V, work.k.element_size()).prepare.BK}
 
 
 def launch_grads(
-    work: Work, made: Prepared, p: Tensor, scale: float, **named: Tensor | None
+    work: VectorDecayProblem, made: IntraChunk, p: Tensor, scale: float, **named: Tensor | None
 ) -> None:
     """named: dqs and dke, and what there is of the other tensors of channel_grads.py."""
     part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
@@ -291,19 +301,19 @@ def launch_grads(
         work.terms.cu_seqlens,
         scale,
     )
-    more = (*sizes(work), work.k.shape[2])
+    more = (*scalar_args(work), work.k.shape[2])
     options: dict[str, Any] = {**_options(work, part), **_bound(work), "K": K}
-    kept(channel_grads_kernel)[total,](*args, *more, **options)
-    options |= {"LEVELS": C.bit_length() - 1, "MOST": MOST}
-    kept(channel_level_grads_kernel)[_programs(total),](*args, total, *more, **options)
+    cached(vector_decay_dqkg_kernel)[total,](*args, *more, **options)
+    options |= {"LEVELS": C.bit_length() - 1, "MOST": MAX_PAIRS_SHARE}
+    cached(vector_decay_intra_bwd_kernel)[_programs(total),](*args, total, *more, **options)
 
 
 def _programs(total: int) -> int:
     """Of a kernel whose programs take up to MOST chunks: as many as fill a GPU, if there are."""
-    return max(-(-total // MOST), min(total, FILL))
+    return max(-(-total // MAX_PAIRS_SHARE), min(total, MIN_PROGRAMS_PER_SM))
 
 
-def _options(work: Work, part: Part) -> dict[str, Any]:
+def _options(work: VectorDecayProblem, part: KernelTile) -> dict[str, Any]:
     k = work.k
     parts = 1 if work.g.dtype == torch.bfloat16 else 2
     if k.dtype == torch.float32:
@@ -315,12 +325,12 @@ def _options(work: Work, part: Part) -> dict[str, Any]:
         "PACKED": work.terms.cu_seqlens is not None,
         "GROUPED": k.shape[2] != work.g.shape[2],
         "PARTS": 0 if INTERPRETED else parts,
-        "PRECISION": precision(),
+        "PRECISION": fp32_dot_precision(),
         "num_warps": part.warps,
         "num_stages": part.stages,
     }
 
 
-def _bound(work: Work) -> dict[str, Any]:
+def _bound(work: VectorDecayProblem) -> dict[str, Any]:
     """By which a chunk is one safe block, or not."""
     return {"ALL": power_of_two(work.k.shape[-1]), "BOUND": BOUND[work.k.dtype]}

@@ -29,16 +29,16 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.scalar_decay.chunk import (
-    _place,
-    _rows,
-    _store,
     first_chunk_of,
+    load_rows,
+    locate_segment,
+    store_block,
 )
-from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import in_two
+from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import split_bf16
 
 # of 16 bits and of float32
-FORGOTTEN = tl.constexpr(2.0**-10)
-FORGOTTEN_FP32 = tl.constexpr(2.0**-22)
+NEGLIGIBLE_LOG2 = tl.constexpr(2.0**-10)
+NEGLIGIBLE_LOG2_FP32 = tl.constexpr(2.0**-22)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ _SIZES = ["T", "N", "HV", "HR", "HX", "segment"]
 
 
 @triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
-def channel_walk_kernel(
+def vector_decay_chunk_kernel(
     r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, other
     w_ptr,  # [tokens, HR, D]
     x_ptr,  # [tokens, HX, X]
@@ -110,7 +110,7 @@ def channel_walk_kernel(
     i_x = pid % NX
     i_h = (pid // NX) % HV
     slot = pid // NX // HV
-    begin, length, i_b, skip, first_span = _place(
+    begin, length, i_b, skip, first_span = locate_segment(
         cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
     )
     if SPLIT or not PACKED:
@@ -168,13 +168,13 @@ def channel_walk_kernel(
             t = i_c * C
             m_c = o_c < length - t
             chunk = (first_chunk + i_c) * HV + i_h
-            b_w = _rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
-            b_x = _rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
+            b_w = load_rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
+            b_x = load_rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
             b_x = tl.trans(b_x)  # [BX, C]
             if HAS_Y:
-                b_r = _rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
+                b_r = load_rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
                 if HAS_REST:
-                    b_first, b_second = in_two(b_s, b_r.dtype)
+                    b_first, b_second = split_bf16(b_s, b_r.dtype)
                     b_y = tl.dot(b_second, tl.trans(b_r))
                     b_y = tl.dot(b_first, tl.trans(b_r), b_y)
                 else:
@@ -197,20 +197,20 @@ def channel_walk_kernel(
             if HAS_REST:
                 if ROWS:
                     at = (i_b, skip, i_w, i_x * BX)
-                    b_rest = _rows(rest_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    b_rest = load_rows(rest_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
                     b_s = tl.dot(tl.trans(b_rest), b_w, b_s)
                 else:
                     at = (i_b, skip, i_r, 0)
-                    b_rest = _rows(rest_ptr, at, t, HR, o_c, m_c, o_d, D, BD, TMA)
+                    b_rest = load_rows(rest_ptr, at, t, HR, o_c, m_c, o_d, D, BD, TMA)
                     b_s = tl.dot(b_x, b_rest, b_s)
             b_s = tl.dot(b_x, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
             if HAS_SUMS:
                 at = (i_b, skip, i_w, i_x * BX)
-                b_other = _rows(other_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                b_other = load_rows(other_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
                 b_sum = tl.sum(tl.trans(b_other).to(tl.float32) * b_y, 1)
                 o_z = chunk.to(tl.int64) * X + o_x
                 if REVERSE:
-                    lost = FORGOTTEN_FP32 if b_x.dtype == tl.float32 else FORGOTTEN
+                    lost = NEGLIGIBLE_LOG2_FP32 if b_x.dtype == tl.float32 else NEGLIGIBLE_LOG2
                     b_z = tl.where(b_decay < lost, 0.0, b_z - b_sum)
                     tl.store(z_ptr + o_z, b_z, mask=o_x < X)
                     b_z += tl.load(sums_ptr + o_z, mask=o_x < X, other=0.0)
@@ -218,7 +218,7 @@ def channel_walk_kernel(
                     tl.store(sums_ptr + o_z, b_sum, mask=o_x < X)
             if HAS_Y:
                 at = (i_b, skip, i_h, i_x * BX)
-                _store(y_ptr, at, t, HV, b_y * scale, o_c, m_c, o_n, X, BX, TMA)
+                store_block(y_ptr, at, t, HV, b_y * scale, o_c, m_c, o_n, X, BX, TMA)
         if HAS_SUMS and not REVERSE:
             tl.store(p_anchor, b_s, mask=m_s)
     if s_out_ptr is not None:
@@ -229,7 +229,7 @@ def channel_walk_kernel(
 
 
 @triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
-def channel_scan_kernel(
+def vector_decay_state_passing_kernel(
     states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
     total_ptr,  # [slots, HV, D]
     s_in_ptr,  # [N, HV, SIZE], times scale_in

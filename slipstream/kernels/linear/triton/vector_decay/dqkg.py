@@ -30,23 +30,23 @@ roles exchanged (channel_launch.py) is o. dq and dk may be where dqs and dke are
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    after_back,
-    back_to_gates,
     dot_with,
-    gate_parts,
-    is_safe,
+    is_block_safe,
+    prefix_span,
+    prefix_span_bwd,
+    spans_to_gates_bwd,
+    split_gates,
+    suffix_span_bwd,
     sums,
     tokens,
-    until,
-    until_back,
 )
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "HK"])
-def channel_grads_kernel(
+def vector_decay_dqkg_kernel(
     q_ptr,  # [tokens, HK, K]
     k_ptr,  # [tokens, HK, K]
     g_ptr,  # [tokens, HV, K]
@@ -88,9 +88,9 @@ def channel_grads_kernel(
     i_h = (pid // NK) % HV
     slot = pid // NK // HV
     at = slot.to(tl.int64) * HV + i_h
-    if not is_safe(decay_ptr + at * K, K, ALL, BOUND):
+    if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
         return
-    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_k = (pid % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
@@ -101,22 +101,22 @@ def channel_grads_kernel(
     i_o = (row * HV + i_h) * K
     at_o = o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_g = _block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dq = _block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     if HAS_DK:
-        b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
         b_end = tl.load(decay_ptr + at * K + o_k, mask=o_k < K, other=0.0)
     if u_ptr is not None:
         b_u = tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
         b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
         b_own = b_diagonal[:, None] * b_u[None, :]
-    b_g, b_parts = gate_parts(b_g, PARTS)
-    b_G = sums(until(rows, False), b_parts, PARTS, PRECISION)
+    b_g, b_parts = split_gates(b_g, PARTS)
+    b_G = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
-    b_e = tl.exp2(sums(until(rows, True), b_parts, PARTS, PRECISION) if BEFORE else b_G)
+    b_e = tl.exp2(sums(prefix_span(rows, True), b_parts, PARTS, PRECISION) if BEFORE else b_G)
     lower = i > j if BEFORE else i >= j
     b_dr = dot_with(tl.where(lower, b_p, 0.0), b_w, b_k.dtype, PRECISION)  # [C, BK]
     b_w = b_w.to(b_k.dtype)
@@ -133,23 +133,23 @@ def channel_grads_kernel(
         b_dw = tl.dot(tl.where(upper, b_p, 0.0), b_r, input_precision=PRECISION)  # [C, BK]
         b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
         if BEFORE:
-            b_dg = back_to_gates(until_back(rows, C, True), b_leave, b_dg, TWO, PRECISION)
+            b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, True), b_leave, b_dg, TWO, PRECISION)
             b_leave = tl.zeros((C, BK), tl.float32)
         b_leave -= b_w * b_dw
-        b_dg = back_to_gates(until_back(rows, C, False), b_leave, b_dg, TWO, PRECISION)
-        b_dk = _block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, False), b_leave, b_dg, TWO, PRECISION)
+        b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_enter = b_dk * b_end[None, :]
         b_dw += b_enter
-        b_dg = back_to_gates(after_back(rows), b_w * b_enter, b_dg, ONE, PRECISION)
+        b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, PRECISION)
         tl.store(dg_ptr + i_o + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
         b_dk = b_dw * tl.exp2(-b_G) * scale
         if u_ptr is not None:
             # read again: kept till here they would go to the stack
-            b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
+            b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
             b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
             b_dk += b_diagonal[:, None] * b_u[None, :] * b_q
         tl.store(dk_ptr + i_o + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
         if u_ptr is not None:
-            b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
+            b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
             b_pair = (b_diagonal * scale)[:, None] * b_q * b_k
             tl.store(du_ptr + at * K + o_k, tl.sum(b_pair, 0), mask=o_k < K)

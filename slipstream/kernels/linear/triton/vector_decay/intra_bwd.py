@@ -10,34 +10,34 @@ of the chunk z. No sum here is the difference of larger ones.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    after,
-    after_back,
-    all_safe,
-    back_to_gates,
+    block_span,
+    block_span_bwd,
     decay,
     dot_with,
-    gate_parts,
-    in_block,
-    in_block_back,
-    is_later,
-    is_safe,
+    is_block_safe,
+    is_chunk_safe,
+    is_in_later_half,
+    midpoint_span,
+    midpoint_span_bwd,
+    prefix_span,
+    prefix_span_bwd,
     safe_base,
     same_block,
     siblings,
+    spans_to_gates_bwd,
+    split_gates,
+    suffix_span,
+    suffix_span_bwd,
     sums,
-    to_seam,
-    to_seam_back,
     tokens,
-    until,
-    until_back,
 )
 
 
 @triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
-def channel_level_grads_kernel(
+def vector_decay_intra_bwd_kernel(
     q_ptr,  # [tokens, HK, K]
     k_ptr,  # [tokens, HK, K]
     g_ptr,  # [tokens, HV, K]
@@ -78,11 +78,11 @@ def channel_level_grads_kernel(
     if not GROUPED:
         HK = HV
     NK: tl.constexpr = (K + BK - 1) // BK
-    if all_safe(decay_ptr, total, NK, K, ALL, BOUND, MOST):
+    if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MOST):
         return
     for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(turn // NK, tl.int64)
-        if not is_safe(decay_ptr + at * K, K, ALL, BOUND):
+        if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
             _grads(
                 q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
                 dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
@@ -105,7 +105,7 @@ def _grads(
     i_h = (turn // NK) % HV
     slot = turn // NK // HV
     at = tl.cast(turn // NK, tl.int64)
-    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_k = (turn % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
@@ -114,32 +114,32 @@ def _grads(
     i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
-    b_g = _block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dq = _block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
-    b_g, b_parts = gate_parts(b_g, PARTS)
-    b_until = sums(until(rows, BEFORE), b_parts, PARTS, PRECISION)
+    b_g, b_parts = split_gates(b_g, PARTS)
+    b_until = sums(prefix_span(rows, BEFORE), b_parts, PARTS, PRECISION)
     b_dq = b_dq * tl.exp2(b_until)
     b_dk = tl.zeros((C, BK), tl.float32)
     b_leave = b_dq
     if HAS_DK:
-        b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_dk = _block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_dk = b_dk * decay(after(rows, C), b_parts, PARTS, PRECISION)
+        b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_dk = b_dk * decay(suffix_span(rows, C), b_parts, PARTS, PRECISION)
         b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
         b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
-        b_dg = back_to_gates(after_back(rows), b_k * b_dk, b_dg, ONE, PRECISION)
+        b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_k * b_dk, b_dg, ONE, PRECISION)
         b_leave = b_q * b_dq
     base = safe_base(b_g, LEVELS, BOUND)
     if base > 0:
         b_w_sum = b_until
         if BEFORE or base < LEVELS:
-            b_w_sum = sums(in_block(rows, base, False), b_parts, PARTS, PRECISION)
+            b_w_sum = sums(block_span(rows, base, False), b_parts, PARTS, PRECISION)
         b_r_sum = b_w_sum
         if BEFORE:
-            b_r_sum = sums(in_block(rows, base, True), b_parts, PARTS, PRECISION)
+            b_r_sum = sums(block_span(rows, base, True), b_parts, PARTS, PRECISION)
         b_w = b_k * tl.exp2(-b_w_sum)  # [C, BK]
         b_square = tl.where(same_block(rows, base) & (i > j), b_p, 0.0)
         b_dr = dot_with(b_square, b_w, b_k.dtype, PRECISION)  # [C, BK]
@@ -153,32 +153,32 @@ def _grads(
             # the one difference: of the same products, so that they cancel to the last bits
             b_gain = b_r * b_dr
             b_enter = b_w * b_dw
-            span = in_block_back(rows, base, False)
+            span = block_span_bwd(rows, base, False)
             if BEFORE:
-                before = in_block_back(rows, base, True)
-                b_dg = back_to_gates(before, b_gain, b_dg, TWO, PRECISION)
-                b_dg = back_to_gates(span, -b_enter, b_dg, TWO, PRECISION)
+                before = block_span_bwd(rows, base, True)
+                b_dg = spans_to_gates_bwd(before, b_gain, b_dg, TWO, PRECISION)
+                b_dg = spans_to_gates_bwd(span, -b_enter, b_dg, TWO, PRECISION)
             else:
-                b_dg = back_to_gates(span, b_gain - b_enter, b_dg, TWO, PRECISION)
+                b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, PRECISION)
     if HAS_DK:
-        b_dg = back_to_gates(until_back(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
+        b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
     for level in range(base, LEVELS):
-        b_e = decay(to_seam(rows, level, BEFORE), b_parts, PARTS, PRECISION)
+        b_e = decay(midpoint_span(rows, level, BEFORE), b_parts, PARTS, PRECISION)
         b_row = b_k
         if HAS_DK:
-            b_row = tl.where(is_later(rows, level), b_q, b_k)
+            b_row = tl.where(is_in_later_half(rows, level), b_q, b_k)
         b_square = tl.where(siblings(rows, level), b_p, 0.0)
         b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
-        b_later = is_later(rows, level).to(tl.float32)
+        b_later = is_in_later_half(rows, level).to(tl.float32)
         b_dq += b_dx * b_later
         if HAS_DK:
             b_dk += b_dx * (1.0 - b_later)
-            span = to_seam_back(rows, level, BEFORE)
-            b_dg = back_to_gates(span, b_row * b_dx, b_dg, ONE, PRECISION)
+            span = midpoint_span_bwd(rows, level, BEFORE)
+            b_dg = spans_to_gates_bwd(span, b_row * b_dx, b_dg, ONE, PRECISION)
 
     at_o = i_o + o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_write = _own_factor(b_k.to(tl.float32), u_ptr, i_h, o_k, K)
+    b_write = _diagonal_factor(b_k.to(tl.float32), u_ptr, i_h, o_k, K)
     if dq_ptr is not None:
         b_dq = b_dq * scale + b_own[:, None] * b_write
         tl.store(dq_ptr + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
@@ -186,13 +186,13 @@ def _grads(
         b_read = b_q * b_own[:, None]
         if u_ptr is not None:
             tl.store(du_ptr + at * K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < K)
-        b_dk = b_dk * scale + _own_factor(b_read, u_ptr, i_h, o_k, K)
+        b_dk = b_dk * scale + _diagonal_factor(b_read, u_ptr, i_h, o_k, K)
         tl.store(dk_ptr + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
         tl.store(dg_ptr + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
 
 
 @triton.jit
-def _own_factor(b_x, u_ptr, i_h, o_k, K: tl.constexpr):
+def _diagonal_factor(b_x, u_ptr, i_h, o_k, K: tl.constexpr):
     """b_x u, [C, BK]."""
     if u_ptr is not None:
         b_x *= tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]

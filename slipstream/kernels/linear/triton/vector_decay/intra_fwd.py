@@ -14,33 +14,33 @@ not, it is made by levels in a kernel of its own, whose registers the other then
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import find_chunk
-from slipstream.kernels.linear.triton.scalar_decay.chunk import _block
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    after,
-    all_safe,
+    block_span,
     decay,
-    gate_parts,
-    in_block,
-    in_two,
-    is_later,
-    is_safe,
+    is_block_safe,
+    is_chunk_safe,
+    is_in_later_half,
+    midpoint_span,
+    prefix_span,
     safe_base,
     same_block,
     siblings,
+    split_bf16,
+    split_gates,
+    suffix_span,
     sums,
-    to_seam,
     tokens,
-    until,
 )
 
 # More than any safe chunk's, in base 2, and little enough for finite factors.
-HIGHEST = tl.constexpr(96.0)
+MAX_EXPONENT = tl.constexpr(96.0)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
-def channel_prepare_kernel(
+def vector_decay_intra_fwd_kernel(
     q_ptr,  # [tokens, HK, K]; None where qs and A are not wanted
     k_ptr,  # [tokens, HK, K]
     g_ptr,  # [tokens, HV, K]
@@ -48,7 +48,7 @@ def channel_prepare_kernel(
     qs_ptr,  # [tokens, HV, K]
     ke_ptr,  # [tokens, HV, K]
     rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
-    a_ptr,  # [chunks, HV, C, C]; of chunks that are not safe left to channel_scores_kernel
+    a_ptr,  # [chunks, HV, C, C]; of chunks that are not safe left to vector_decay_scores_kernel
     decay_ptr,  # [chunks, HV, K]
     v_ptr,  # [tokens, HX, V], for P
     do_ptr,
@@ -76,7 +76,7 @@ def channel_prepare_kernel(
     pid = tl.program_id(0)
     i_h = pid % HV
     slot = pid // HV
-    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
@@ -91,25 +91,25 @@ def channel_prepare_kernel(
         o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
         m_o = m_c[:, None] & (o_k < K)[None, :]
         # all loads before the first store, past which none is moved
-        b_g = _block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         if q_ptr is not None:
-            b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_g, b_parts = gate_parts(b_g, PARTS)
-        b_end = b_k * decay(after(rows, C), b_parts, PARTS, PRECISION)
+            b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_g, b_parts = split_gates(b_g, PARTS)
+        b_end = b_k * decay(suffix_span(rows, C), b_parts, PARTS, PRECISION)
         b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
-        b_first, b_rest = in_two(b_end, b_k.dtype)
+        b_first, b_rest = split_bf16(b_end, b_k.dtype)
         tl.store(ke_ptr + o_o, b_first, mask=m_o)
         if rest_ptr is not None:
             tl.store(rest_ptr + o_o, b_rest, mask=m_o)
         tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
         if q_ptr is not None:
             if BEFORE:
-                b_own += _own(b_q, b_k, u_ptr, i_h, o_k, K)
-            b_start = b_q * decay(until(rows, BEFORE), b_parts, PARTS, PRECISION)
+                b_own += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
+            b_start = b_q * decay(prefix_span(rows, BEFORE), b_parts, PARTS, PRECISION)
             b_start = b_start.to(b_k.dtype)
             tl.store(qs_ptr + o_o, b_start, mask=m_o)
-            b_back = tl.exp2(tl.minimum(-b_total, HIGHEST))  # [BK]
+            b_back = tl.exp2(tl.minimum(-b_total, MAX_EXPONENT))  # [BK]
             b_w = (b_end * b_back[None, :]).to(b_k.dtype)  # [C, BK]
             b_a = tl.dot(b_start, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
     if q_ptr is not None:
@@ -122,7 +122,7 @@ def channel_prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["total", "T", "N", "HV", "HK"])
-def channel_scores_kernel(
+def vector_decay_scores_kernel(
     q_ptr,  # [tokens, HK, K]
     k_ptr,  # [tokens, HK, K]
     g_ptr,  # [tokens, HV, K]
@@ -154,10 +154,10 @@ def channel_scores_kernel(
     """
     if not GROUPED:
         HK = HV
-    if all_safe(decay_ptr, total, 1, K, ALL, BOUND, MOST):
+    if is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MOST):
         return
     for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        if not is_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
+        if not is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
             _scores(
                 q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
                 K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
@@ -173,7 +173,7 @@ def _scores(
     """A of one chunk and value head."""
     i_h = at % HV
     slot = at // HV
-    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
@@ -184,30 +184,30 @@ def _scores(
     b_own = tl.zeros((C,), tl.float32)
     for tile in range(tl.cdiv(K, BK)):
         o_k = tile * BK + tl.arange(0, BK)
-        b_q = _block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_k = _block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_g = _block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_own += _own(b_q, b_k, u_ptr, i_h, o_k, K)
-        b_g, b_parts = gate_parts(b_g, PARTS)
+        b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_own += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
+        b_g, b_parts = split_gates(b_g, PARTS)
         base = safe_base(b_g, LEVELS, BOUND)
         if base > 0:
-            b_sum = sums(in_block(rows, base, False), b_parts, PARTS, PRECISION)
+            b_sum = sums(block_span(rows, base, False), b_parts, PARTS, PRECISION)
             b_w = (b_k * tl.exp2(-b_sum)).to(b_k.dtype)  # [C, BK]
             if BEFORE:
-                b_sum = sums(in_block(rows, base, True), b_parts, PARTS, PRECISION)
+                b_sum = sums(block_span(rows, base, True), b_parts, PARTS, PRECISION)
             b_r = (b_q * tl.exp2(b_sum)).to(b_q.dtype)  # [C, BK]
             b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
             b_a += tl.where(same_block(rows, base), b_rw, 0.0)
         for level in range(base, LEVELS):
-            b_e = decay(to_seam(rows, level, BEFORE), b_parts, PARTS, PRECISION)
-            b_x = (tl.where(is_later(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
+            b_e = decay(midpoint_span(rows, level, BEFORE), b_parts, PARTS, PRECISION)
+            b_x = (tl.where(is_in_later_half(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
             b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
             b_a += tl.where(siblings(rows, level), b_xx, 0.0)
     _store_scores(a_ptr + tl.cast(at, tl.int64) * (C * C), b_a, b_own, rows, C, True)
 
 
 @triton.jit
-def _own(b_q, b_k, u_ptr, i_h, o_k, K: tl.constexpr):
+def _diagonal(b_q, b_k, u_ptr, i_h, o_k, K: tl.constexpr):
     """q_i . u k_i, [C]."""
     b_pair = b_q.to(tl.float32) * b_k
     if u_ptr is not None:
@@ -227,7 +227,7 @@ def _store_scores(p_a, b_a, b_own, rows, C: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "HX"])
-def channel_pairs_kernel(
+def vector_decay_pairs_kernel(
     v_ptr,  # [tokens, HX, V]
     do_ptr,  # [tokens, HX, V]
     p_ptr,  # [chunks, HV, C, C]
@@ -249,7 +249,7 @@ def channel_pairs_kernel(
     pid = tl.program_id(0)
     i_h = pid % HV
     slot = pid // HV
-    begin, length, i_c = find_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     i_x = ((begin + i_c * C) * HX + i_h // (HV // HX)) * V
@@ -268,8 +268,8 @@ def _pairs(
     b_pt = tl.zeros((C, C), tl.float32)  # [j, i], so that no product is transposed
     for tile in range(tl.cdiv(V, BV)):
         o_v = tile * BV + tl.arange(0, BV)
-        b_do = _block(p_do, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
-        b_v = _block(p_v, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_do = load_block(p_do, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
+        b_v = load_block(p_v, stride, o_c, m_c, o_v, V, V % BV != 0)  # [C, BV]
         b_p = tl.dot(b_do, tl.trans(b_v), b_p, input_precision=PRECISION)  # [C, C]
         b_pt = tl.dot(b_v, tl.trans(b_do), b_pt, input_precision=PRECISION)  # [C, C]
     return tl.where(o_c[:, None] >= o_c[None, :], b_p, b_pt)

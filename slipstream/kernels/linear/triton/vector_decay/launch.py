@@ -7,25 +7,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import Terms
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.launch import (
-    Split,
-    descriptors,
+    Segments,
     family_of,
-    split_into,
+    split_into_segments,
+    tma_descriptors,
 )
-from slipstream.kernels.linear.triton.scalar_decay.tiles import SPAN, Tile, segment_tokens
+from slipstream.kernels.linear.triton.scalar_decay.tiles import (
+    ANCHOR_INTERVAL,
+    Tile,
+    segment_tokens,
+)
 from slipstream.kernels.linear.triton.vector_decay.chunk import (
-    channel_scan_kernel,
-    channel_walk_kernel,
+    vector_decay_chunk_kernel,
+    vector_decay_state_passing_kernel,
 )
-from slipstream.kernels.linear.triton.vector_decay.tiles import ChannelTile, choose_walk
-from slipstream.runtime.backends import precision
-from slipstream.runtime.launch_cache import kept
+from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile, choose_chunk_tile
+from slipstream.runtime.backends import fp32_dot_precision
+from slipstream.runtime.launch_cache import cached
 
 
-class Work(NamedTuple):
+class VectorDecayProblem(NamedTuple):
     """A call by the names of the kernels, where K is the side that decays."""
 
     q: Tensor | None  # [B, T, HK, K]; not needed for forward with gv
@@ -33,9 +37,9 @@ class Work(NamedTuple):
     v: Tensor  # [B, T, HX, V]
     do: Tensor | None  # [B, T, HX, V]
     g: Tensor  # [B, T, HV, K]
-    terms: Terms
-    tile: ChannelTile
-    split: Split | None
+    terms: LinearInputs
+    tile: VectorDecayTile
+    split: Segments | None
 
     @property
     def chunks(self) -> int:
@@ -45,7 +49,7 @@ class Work(NamedTuple):
         return T // self.tile.C + self.terms.sequences if packed else B * -(-T // self.tile.C)
 
 
-class Prepared(NamedTuple):
+class IntraChunk(NamedTuple):
     """By the names of channel_prepare.py."""
 
     qs: Tensor | None
@@ -55,7 +59,7 @@ class Prepared(NamedTuple):
     rest: Tensor | None = None
 
 
-class Walk(NamedTuple):
+class ChunkLaunch(NamedTuple):
     """One launch: tensors by the names of channel_walk.py; y None where only states are wanted."""
 
     r: Tensor
@@ -75,7 +79,7 @@ class Walk(NamedTuple):
     rows: bool = False
 
 
-class Sums(NamedTuple):
+class GateSums(NamedTuple):
     """What the dq and the dk walk leave for dg, by the names of channel_walk.py."""
 
     sums: Tensor
@@ -84,25 +88,27 @@ class Sums(NamedTuple):
 
 
 @cache
-def _walk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
-    return choose_walk("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, C)
+def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
+    return choose_chunk_tile(
+        "interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, C
+    )
 
 
-def split_of(work: Work) -> Split | None:
+def choose_segments(work: VectorDecayProblem) -> Segments | None:
     """Decided by shapes alone."""
     B, T, HV, K = work.g.shape
     V = work.v.shape[-1]
-    tile, _ = _walk_tile(work.k.device, K, V, work.k.element_size(), work.tile.C)
+    tile, _ = _chunk_tile(work.k.device, K, V, work.k.element_size(), work.tile.C)
     packed = work.terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    return split_into(work.terms, segment_tokens(programs, T, work.tile.C))
+    return split_into_segments(work.terms, segment_tokens(programs, T, work.tile.C))
 
 
-def sizes(work: Work) -> tuple[int, int, int]:
+def scalar_args(work: VectorDecayProblem) -> tuple[int, int, int]:
     return work.k.shape[1], work.terms.sequences, work.g.shape[2]
 
 
-def met(walk: Walk, work: Work, made: Prepared) -> Walk:
+def entry_states(walk: ChunkLaunch, work: VectorDecayProblem, made: IntraChunk) -> ChunkLaunch:
     """The walk with the states that segments meet as s_in; fills s_out where there is one."""
     split, terms = work.split, work.terms
     assert split is not None
@@ -111,10 +117,10 @@ def met(walk: Walk, work: Work, made: Prepared) -> Walk:
     states = torch.empty(split.slots, *terms.state_shape[1:], **wide)
     total = torch.empty(split.slots, HV, K, **wide)
     r, w, x, rest = walk[:4]
-    ends = Walk(r, w, x, rest, s_out=states, total=total, reverse=walk.reverse)
+    ends = ChunkLaunch(r, w, x, rest, s_out=states, total=total, reverse=walk.reverse)
     launch(ends, work, made)
     size, block = states[0, 0].numel(), 1024
-    kept(channel_scan_kernel)[-(-size // block) * HV * terms.sequences,](
+    cached(vector_decay_state_passing_kernel)[-(-size // block) * HV * terms.sequences,](
         states,
         total,
         walk.s_in,
@@ -122,7 +128,7 @@ def met(walk: Walk, work: Work, made: Prepared) -> Walk:
         terms.cu_seqlens,
         walk.scale_in,
         walk.scale_out,
-        *sizes(work),
+        *scalar_args(work),
         split.tokens,
         D=K,
         SIZE=size,
@@ -135,9 +141,9 @@ def met(walk: Walk, work: Work, made: Prepared) -> Walk:
     return walk._replace(s_in=states, scale_in=1.0)
 
 
-def sums_of(work: Work) -> Sums:
+def gate_sums(work: VectorDecayProblem) -> GateSums:
     B, T, HV, K = work.g.shape
-    V, span, split = work.v.shape[-1], SPAN * work.tile.C, work.split
+    V, span, split = work.v.shape[-1], ANCHOR_INTERVAL * work.tile.C, work.split
     if split is not None:
         spans = split.slots * -(-split.tokens // span)
     else:
@@ -145,23 +151,27 @@ def sums_of(work: Work) -> Sums:
         spans = T // span + work.terms.sequences if packed else B * -(-T // span)
     wide: dict[str, Any] = {"dtype": torch.float32, "device": work.k.device}
     sums, z = (torch.empty(work.chunks, HV, K, **wide) for _ in range(2))
-    return Sums(sums, z, torch.empty(spans, HV, K, V, **wide))
+    return GateSums(sums, z, torch.empty(spans, HV, K, V, **wide))
 
 
-def launch(walk: Walk, work: Work, made: Prepared, sums: Sums | None = None) -> None:
+def launch(
+    walk: ChunkLaunch, work: VectorDecayProblem, made: IntraChunk, sums: GateSums | None = None
+) -> None:
     r, w, x, y, terms, split = walk.r, walk.w, walk.x, walk.y, work.terms, work.split
-    T, N, HV = sizes(work)
+    T, N, HV = scalar_args(work)
     HR, HX, D, X, C = r.shape[2], x.shape[2], r.shape[-1], x.shape[-1], work.tile.C
-    tile, BD = _walk_tile(x.device, D, X, x.element_size(), C)
+    tile, BD = _chunk_tile(x.device, D, X, x.element_size(), C)
     rows: list[Any] = [r, w, x, walk.rest, y, walk.other]
     a, tiles = walk.a, None
     if tile.tma and terms.cu_seqlens is None:
         ke = tile.BX if walk.rows else BD
-        tiles = descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
+        tiles = tma_descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
         if tiles is not None and a is not None:
             a = _squares(a)
     r, w, x, rest, y, other = tiles or rows
-    kept(channel_walk_kernel)[-(-X // tile.BX) * HV * (N if split is None else split.slots),](
+    cached(vector_decay_chunk_kernel)[
+        -(-X // tile.BX) * HV * (N if split is None else split.slots),
+    ](
         r,
         w,
         x,
@@ -189,7 +199,7 @@ def launch(walk: Walk, work: Work, made: Prepared, sums: Sums | None = None) -> 
         BD=BD,
         BX=tile.BX,
         C=C,
-        SPAN=SPAN,
+        SPAN=ANCHOR_INTERVAL,
         REVERSE=walk.reverse,
         ROWS=walk.rows,
         TRANSPOSED=walk.rows != (terms.gv is not None),
@@ -197,7 +207,7 @@ def launch(walk: Walk, work: Work, made: Prepared, sums: Sums | None = None) -> 
         PACKED=terms.cu_seqlens is not None,
         GROUPED=HR != HV or HX != HV,
         TMA=tiles is not None,
-        PRECISION=precision(),
+        PRECISION=fp32_dot_precision(),
         num_warps=tile.warps,
         # pointers take more shared memory: two programs then still fit a multiprocessor
         num_stages=min(tile.stages, 2) if tile.tma and tiles is None else tile.stages,

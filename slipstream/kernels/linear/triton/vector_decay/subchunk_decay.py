@@ -50,7 +50,7 @@ def _split(b_x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def in_two(b_x, dtype: tl.constexpr):
+def split_bf16(b_x, dtype: tl.constexpr):
     """float32 as a first part of another dtype and the rest, which is rounded."""
     b_first = b_x.to(dtype)
     return b_first, (b_x - b_first.to(tl.float32)).to(dtype)
@@ -63,8 +63,8 @@ def dot_with(b_p, b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
     if b_p.dtype == dtype:
         b_y = tl.dot(b_p, b_x.to(dtype), input_precision=PRECISION)
     else:
-        b_p_first, b_p_rest = in_two(b_p, dtype)
-        b_x_first, b_x_rest = in_two(b_x, dtype)
+        b_p_first, b_p_rest = split_bf16(b_p, dtype)
+        b_x_first, b_x_rest = split_bf16(b_x, dtype)
         b_y = tl.dot(b_p_rest, b_x_first)
         b_y = tl.dot(b_p_first, b_x_rest, b_y)
         b_y = tl.dot(b_p_first, b_x_first, b_y)
@@ -84,7 +84,7 @@ def _dot_ones(span, b_parts, b_sum, PARTS: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def gate_parts(b_g, PARTS: tl.constexpr):
+def split_gates(b_g, PARTS: tl.constexpr):
     """Gates in float32, and split."""
     b_g = b_g.to(tl.float32)
     b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
@@ -103,30 +103,30 @@ def tokens(C: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def until(t, BEFORE: tl.constexpr):
+def prefix_span(t, BEFORE: tl.constexpr):
     """The gates from a chunk's start to t."""
     return t * 0, t + (0 if BEFORE else 1)
 
 
 @triton.jit
-def until_back(t, C: tl.constexpr, BEFORE: tl.constexpr):
+def prefix_span_bwd(t, C: tl.constexpr, BEFORE: tl.constexpr):
     first = t + (1 if BEFORE else 0)
     return first, C - first
 
 
 @triton.jit
-def after(t, C: tl.constexpr):
+def suffix_span(t, C: tl.constexpr):
     """The gates after t, to the chunk's end."""
     return t + 1, C - 1 - t
 
 
 @triton.jit
-def after_back(t):
+def suffix_span_bwd(t):
     return t * 0, t
 
 
 @triton.jit
-def to_seam(t, level, BEFORE: tl.constexpr):
+def midpoint_span(t, level, BEFORE: tl.constexpr):
     """The gates between t and the seam of its block at a level."""
     later = ((t >> level) & 1) == 1
     start = (t >> level) << level
@@ -135,7 +135,7 @@ def to_seam(t, level, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def to_seam_back(t, level, BEFORE: tl.constexpr):
+def midpoint_span_bwd(t, level, BEFORE: tl.constexpr):
     later = ((t >> level) & 1) == 1
     start = (t >> level) << level
     first = tl.where(later, t + (1 if BEFORE else 0), start)
@@ -143,14 +143,14 @@ def to_seam_back(t, level, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def in_block(t, base, BEFORE: tl.constexpr):
+def block_span(t, base, BEFORE: tl.constexpr):
     """The gates from the start of the block of 2^base tokens to t."""
     start = (t >> base) << base
     return start, t - start + (0 if BEFORE else 1)
 
 
 @triton.jit
-def in_block_back(t, base, BEFORE: tl.constexpr):
+def block_span_bwd(t, base, BEFORE: tl.constexpr):
     first = t + (1 if BEFORE else 0)
     return first, ((t >> base) << base) + (1 << base) - first
 
@@ -171,7 +171,7 @@ def _mild(b_decay, BOUND: tl.constexpr):
 
 
 @triton.jit
-def is_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
+def is_block_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
     """Whether a chunk is one safe block in all of its channels; ALL: the power of two >= K."""
     o_k = tl.arange(0, ALL)
     b_decay = tl.load(p_decay + o_k, mask=o_k < K, other=1.0)
@@ -179,7 +179,7 @@ def is_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr):
 
 
 @triton.jit
-def all_safe(
+def is_chunk_safe(
     p_decay,
     total,
     each,
@@ -224,13 +224,13 @@ def decay(span, b_parts, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def back_to_gates(span_back, b_de, b_dg, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def spans_to_gates_bwd(span_back, b_de, b_dg, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """Adds to the gates' gradient that of the sums of their spans, b_de [C, BK]."""
     return _dot_ones(span_back, _split(b_de, PARTS), b_dg, PARTS, PRECISION)
 
 
 @triton.jit
-def is_later(t, level):
+def is_in_later_half(t, level):
     return (((t >> level) & 1) == 1)[:, None]
 
 

@@ -12,52 +12,52 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS,
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelTile:
     BK: int
     warps: int
     stages: int
 
 
 @dataclass(frozen=True)
-class ChannelTile:
+class VectorDecayTile:
     C: int
-    prepare: Part
-    grads: Part
+    prepare: KernelTile
+    grads: KernelTile
 
 
 # (family, bytes an element) -> C and the kernels' BK, warps, stages. Chosen by what spills least;
 # with 8 warps and C = 64 both halves of a program would do the same work, since the rows of a
 # product that follows another are not split further.
 TILES = {
-    ("sm_70", 2): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
-    ("sm_80", 2): ChannelTile(64, Part(32, 4, 1), Part(32, 4, 1)),
-    ("sm_80", 4): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
-    ("sm_90", 2): ChannelTile(64, Part(64, 4, 3), Part(64, 4, 1)),
-    ("sm_90", 4): ChannelTile(64, Part(64, 4, 1), Part(64, 4, 1)),
-    ("interpreter", 4): ChannelTile(32, Part(32, 4, 1), Part(32, 4, 1)),
+    ("sm_70", 2): VectorDecayTile(32, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
+    ("sm_80", 2): VectorDecayTile(64, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
+    ("sm_80", 4): VectorDecayTile(32, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
+    ("sm_90", 2): VectorDecayTile(64, KernelTile(64, 4, 3), KernelTile(64, 4, 1)),
+    ("sm_90", 4): VectorDecayTile(64, KernelTile(64, 4, 1), KernelTile(64, 4, 1)),
+    ("interpreter", 4): VectorDecayTile(32, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
 }
 # Rows of these use others': (family, bytes) -> (family, bytes).
 _SAME = {("sm_70", 4): ("sm_70", 2), ("interpreter", 2): ("interpreter", 4)}
 # Walks of (family, bytes, BD) where those of tiles.py do not let two programs fit: scores come on
 # top of their shared memory.
-WALKS = {
+CHUNK_TILES = {
     ("sm_80", 2, 128): Tile(64, 32, 4, 2),
     ("sm_80", 2, 256): Tile(64, 32, 8, 1),
     ("sm_90", 2, 128): Tile(64, 64, 4, 2, tma=True),
 }
 
 
-def choose(family: str, K: int, bytes_each: int) -> ChannelTile:
+def choose(family: str, K: int, bytes_each: int) -> VectorDecayTile:
     """The tile, no wider than K needs."""
     row = ROWS.get(family, family), bytes_each
     tile = TILES[_SAME.get(row, row)]
     most = max(NARROWEST.get(family, 16), power_of_two(K))
     prepare, grads = (replace(x, BK=min(x.BK, most)) for x in (tile.prepare, tile.grads))
-    return ChannelTile(tile.C, prepare, grads)
+    return VectorDecayTile(tile.C, prepare, grads)
 
 
-def choose_walk(family: str, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
+def choose_chunk_tile(family: str, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
     """The tile and BD for a walk with a state of D x X."""
     tile, BD = tiles.choose(family, D, X, bytes_each, False)
-    kept = WALKS.get((ROWS.get(family, family), bytes_each, BD), tile)
+    kept = CHUNK_TILES.get((ROWS.get(family, family), bytes_each, BD), tile)
     return replace(kept, C=C, BX=min(kept.BX, tile.BX)), BD
