@@ -276,7 +276,7 @@ def kernels(label: str, x: dict[str, Tensor]) -> None:
         ("backward", lambda: launch.backward(terms, do, None, scale)),
     ):
         each = per_kernel(fn, launch, vector_decay_launch)
-        text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
+        text = ", ".join(f"{n.removeprefix('vector_decay_')} {ms:.3f}" for n, ms in each.items())
         print("   ", name, f"{sum(each.values()):.3f} ms:", text, flush=True)
 
 

@@ -65,12 +65,14 @@ def times() -> None:
         forwards(label, terms, do, scale)
         run = partial(hopper.backward, terms, do, None, scale)
         each = per_kernel(run, hopper, portable, launch)
-        text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
+        text = ", ".join(f"{n.removeprefix('vector_decay_')} {ms:.3f}" for n, ms in each.items())
         print(f"  backward {bench(run):.3f} ms: {text}", flush=True)
         if label == "gla A":
             run = partial(portable.backward, terms, do, None, scale)
             each = per_kernel(run, portable, launch)
-            text = ", ".join(f"{n.replace('channel_', '')} {ms:.3f}" for n, ms in each.items())
+            text = ", ".join(
+                f"{n.removeprefix('vector_decay_')} {ms:.3f}" for n, ms in each.items()
+            )
             print(f"  portable {bench(run):.3f} ms: {text}", flush=True)
         del x, terms, do, run
         torch.cuda.empty_cache()

@@ -117,7 +117,7 @@ def test_doctor_reports_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def sm90(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 with driver 575.51.03, Triton 3.6.0 and ptxas 12.8.93."""
     import torch
 
@@ -257,8 +257,8 @@ def test_explain_says_what_was_learnt_here(
 def test_explain_shows_the_plan_of_the_gradients_where_it_is_another() -> None:
     status, text = invoke("explain", "attention", "--arch", "sm_90", "--shape", "K=192,V=128")
     chosen, _, besides = text.partition("besides: triton")
-    assert status == 0 and "chosen: hopper" in chosen
-    assert "rejected: hopper, its gradients want heads" in besides
+    assert status == 0 and "chosen: sm90" in chosen
+    assert "rejected: sm90, its gradients want heads" in besides
 
 
 @needs_compiler
@@ -270,7 +270,7 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
     assert "fp16  sm_80" in half[1] and "fp32  sm_80" in single[1]
     tiles = [[x for x in text.splitlines() if "_kernel [" in x] for _, text in (half, single)]
     assert tiles[0] and tiles[1] and tiles[0] != tiles[1]
-    reason = "rejected: hopper, it computes in float16 and bfloat16, and q is torch.float32"
+    reason = "rejected: sm90, it computes in float16 and bfloat16, and q is torch.float32"
     texts = [invoke(*run, "sm_90", "--dtype", x)[1] for x in ("fp16", "fp32")]
     assert reason not in texts[0] and ("Gluon" in texts[0] or reason in texts[1])
     status, text = invoke(*run, "sm_90", "--dtype", "fp64")

@@ -151,7 +151,8 @@ def test_every_kind_has_a_family_of_kernels() -> None:
 
 @slow
 @pytest.mark.parametrize(
-    ("op", "kernel"), [("chunk_simple_gla", "linear_walk"), ("chunk_delta_rule", "delta_grads")]
+    ("op", "kernel"),
+    [("chunk_simple_gla", "scalar_decay_chunk"), ("chunk_delta_rule", "delta_dqkg")],
 )
 def test_kernels_that_sm_100_once_refused_compile_there(op: str, kernel: str) -> None:
     """A store by a descriptor in a pipelined loop; a sum by both axes of a product."""

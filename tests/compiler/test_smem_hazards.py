@@ -106,7 +106,7 @@ def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
     except NotImplementedError:  # of an implementation that was asked for by name
         assert impl is not None
         return {}
-    jobs = [x for x in jobs if x.stages > 1 or ".hopper." in x.kernel]
+    jobs = [x for x in jobs if x.stages > 1 or ".sm90." in x.kernel]
     return {x.key: find_hazard(kernel_ir(x, gpu_too=True)) for x in jobs}
 
 

@@ -301,7 +301,7 @@ def test_a_changed_family_is_no_longer_verified(
     trusted = compiler_state.CompilerState(*here, remembers=False)
     assert trusted.guards and not trusted.quiet
     assert not trusted.wants_probe(("norm.triton",)) and trusted.wants_probe(("linear.step",))
-    assert trusted.trust.startswith("verified by the matrix but for conv")
+    assert trusted.trust.startswith("verified by the matrix but for attention")
     trusted.compiles("slipstream.kernels.norm.triton.norm", "a", {})  # looks at nothing
     with pytest.raises(KeyError):
         trusted.compiles("slipstream.kernels.linear.triton.scalar_decay.chunk", "b", {})
@@ -309,12 +309,12 @@ def test_a_changed_family_is_no_longer_verified(
 
 def test_families_have_digests_of_what_their_kernels_are() -> None:
     found = compiler_state.families()
-    assert {"linear", "softmax", "norm", "core"} <= set(found) and len(set(found.values())) > 5
-    assert compiler_state.family_of("slipstream.kernels.attention.sm90.forward") == "softmax"
+    assert {"linear", "attention", "norm", "core"} <= set(found) and len(set(found.values())) > 5
+    assert compiler_state.family_of("slipstream.kernels.attention.sm90.forward") == "attention"
     # kernels in Gluon change nothing where they are not taken
     portable = compiler_state.families(False)
     alike = {name for name, digest in found.items() if portable[name] == digest}
-    assert set(portable) == set(found) and alike == set(found) - {"linear", "softmax", "matmul"}
+    assert set(portable) == set(found) and alike == set(found) - {"linear", "attention", "matmul"}
     takes = [compiler_state.uses_gluon("sm_90", x) for x in ("3.5.1", "3.6.0", "3.8.0", "3.9.0")]
     assert takes == [False, True, True, False] and not compiler_state.uses_gluon("sm_100", "3.6.0")
     assert compiler_state._GLUON == backends.GLUON_RELEASES

@@ -14,26 +14,27 @@ CALLS = """
 import warnings
 import torch
 from slipstream import ops
-from slipstream.common import guard, machine, worker
+from slipstream.compiler import compile_worker, compiler_state
+from slipstream.runtime import guarded_launch
 
 VERIFIED = {}
 starts = []
-start = worker.Worker.start
+start = compile_worker.Worker.start
 
 def noted(self):
     if self._process is None:
         starts.append("started")
     start(self)
 
-worker.Worker.start = noted
+compile_worker.Worker.start = noted
 if VERIFIED:
     class Everything(dict):
         def get(self, key, other=None):
-            return frozenset(machine.families())
-    machine.verified = Everything
+            return frozenset(compiler_state.families())
+    compiler_state.verified = Everything
 else:
-    machine.verified = dict
-warnings.simplefilter("error", guard.Guarded)
+    compiler_state.verified = dict
+warnings.simplefilter("error", guarded_launch.KernelDisabledWarning)
 x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 y = ops.rms_norm(x, torch.ones_like(x[0]))
 y.sum().backward()
@@ -41,7 +42,7 @@ q, k, v = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _
 o, _ = ops.chunk_retention(q, k, v)
 want, _ = ops.chunk_retention(q, k, v, impl="eager")
 assert (o.float() - want.float()).norm() < 0.02 * want.float().norm()
-here = guard.machine(x.device)
+here = guarded_launch.compiler_state(x.device)
 print(here.quiet, len(starts), len(here.remembered.get("probed", {})))
 """
 

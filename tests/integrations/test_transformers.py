@@ -180,7 +180,7 @@ def test_holes_go_through_a_dense_mask(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         for name in ("gemma2", "gpt_oss"):
             assert_same(*make(name), live=mask.bool(), **inputs)
-    assert len(caplog.records) == 1
+    assert [x.name for x in caplog.records].count(ours.__name__) == 1
 
 
 def test_a_dense_mask_of_the_users_is_taken() -> None:

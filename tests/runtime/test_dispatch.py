@@ -122,3 +122,12 @@ OPERATORS = (
     "cross_entropy",
     "rotary_embedding",
 )
+
+
+def test_choose_deprecated_name() -> None:
+    """impl="hopper" is sm90 for one release more."""
+    candidates = (Candidate("sm90", ""), Candidate("eager", ""))
+    with pytest.warns(DeprecationWarning, match='is called "sm90" now'):
+        assert choose(candidates, None, "hopper").impl == "sm90"
+    with pytest.raises(ValueError, match="one of 'sm90', 'eager', got 'cuda'"):
+        choose(candidates, None, "cuda")

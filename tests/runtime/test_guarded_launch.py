@@ -357,8 +357,8 @@ def test_verdicts_that_are_none_count_for_nothing(
 _LEARNS = """
 import sys
 import tempfile
-from slipstream.common import machine
-here = machine.Machine("sm_90", "3.6.0", "1.2.3", passive=True)
+from slipstream.compiler.compiler_state import CompilerState
+here = CompilerState("sm_90", "3.6.0", "1.2.3", passive=True)
 for i in range(30):
     here.demote((f"{sys.argv[1]}{i}.triton",), "it dies")
 """

@@ -59,7 +59,7 @@ def wrong(plain: Callable) -> Callable:
 def by_plain_torch(
     kind_of: Any, device: Any, run: Any, instead: Callable, args: tuple, probe: Any = None
 ) -> Any:
-    """In place of guarded_launch.attempt."""
+    """In place of guarded_launch.run_guarded."""
     return instead(*args)
 
 
@@ -102,7 +102,7 @@ def unverified(
 
 
 def _forget_plans() -> None:
-    for module in ("linear.call", "linear.step", "scan.call"):
+    for module in ("linear.dispatch", "linear.decode", "gated_scan.dispatch"):
         importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
 
 
@@ -210,7 +210,7 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
         plain = getattr(eager, name)
         launch = noting("sm90", dies(plain) if name == dying else plain)
         monkeypatch.setattr(f"{KERNELS}.attention.sm90.launch.{name}", launch)
-    monkeypatch.setattr(f"{KERNELS}.softmax.call.sm90_refuses", lambda *call: None)
+    monkeypatch.setattr(f"{KERNELS}.attention.dispatch.sm90_unsupported", lambda *call: None)
     here = unverified()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", guarded_launch.KernelDisabledWarning)
@@ -229,13 +229,13 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
 
 
 def test_every_guarded_call_is_in_the_table() -> None:
-    """By the files that call guarded_launch.attempt, and by the families that they stand in; and
+    """By the files that call guarded_launch.run_guarded, and by the families that they stand in; and
     every one has a probe, but what only looks for wrong ids."""
     files = set()
     for path in Path(kernels.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("guarded_launch.attempt", "attempt"):
+            if name in ("guarded_launch.run_guarded", "run_guarded"):
                 assert isinstance(node, ast.Call) and len(node.args) == 6, f"{path}: no probe"
                 files.add(str(path.relative_to(kernels.__path__[0])))
     assert files == set(GUARDED)

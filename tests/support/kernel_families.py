@@ -254,16 +254,16 @@ FAMILIES = [
         "linear.slots",
         slot_rows,
         {
-            "linear.triton.slots:softmax": gsa._eager_softmax,
-            "linear.triton.slots:softmax_backward": gsa._eager_backward,
+            "linear.triton.gsa_softmax:softmax": gsa._eager_softmax,
+            "linear.triton.gsa_softmax:softmax_backward": gsa._eager_backward,
         },
     ),
     Family(
         "linear.steps",
         householder_rows,
         {
-            "linear.triton.steps:spread": householder.eager_interleave,
-            "linear.triton.steps:take": householder.eager_deinterleave,
+            "linear.triton.householder:interleave": householder.eager_interleave,
+            "linear.triton.householder:deinterleave": householder.eager_deinterleave,
         },
     ),
     Family(
@@ -285,19 +285,21 @@ FAMILIES = [
         {"pointwise.triton.embedding:gather": lambda i, w: embedding._nearest(i, w)},
     ),
     Family(
-        "linear.triton none", chunk, {f"linear.triton.launch:{k}": v for k, v in LINEAR.items()}
+        "linear.triton none",
+        chunk,
+        {f"linear.triton.scalar_decay.launch:{k}": v for k, v in LINEAR.items()},
     ),
     Family(
         "linear.triton delta",
         delta,
-        {f"linear.triton.delta_launch:{k}": v for k, v in LINEAR.items()},
+        {f"linear.triton.delta.backend:{k}": v for k, v in LINEAR.items()},
     ),
     Family(
         "linear.step",
         step,
         {
-            "linear.triton.step_launch:update": _update,
-            "linear.triton.step_launch:forward": recurrent_forward,
+            "linear.triton.decode_launch:update": _update,
+            "linear.triton.decode_launch:forward": recurrent_forward,
         },
     ),
     Family(
@@ -349,7 +351,7 @@ FAMILIES = [
         {
             "pointwise.triton.glu:glu": activation._eager,
             "pointwise.triton.glu:glu_backward": activation._eager_backward,
-            "pointwise.triton.glu_again:glu_again": linear._eager_recompute,
+            "pointwise.triton.glu_bwd_recompute:glu_bwd_recompute": linear._eager_recompute,
         },
         ("slipstream.kernels.pointwise.activation",),
     ),

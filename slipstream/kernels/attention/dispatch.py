@@ -9,7 +9,7 @@ from slipstream.kernels.attention import eager, op
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
-from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_refuses
+from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.attention.triton.plan import kind, unsupported_reason
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
@@ -19,7 +19,7 @@ NO_DROPOUT = "it has no dropout"
 
 
 def _sm90_unsupported(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
-    return NO_DROPOUT if call[1].dropout else sm90_refuses(*call)
+    return NO_DROPOUT if call[1].dropout else sm90_unsupported(*call)
 
 
 def _unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
@@ -47,7 +47,7 @@ CANDIDATES = (
 def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     if not op.has_gradients("sm90", call[0]):
         return "its gradients want heads of q and v of one width"
-    return sm90_refuses(*call)
+    return sm90_unsupported(*call)
 
 
 OF_GRADIENTS = (

@@ -14,13 +14,13 @@ from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_refuses
+from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
 from slipstream.runtime.dispatch import Candidate, Selection, choose
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 CANDIDATES = (
-    Candidate("sm90", "kernels for sm_90 and, around them, portable ones", sm90_refuses),
+    Candidate("sm90", "kernels for sm_90 and, around them, portable ones", sm90_unsupported),
     Candidate("triton", "portable Triton kernels, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),

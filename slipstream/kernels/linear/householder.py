@@ -23,17 +23,17 @@ def interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int, impl: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [B, T, H, K] and do [B, T, HV, V] at the last steps, g [B, T, HV] at the first."""
-    return _run_guarded(_interleave_kernel, eager_interleave, (q, g, do, n), impl)
+    return _run_guarded(_launch_interleave, eager_interleave, (q, g, do, n), impl)
 
 
 def deinterleave(
     q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None, impl: str
 ) -> None:
     """`to` and g_to, contiguous, are written: q at the last step of each token, g at the first."""
-    _run_guarded(_deinterleave_kernel, eager_deinterleave, (q, g, n, to, g_to), impl)
+    _run_guarded(_launch_deinterleave, eager_deinterleave, (q, g, n, to, g_to), impl)
 
 
-def _interleave_kernel(
+def _launch_interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from slipstream.kernels.linear.triton import householder
@@ -48,7 +48,7 @@ def eager_interleave(
     return at_step(q, n, last=True), gates, None if do is None else at_step(do, n, last=True)
 
 
-def _deinterleave_kernel(
+def _launch_deinterleave(
     q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None
 ) -> None:
     from slipstream.kernels.linear.triton import householder
@@ -81,7 +81,7 @@ def _mismatch(like: Tensor) -> str | None:
     g, gs = (torch.randn(2, T, 4, device=like.device) for T in (11, 11 * n))
     found = []
     for there, back in (
-        (_interleave_kernel, _deinterleave_kernel),
+        (_launch_interleave, _launch_deinterleave),
         (eager_interleave, eager_deinterleave),
     ):
         rows = there(q, g, do, n)

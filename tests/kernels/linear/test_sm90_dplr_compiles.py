@@ -97,7 +97,7 @@ def check(found: dict[str, Job], stack: int = 0) -> None:
     for job in found.values():
         got = job.compile()
         assert got.shared <= ARCHS["sm_90"].shared
-        assert got.stack <= stack * ("strong" in job.name), f"{job.name}: {got.stack} bytes spilled"
+        assert got.stack <= stack * ("safe" in job.name), f"{job.name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0
         inverts = job.name.startswith(("dplr_wy", "dplr_intra_safe"))
         assert got.instructions["mma.sync"] == inverts * INVERSE

@@ -46,7 +46,7 @@ def test_glu_compiles(arch: str, f: str, backward: bool) -> None:
 def test_glu_again_compiles(arch: str, f: str) -> None:
     names = ["gate", "dh", "dgate", *(["up", "dup"] if f != "relu2" else [])]
     got = compile_kernel(
-        f"{PACKAGE}.glu_again:glu_bwd_recompute_kernel",
+        f"{PACKAGE}.glu_bwd_recompute:glu_bwd_recompute_kernel",
         {f"{name}_ptr": "*bf16" for name in names},
         {"F": f, "D": 8192, "BR": 2, "BD": 1024},
         scalars={"gate_stride": "i32:16", "up_stride": "i32:16"},
