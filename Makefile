@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-gpu lint check matrix venv
+.PHONY: demo test test-oldest test-all test-gpu lint check matrix venv
 
 venv: $(VENV)/.installed
 
@@ -27,6 +27,13 @@ demo: venv
 
 test: venv
 	$(PYTEST)
+
+# Under the oldest transformers that pyproject.toml takes.
+OLDEST = transformers==5.17.0
+
+test-oldest: venv
+	test -d $(VENV)/oldest || $(RUN) -m pip install --quiet --target $(VENV)/oldest "$(OLDEST)"
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) tests/integrations tests/models/test_packing.py
 
 test-all: venv
 	$(PYTEST) -m ""

@@ -225,9 +225,10 @@ _SLIDING_BOTH = masking_utils.sliding_window_bidirectional_overlay(1).__code__
 _CHUNKED = masking_utils.chunked_overlay(1, _UNUSED).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(_UNUSED).__code__
 _AND = masking_utils.and_masks().__code__
-_REMAPPED = masking_utils.remap_positions_for_packed_sequence(
-    masking_utils.causal_mask_function, _UNUSED
-).__code__
+# not in every release that we take
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = _remap and _remap(masking_utils.causal_mask_function, _UNUSED).__code__
+_KNOWN = (_SLIDING, _SLIDING_BOTH, _CHUNKED, _PACKED, _AND, _REMAPPED)
 
 
 def pattern_of(mask_function: Callable) -> Pattern | None:
@@ -237,7 +238,7 @@ def pattern_of(mask_function: Callable) -> Pattern | None:
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern()
     code = getattr(mask_function, "__code__", None)
-    if code not in (_SLIDING, _SLIDING_BOTH, _CHUNKED, _PACKED, _AND, _REMAPPED):
+    if code is None or code not in _KNOWN:
         return None
     inside = inspect.getclosurevars(mask_function).nonlocals
     if code is _SLIDING:

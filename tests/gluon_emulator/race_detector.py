@@ -24,8 +24,8 @@ from types import FrameType
 
 import numpy as np
 
-# Functions of kernels of attention that every part calls for itself, with one outcome.
-SAME = {"zero_tail_rows"}
+# A function of attention's kernels that every partition calls for itself, with one outcome.
+SAME = ("attention/sm90/common.py", "zero_tail_rows")
 MOST = 160  # agents of a program
 CLOCK = 32  # bits of a clock; an agent is above
 
@@ -203,8 +203,10 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _within(names: set[str]) -> bool:
-    return any(frame.f_code.co_name in names for frame in _frames())
+def _within(function: tuple[str, str]) -> bool:
+    """function: the end of its file's path, and its name."""
+    codes = (frame.f_code for frame in _frames())
+    return any(x.co_name == function[1] and x.co_filename.endswith(function[0]) for x in codes)
 
 
 def _here() -> str:

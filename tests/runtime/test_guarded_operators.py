@@ -229,8 +229,8 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
 
 
 def test_every_guarded_call_is_in_the_table() -> None:
-    """By the files that call guarded_launch.run_guarded, and by the families that they stand in; and
-    every one has a probe, but what only looks for wrong ids."""
+    """By the files that call run_guarded, and by the families that they stand in; and every one has
+    a probe, but what only looks for wrong ids."""
     files = set()
     for path in Path(kernels.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
