@@ -19,14 +19,14 @@ from slipstream.runtime import guarded_launch
 
 VERIFIED = {}
 starts = []
-start = compile_worker.Worker.start
+start = compile_worker.Worker._start
 
 def noted(self):
     if self._process is None:
         starts.append("started")
     start(self)
 
-compile_worker.Worker.start = noted
+compile_worker.Worker._start = noted
 if VERIFIED:
     class Everything(dict):
         def get(self, key, other=None):
