@@ -62,9 +62,14 @@ def _leaf(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """nan, which is no less than any bar, where got has one."""
-    size = want.float().square().mean().sqrt().clamp(min=1e-20)
-    return ((got.float() - want.float()).square().mean().sqrt() / size).item()
+    """Root mean square of the difference over that of `want`. Infinities that are the same differ
+    by 0, as the log-sum-exp of a query that sees no key; nan, which no bar admits, where got has
+    one."""
+    got, want = got.float(), want.float()
+    same = (got == want) & want.isinf()
+    difference = (got - want).masked_fill(same, 0.0)
+    size = want.masked_fill(same, 0.0).square().mean().sqrt().clamp(min=1e-20)
+    return (difference.square().mean().sqrt() / size).item()
 
 
 def random_like(x: Tensor, *shape: int) -> Tensor:

@@ -1,0 +1,68 @@
+"""The probe of attention's kernels, with plain torch in the place of the kernels."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention import op, probe
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.runtime import numeric_probe
+
+CALLS = {
+    "plain": {},
+    "lengths": {"lengths": torch.tensor([300, 7], dtype=torch.int32)},
+    "packed": {
+        "cu_q": torch.tensor([0, 20, 300], dtype=torch.int32),
+        "cu_k": torch.tensor([0, 20, 300], dtype=torch.int32),
+    },
+    "sinks": {"sinks": torch.zeros(4)},
+    "gate": {"g": torch.zeros(2, 300, 4)},
+    "slopes": {"slopes": torch.zeros(4)},
+}
+
+
+def terms_of(name: str) -> AttentionInputs:
+    k = torch.zeros(2, 300, 2, 16)
+    return AttentionInputs(torch.zeros(2, 300, 4, 16), k, k, **CALLS[name])
+
+
+@pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, -1, 0)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_mismatch_equal_results(name: str, options: AttentionOptions) -> None:
+    """Nothing differs, also where queries see no key and their log-sum-exp is -inf: kernels were
+    taken for wrong there on every compiler that is not verified."""
+
+    def plain(terms: AttentionInputs, options: AttentionOptions, *impls: str) -> tuple:
+        return op.softmax(terms, options, "eager")
+
+    assert probe.mismatch(terms_of(name), options, "triton", plain, "triton") is None
+
+
+@pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, -1, 0)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_mismatch_wrong_results(name: str, options: AttentionOptions) -> None:
+    def wrong(terms: AttentionInputs, options: AttentionOptions, *impls: str) -> tuple:
+        o, lse = op.softmax(terms, options, "eager")
+        return (o, lse) if impls[0] == "eager" else (1.2 * o, lse)
+
+    said = probe.mismatch(terms_of(name), options, "triton", wrong, "triton")
+    assert said is not None and "output 0 is off by 2.0e-01" in said
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "error"),
+    [
+        ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
+        ([1.5, -torch.inf], [1.0, -torch.inf], 0.5),
+        ([1.0, torch.inf], [1.0, -torch.inf], torch.nan),
+        ([1.0, 0.0], [1.0, -torch.inf], torch.nan),
+        ([torch.nan, 1.0], [1.0, 1.0], torch.nan),
+    ],
+)
+def test_relative_error(got: list[float], want: list[float], error: float) -> None:
+    found = torch.tensor(numeric_probe.relative_error(*map(torch.tensor, (got, want))))
+    wanted: Tensor = torch.tensor(error)
+    if wanted.isnan():
+        assert not found <= 1e9  # no bar admits it
+    else:
+        torch.testing.assert_close(found, wanted)
