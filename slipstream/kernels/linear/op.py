@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import probe, workspace
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
@@ -63,10 +64,10 @@ def forward_impl(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[T
             terms = _as_fp32(terms) if wide else terms
             return _forward_sliced(eager, terms, scale, wide, spans, out)
         launches = _backend_for(impl, terms, by_token)
-        wider = wide and not getattr(launches, "WIDE", False)
+        wider = wide and not launches.CAPABILITIES.fp32_out
         terms = _as_fp32(terms) if wider else terms
-        forward = getattr(launches, "forward_saving", None) if keep else None
-        forward = forward or launches.forward
+        saves = keep and launches.CAPABILITIES.saves_wy
+        forward = launches.forward_saving if saves else launches.forward
         return _forward_sliced(forward, terms, scale, wide, spans, out, launches)
 
     if impl == "eager":
@@ -102,12 +103,12 @@ def _forward_sliced(
     out: Outputs,
     launches: Any = None,
 ) -> tuple[Tensor, ...]:
-    """launches: those that forward is of; what has IN_SLICES writes to where it is told."""
-    able = getattr(launches, "IN_SLICES", False)
-    more = {"dtype": torch.float32} if wide and getattr(launches, "WIDE", False) else {}
-    cut = spans > 1 or (able and out is None)  # with out it is a slice already
+    """launches: the module that forward is of; None for plain torch."""
+    can = BackendCapabilities() if launches is None else launches.CAPABILITIES
+    more = {"dtype": torch.float32} if wide and can.fp32_out else {}
+    cut = spans > 1 or (can.writes_out and out is None)  # with out it is a slice already
     parts = workspace.fwd_slices(terms, spans) if cut else [workspace.WHOLE]
-    if spans > 1 and terms.cu_seqlens is None and getattr(launches, "MARKS", False):
+    if spans > 1 and terms.cu_seqlens is None and can.checkpoints:
         marks = terms.v.new_empty(workspace.checkpoints_shape(terms, spans), dtype=torch.float32)
         o, final, *kept = forward(terms, scale, marks=marks)
         return o, final, marks, *(kept[0] if kept else ())
@@ -115,8 +116,8 @@ def _forward_sliced(
         o, final, *kept = forward(terms, scale, **more)
         marks = final.new_empty(workspace.checkpoints_shape(terms, spans))
         return o, final, marks, *(kept[0] if kept else ())
-    forward = workspace.with_active_count(forward, terms, parts, launches)
-    run = forward if able else partial(_into_out, forward)
+    forward = workspace.with_active_count(forward, terms, parts, can)
+    run = forward if can.writes_out else partial(_into_out, forward)
     dtype = torch.float32 if wide else None
     memory, plain = out or (None, None), launches is None
     return workspace.forward(run, terms, scale, parts, dtype, spans, memory, plain)
@@ -231,22 +232,22 @@ def backward_impl(
 
     def run() -> dict[str, Tensor]:
         launches = _backend_for(impl, terms)
-        skips = {} if gate_gradient else getattr(launches, "NO_GATE_GRADIENT", {})
+        can = launches.CAPABILITIES
+        skips = {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
         wider = guarded_launch.needs_fp32_operands(terms.q)
         wide, do = (_as_fp32(terms), dout) if wider else (terms, dout)
         if wider and do is not None:
             do = do.float()
-        able = getattr(launches, "IN_SLICES", False)
-        whole = not able or (impl == "sm90" and workspace.bwd_unsliced(wide))
+        whole = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(wide))
         parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, marks)
-        more = {"out": out} if able and out is not None else {}
-        left = kept if hasattr(launches, "forward_saving") else ()
+        more = {"out": out} if can.writes_out and out is not None else {}
+        left = kept if can.saves_wy else ()
         if len(parts) == 1:
             more |= {"kept": left} if left else {}
-            more |= {"spends_q": True} if spends_q and getattr(launches, "SPENDS_Q", False) else {}
+            more |= {"spends_q": True} if spends_q and can.overwrites_q else {}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
-            run = workspace.with_active_count(launches.backward, terms, parts, launches)
+            run = workspace.with_active_count(launches.backward, terms, parts, can)
             grads = workspace.backward(run, wide, do, dfinal, scale, parts, marks, left)
         if wider:
             grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}

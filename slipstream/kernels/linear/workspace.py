@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.sm90.plan import num_segments, uses_fused_bwd
 
@@ -264,11 +265,14 @@ def reuse_or_empty(
 
 
 def with_active_count(
-    run: Callable, terms: LinearInputs, slices: Sequence[BatchTimeSlice], launches: Any
+    run: Callable,
+    terms: LinearInputs,
+    slices: Sequence[BatchTimeSlice],
+    capabilities: BackendCapabilities,
 ) -> Callable:
     """run, with how many packed sequences have tokens in a span, about, where it takes that."""
     packed = terms.cu_seqlens is not None and slices[0].tokens.stop is not None
-    if not (packed and getattr(launches, "ACTIVE", False)):
+    if not (packed and capabilities.skips_empty):
         return run
     return partial(run, active=max(1, terms.sequences // len(slices)))
 

@@ -32,11 +32,27 @@ def test_what_forward_leaves_backward_takes(name: str) -> None:
     """
     module = import_module(f"slipstream.kernels.linear.{name}")
     assert hasattr(module, "forward")
-    leaves = hasattr(module, "forward_saving")
+    leaves = module.CAPABILITIES.saves_wy
     takes = hasattr(module, "backward") and "kept" in inspect.signature(module.backward).parameters
-    assert leaves == takes
+    assert leaves == takes == hasattr(module, "forward_saving")
     if leaves:
         assert get_args(get_type_hints(module.forward_saving)["return"])[-1] == list[Tensor]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_capabilities_are_parameters(name: str) -> None:
+    """What a module says it can do, its forward and backward take."""
+    module = import_module(f"slipstream.kernels.linear.{name}")
+    can = module.CAPABILITIES
+    forward = set(inspect.signature(module.forward).parameters)
+    takes = {"out": can.writes_out, "marks": can.checkpoints, "active": can.skips_empty}
+    takes["dtype"] = can.fp32_out
+    assert {x: x in forward for x in takes} == takes
+    if hasattr(module, "backward"):
+        backward = set(inspect.signature(module.backward).parameters)
+        takes = {"out": can.writes_out, "active": can.skips_empty, "spends_q": can.overwrites_q}
+        takes["gate_gradient"] = can.skips_gate_grad
+        assert {x: x in backward for x in takes} == takes
 
 
 @pytest.mark.parametrize("kind", ["delta_rule", "gated"])

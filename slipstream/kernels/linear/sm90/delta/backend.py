@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
 from slipstream.kernels.linear.sm90.delta import launch as sm90
@@ -34,9 +35,9 @@ from slipstream.kernels.linear.triton.delta.plan import (
 from slipstream.kernels.linear.triton.dplr import backend as dplr_portable
 from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, split_into_segments
 
-IN_SLICES = MARKS = True  # as the portable ones
-ACTIVE = True  # takes how many of the packed sequences have tokens
-SPENDS_Q = True
+CAPABILITIES = BackendCapabilities(
+    writes_out=True, checkpoints=True, skips_empty=True, overwrites_q=True, saves_wy=True
+)
 NUM_SMS = 132  # multiprocessors: a walk's program takes one
 MIN_SEGMENT_CHUNKS = 8  # chunks of a segment
 MIN_CHUNKS_SAVED = 18  # chunks that a split has to take off a walk: about 30 us

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
 from slipstream.kernels.linear.sm90.plan import CHUNK
@@ -21,7 +22,7 @@ from slipstream.runtime.launch_cache import cached
 
 HALF = 64
 STAGES, BACK_STAGES = 3, 2
-NO_GATE_GRADIENT = portable.NO_GATE_GRADIENT
+CAPABILITIES = BackendCapabilities(skips_gate_grad=True)
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}

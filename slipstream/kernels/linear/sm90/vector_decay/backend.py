@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
 from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
@@ -28,6 +29,7 @@ from slipstream.runtime.launch_cache import cached
 HALF, STAGES = 64, 2
 # what the z of a chunk is not known beyond (the portable channel_walk.py)
 NEGLIGIBLE_LOG2 = 2.0**-10
+CAPABILITIES = BackendCapabilities()
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 

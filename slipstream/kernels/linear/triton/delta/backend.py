@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
@@ -43,8 +44,7 @@ from slipstream.kernels.linear.workspace import iter_slices, reuse_or_empty, sli
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
-# forward and backward write to memory that they are given, and forward leaves states (op.py)
-IN_SLICES = MARKS = True
+CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
 
 
 class WYFactors(NamedTuple):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous, family_of
@@ -53,8 +54,7 @@ from slipstream.runtime.launch_cache import cached
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
-# forward takes the dtype of o, and writes to memory that it is given (op.py)
-WIDE = IN_SLICES = True
+CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MAX_PAIRS_SHARE = 16
 MIN_PROGRAMS_PER_SM = 528
