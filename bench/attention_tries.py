@@ -85,7 +85,7 @@ def fused(section: int, buffers: int, D: int) -> Iterator[None]:
     from slipstream.kernels.attention.sm90 import bwd_fused_launch
 
     with (
-        mock.patch.object(bwd_fused_launch, "WALKED", section * MIB),
+        mock.patch.object(bwd_fused_launch, "MAX_SECTION_BYTES", section * MIB),
         mock.patch.dict(bwd_fused_launch.BUFFERS, {D: buffers}),
     ):
         yield

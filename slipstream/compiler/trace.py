@@ -155,7 +155,7 @@ def _pretending(
             functions.append((function, ctx, out))
         return out
 
-    def note(*, fn: Any, compile: dict, **_: Any) -> bool:
+    def record_job(*, fn: Any, compile: dict, **_: Any) -> bool:
         job = job_of(fn.module, fn.name, compile, arch.name)
         jobs.setdefault(job.key, job)
         return True  # nothing to launch
@@ -189,7 +189,7 @@ def _pretending(
             ),
             (custom_op, "TRACING", True),
             (driver, "_active" if hasattr(driver, "_active") else "active", _Driver(arch.name)),
-            (*triton_hooks.compile_hook(), note),
+            (*triton_hooks.compile_hook(), record_job),
         ):
             enter(mock.patch.object(target, name, value, create=True))
         fake = enter(FakeTensorMode())

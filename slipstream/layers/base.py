@@ -74,7 +74,7 @@ def past(state: State | None, name: str) -> Tensor | None:
     return None if state is None else state[name]
 
 
-def kept(use_cache: bool, **tensors: Tensor | None) -> State | None:
+def new_state(use_cache: bool, **tensors: Tensor | None) -> State | None:
     """The next state, of what the operators returned."""
     if not use_cache:
         return None

@@ -10,7 +10,7 @@ from slipstream.layers.base import (
     ShortConvolution,
     State,
     expect_divisor,
-    kept,
+    new_state,
     past,
     reset_decay,
 )
@@ -108,4 +108,4 @@ class GatedDeltaNet(Mixer):
         )
         z = self.z_proj(x).view_as(o)
         o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
-        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent, conv=conv)
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)

@@ -4,7 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixed, Mixer, State, XavierLinear, expect_divisor, kept, past
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    State,
+    XavierLinear,
+    expect_divisor,
+    new_state,
+    past,
+)
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.norm import rms_norm_gated
 
@@ -85,4 +93,4 @@ class GatedLinearAttention(Mixer):
         )
         gate = self.g_proj(x).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps)
-        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent)
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent)

@@ -10,7 +10,7 @@ from slipstream.layers.base import (
     ShortConvolution,
     State,
     expect_divisor,
-    kept,
+    new_state,
     past,
     reset_decay,
 )
@@ -102,4 +102,4 @@ class KimiDeltaAttention(Mixer):
         )
         gate = self.g_up(self.g_down(x)).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
-        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent, conv=conv)
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)

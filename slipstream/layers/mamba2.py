@@ -10,7 +10,7 @@ from slipstream.layers.base import (
     ShortConvolution,
     State,
     expect_divisor,
-    kept,
+    new_state,
     past,
     reset_decay,
 )
@@ -119,4 +119,4 @@ class Mamba2(Mixer):
         o = rms_norm_gated(
             o, z, self.norm_weight, eps=self.norm_eps, norm_before_gate=False, group_size=size
         )
-        return self.out_proj(o), kept(use_cache, recurrent=recurrent, conv=conv)
+        return self.out_proj(o), new_state(use_cache, recurrent=recurrent, conv=conv)

@@ -9,7 +9,7 @@ from slipstream.layers.base import (
     State,
     XavierLinear,
     expect_divisor,
-    kept,
+    new_state,
     next_lengths,
     past,
     token_positions,
@@ -94,4 +94,4 @@ class MultiScaleRetention(Mixer):
         )
         o = rms_norm_gated(o, self.g_proj(x).view_as(o), eps=self.norm_eps)
         length = next_lengths(x, cu_seqlens, state) if use_cache else None
-        return self.o_proj(o.flatten(-2)), kept(use_cache, recurrent=recurrent, length=length)
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, length=length)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixer, State, assign, expect_divisor, kept, past
+from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
 from slipstream.ops.norm import group_norm, l2_norm
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
@@ -155,7 +155,7 @@ class RWKV7(Mixer):
         )
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v  # [B, T, H, K]
         y = self.o_proj((self._norm(o.flatten(-2)) + bonus.flatten(-2)) * self.g_lora(xg))
-        after = kept(use_cache, recurrent=recurrent, shift=shift)
+        after = new_state(use_cache, recurrent=recurrent, shift=shift)
         return (y, after, value) if output_value else (y, after)
 
     def _norm(self, o: Tensor) -> Tensor:

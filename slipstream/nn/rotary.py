@@ -46,9 +46,11 @@ class RotaryEmbedding(nn.Module):
         elif positions is None:
             positions = torch.arange(q.shape[1], device=q.device)
         at = positions if positions.dim() == 2 else positions[None]
-        return self._turn(q, at, self.xpos), self._turn(k, at, -self.xpos if self.xpos else None)
+        return self._rotate(q, at, self.xpos), self._rotate(
+            k, at, -self.xpos if self.xpos else None
+        )
 
-    def _turn(self, x: Tensor, at: Tensor, xpos: float | None) -> Tensor:
+    def _rotate(self, x: Tensor, at: Tensor, xpos: float | None) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = rotary_tables(at, self.dim, base=self.base, xpos=xpos, dtype=wide)
         return rotary_embedding(x, cos, sin, interleaved=self.interleaved)

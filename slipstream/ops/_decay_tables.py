@@ -20,7 +20,7 @@ def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     if not is_plain_call(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _made(v.shape[2], v.device, dtype, make, more)
-    return _kept(v.shape[2], v.device, dtype, make, more)
+    return _cached_table(v.shape[2], v.device, dtype, make, more)
 
 
 def _made(
@@ -30,7 +30,7 @@ def _made(
 
 
 @lru_cache(1024)
-def _kept(
+def _cached_table(
     HV: int, device: torch.device, dtype: torch.dtype, make: Callable[..., Tensor], more: tuple
 ) -> Tensor:
     # the copy waits for itself, so that any stream may read it

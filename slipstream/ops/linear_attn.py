@@ -207,10 +207,10 @@ class _WithQuery(Function):
         ones = d.new_full((*d.shape[:3], COLUMNS), COLUMNS**-0.5)
         each = None if z is None else (widen(z) * COLUMNS**-0.5).mT.expand(-1, -1, COLUMNS, -1)
         kv = None if kv is None else widen(kv).mT
-        x = _walk(
+        x = _run_half(
             LinearInputs(d, widen(v), k, initial_state=kv, cu_seqlens=cu_seqlens), ctx.options
         )
-        z = _walk(
+        z = _run_half(
             LinearInputs(ones, ones, k, initial_state=each, cu_seqlens=cu_seqlens), ctx.options
         )
         x, z = (y.unflatten(2, (q.shape[2], -1)) for y in (x, z))
@@ -219,7 +219,7 @@ class _WithQuery(Function):
         return None, None, do, None, (x - z * share).sum(3).to(q.dtype), *(None,) * 5
 
 
-def _walk(terms: LinearInputs, options: LinearOptions) -> Tensor:
+def _run_half(terms: LinearInputs, options: LinearOptions) -> Tensor:
     with torch.autocast(terms.q.device.type, enabled=False):
         return run(terms, options, recurrent=False)[0]
 

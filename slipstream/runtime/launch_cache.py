@@ -93,7 +93,7 @@ class CompiledEntry:
         stream = active.get_current_stream(active.get_current_device())
         return (*grid, stream, *self._handles)
 
-    def told(self) -> tuple:
+    def profiler_args(self) -> tuple:
         """The last three of head, where a profiler wants to know."""
         hooks = self._hooks
         metadata = self._compiled.launch_metadata((), 0)

@@ -36,7 +36,7 @@ class ReplayedLaunch:
     ) -> None:
         """given: places of memory in args; maps: of those that are descriptors, in order."""
         self.run, self.stream, self.watched = run, kept.stream_of(), kept.watched
-        self._told = kept.told
+        self._profiler_args = kept.profiler_args
         self.args = list(kept.head(grid))
         self._head = len(self.args)
         self.places, self.maps = [], []
@@ -59,7 +59,7 @@ class ReplayedLaunch:
         for place, map_of in self.maps:
             args[place] = map_of[args[place]]
         if self.watched():
-            args[self._head - 3 : self._head] = self._told()
+            args[self._head - 3 : self._head] = self._profiler_args()
         self.run(*args)
 
 

@@ -100,11 +100,11 @@ def _recording_selections(plans: list[Selection]) -> Iterator[None]:
     """Every plan that is made is added to `plans`."""
     make = Selection.__init__
 
-    def noted(plan: Selection, *args: Any, **kwargs: Any) -> None:
+    def record_selection(plan: Selection, *args: Any, **kwargs: Any) -> None:
         make(plan, *args, **kwargs)
         plans.append(plan)
 
-    with mock.patch.object(Selection, "__init__", noted):
+    with mock.patch.object(Selection, "__init__", record_selection):
         yield
 
 

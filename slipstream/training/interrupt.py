@@ -18,13 +18,13 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+        self._before = {s: signal.signal(s, self._request_stop) for s in SIGNALS}
         return self
 
     def __exit__(self, *exception: object) -> None:
         for s, handler in self._before.items():
             signal.signal(s, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
         signal.signal(number, self._before[self.requested])

@@ -364,7 +364,7 @@ FAMILIES = [
     Family(
         "rotary.triton",
         turn,
-        {"pointwise.triton.rotary:turn": rotary._eager},
+        {"pointwise.triton.rotary:rotate": rotary._eager},
         ("slipstream.ops.rotary",),
     ),
     Family(

@@ -16,10 +16,10 @@ from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile
 SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4)
-_WALKS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+_CHUNK_KERNELS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
 
 
-def of_walk(tile: Tile, BD: int, size: int) -> TileRequirements:
+def of_chunk_kernel(tile: Tile, BD: int, size: int) -> TileRequirements:
     """y = s r^T + x a, s += x w: the state [BX, BD] stays in registers."""
     C, BX = tile.C, tile.BX
     return TileRequirements(
@@ -43,7 +43,7 @@ def of_parts(
         if name in ("C", "tma"):
             continue
         C, B = tile.C, part.BK if isinstance(tile, VectorDecayTile) else part.B
-        if name in _WALKS:
+        if name in _CHUNK_KERNELS:
             products = ((C, C, BK), (B, C, BK), (B, C, C), (B, BK, C))
             found[name] = TileRequirements(
                 size, part.warps, part.stages, products, (C * BK, C * B), sums=B * BK
@@ -59,7 +59,7 @@ def of_parts(
 def of(tile: Any, width: int, size: int) -> list[TileRequirements]:
     """Of a row of any of the family's tables, for K (or the walk's D) of `width`."""
     return (
-        [of_walk(tile, width, size)]
+        [of_chunk_kernel(tile, width, size)]
         if isinstance(tile, Tile)
         else list(of_parts(tile, width, size).values())
     )
@@ -74,7 +74,7 @@ def check(tile: Any, width: int, size: int, arch: Arch) -> None:
     if isinstance(tile, Tile):
         sizes = {"C": SIZES[:4], "BX": SIZES, "warps": WARPS, "stages": STAGES}
         sizes["tma"] = (True, False) if tile.tma else (False,)
-        check_tile("walk", tile, arch, replace, lambda x: [of_walk(x, width, size)], sizes)
+        check_tile("walk", tile, arch, replace, lambda x: [of_chunk_kernel(x, width, size)], sizes)
         return
     for name, part in vars(tile).items():
         if name not in ("C", "tma"):

@@ -13,10 +13,10 @@ class VarlenSlices(NamedTuple):
     local: list[Tensor]
     crossing: Tensor
 
-    def keep(self, states: Tensor, mark: Tensor, i: int) -> None:
+    def save_carry(self, states: Tensor, mark: Tensor, i: int) -> None:
         mark.copy_(states.index_select(0, self.crossing[i : i + 1]))
 
-    def meet(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
+    def load_carry(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
         if i + 1 < len(self.local):
             n = self.crossing[i + 1 : i + 2]
             state = torch.zeros_like(met[:1]) if begins is None else begins.index_select(0, n)

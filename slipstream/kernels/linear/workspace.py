@@ -145,7 +145,7 @@ def forward(
         found = run(part, scale, out=(o[rows, tokens], after))
         kept += found[2] if len(found) > 2 else []
         if borders is not None and marked:
-            borders.keep(final, marks[i], i + 1)
+            borders.save_carry(final, marks[i], i + 1)
         elif goes_on:
             state = after
     return o, final, marks, *kept
@@ -200,7 +200,7 @@ def backward(
         part = slice_inputs(terms, rows, tokens, met)
         if borders is not None:
             assert state is not None and marks is not None
-            borders.meet(state, begins, marks, i)
+            borders.load_carry(state, begins, marks, i)
             part = part._replace(cu_seqlens=borders.local[i])
         elif spans and i:
             assert marks is not None

@@ -52,16 +52,16 @@ class _Rotary(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved, 1)
+        return _rotate(x, cos, sin, interleaved, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = saved
-        return _turn(dy, cos, sin, ctx.interleaved, -1), None, None, None
+        return _rotate(dy, cos, sin, ctx.interleaved, -1), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> Tensor:
     half = cos.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x1, x2 = _pairs(x, half, interleaved)
@@ -132,7 +132,7 @@ def _eager(
     if positions is not None:
         positions = positions.clamp(0, cos.shape[0] - 1)
     c, s = (table_rows(table, x, positions).to(wide)[:, :, None] for table in (cos, sin))
-    return _turn(x.to(wide), c, s, interleaved, -1 if back else 1).to(x.dtype)
+    return _rotate(x.to(wide), c, s, interleaved, -1 if back else 1).to(x.dtype)
 
 
 def _rotary(
@@ -149,9 +149,9 @@ def _rotary(
         return _eager(*args)
 
     def kernel(*args: Any) -> Tensor:
-        from slipstream.kernels.pointwise.triton.rotary import turn
+        from slipstream.kernels.pointwise.triton.rotary import rotate
 
-        return turn(*args)
+        return rotate(*args)
 
     y = guarded_launch.run_guarded(
         lambda: _kind(x, cos.shape[-1], interleaved),

@@ -50,7 +50,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(5)
+NUM_SCALARS = gl.constexpr(5)
 
 
 @gluon.jit
@@ -287,7 +287,7 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
         query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 64, FLAGS)
         sight = (row - (keys - queries), sides)
         spot = (row, i_kv, i_kb, begin_k, room)
-        store_scalars(pad, spot, KEYS * NOTED, D)
+        store_scalars(pad, spot, KEYS * NUM_SCALARS, D)
         acc = gl.zeros([64, D], gl.float32, k_layout)
         mbarrier.wait(full[0].index(0), mine & 1)
         if KEYS:
@@ -323,7 +323,7 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
         )
         if KEYS:
             mbarrier.arrive(empty[0].index(1))
-        row, i_kv, i_kb, begin_k, room = load_scalar(pad, spot, KEYS * NOTED, D)
+        row, i_kv, i_kb, begin_k, room = load_scalar(pad, spot, KEYS * NUM_SCALARS, D)
         S, H, each = opaque((sizes[1], sizes[2], group), turn)
         HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
@@ -406,7 +406,7 @@ def softmax_dkv_sm90_kernel(
     empty_q = barriers(ST, 2)
     full_do = barriers(ST, 1)
     empty_do = barriers(ST, 2)
-    pad = alloc_scalars(2 * NOTED)
+    pad = alloc_scalars(2 * NUM_SCALARS)
     gl.warp_specialize([
         (_first, (dv_ptr, base_ptr, delta_ptr, factor, cap, (bufs_k, bufs_q, bufs_do),
                   bufs_dv, (full_k, full_q, full_do), (empty_k, empty_q, empty_do),

@@ -44,7 +44,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(5)
+NUM_SCALARS = gl.constexpr(5)
 
 
 @gluon.jit
@@ -269,7 +269,7 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
         spot = (i_h, i_b, begin, queries, row)
-        store_scalars(pad, spot, c * NOTED, D)
+        store_scalars(pad, spot, c * NUM_SCALARS, D)
         mbarrier.wait(full[0].index(2 * c), mine & 1)
         mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
         if D < 256:
@@ -284,7 +284,7 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
             )  # fmt: skip
         turn += count
         mine += 1
-        i_h, i_b, begin, queries, row = load_scalar(pad, spot, c * NOTED, D)
+        i_h, i_b, begin, queries, row = load_scalar(pad, spot, c * NUM_SCALARS, D)
         T, H = opaque((sizes[0], sizes[2]), turn)
         out = stage_through_smem(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty[0].index(c))
@@ -366,7 +366,7 @@ def softmax_dq_sm90_kernel(
     empty_k = barriers(KS, 2)
     full_v = barriers(VS, 1)
     empty_v = barriers(VS, 2)
-    pad = alloc_scalars(2 * NOTED)
+    pad = alloc_scalars(2 * NUM_SCALARS)
     gl.warp_specialize([
         (_first, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
                   (bufs_q, bufs_do, bufs_k, bufs_v), (full_q, full_k, full_v),

@@ -53,7 +53,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(11)
+NUM_SCALARS = gl.constexpr(11)
 
 
 @gluon.jit
@@ -227,7 +227,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     if row + 128 > keys:  # keys that are not there are to add nothing to dq
         outer = inner
     row += c * 64
-    FIRST: gl.constexpr = c * NOTED
+    FIRST: gl.constexpr = c * NUM_SCALARS
     known = (query + (count - 1) * BM, count, inner, outer, queries)
     known = known + (row, keys, i_kv, i_kb, begin_k, room)
     store_scalars(pad, known, FIRST, D)
@@ -389,7 +389,7 @@ def softmax_bwd_sm90_kernel(
     empty_dq = barriers(2, 1)
     done = barriers(1, 2)
     empty_dx = barriers(2, 1) if D == 64 else done
-    pad = alloc_scalars(2 * NOTED)
+    pad = alloc_scalars(2 * NUM_SCALARS)
     gl.warp_specialize([
         (_first, (dk_ptr, dv_ptr, factor, cap, scale,
                   (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),

@@ -12,7 +12,7 @@ from slipstream.kernels.attention.sm90.bwd_preprocess import (
     softmax_dq_of_sums_kernel,
     softmax_rows_of_tiles_kernel,
 )
-from slipstream.kernels.attention.sm90.tiles import WALKED
+from slipstream.kernels.attention.sm90.tiles import MAX_SECTION_BYTES
 from slipstream.kernels.attention.triton.launch_utils import bound, factor_and_cap
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
@@ -66,7 +66,7 @@ def fused(
     turns = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
     x = (terms.q, BM), (terms.k, BN), (terms.v, BN), (do, BM)
     descs, ats = zip(*(matrix(*each) for each in x))
-    section = max(1, min(pairs, WALKED // (T * H // HKV * 4 * D * do.element_size())))
+    section = max(1, min(pairs, MAX_SECTION_BYTES // (T * H // HKV * 4 * D * do.element_size())))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         *descs,
         _tiles(base, BM),

@@ -52,7 +52,7 @@ _DO_AT = ["do_rb", "do_rh", "do_ch"]
 # beside the flags of common.py and units.py: a score of no key
 SINKS = gl.constexpr(64)
 # numbers of a unit that each warpgroup writes down
-NOTED = gl.constexpr(8)
+NUM_SCALARS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -200,10 +200,10 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             sharp = bits.to(gl.float32, bitcast=True)
         row += c * 64
         spot = (i_h, i_b, begin, queries, row)
-        store_scalars(pad, spot, c * NOTED, DV)
+        store_scalars(pad, spot, c * NUM_SCALARS, DV)
         rest = (mine, turn + count, keys - key - (count - 1) * BN)
         if FLAGS & LEFT:  # its masks take what registers there are
-            store_scalars(pad, rest, c * NOTED + 5, DV)
+            store_scalars(pad, rest, c * NUM_SCALARS + 5, DV)
         at_q = mine % ROOM * NC + c
         mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
         p, m, l, acc = _key_loop(
@@ -212,7 +212,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             ST, panels(D), FLAGS,
         )  # fmt: skip
         if FLAGS & LEFT:
-            mine, turn, there = load_scalar(pad, rest, c * NOTED + 5, DV)
+            mine, turn, there = load_scalar(pad, rest, c * NUM_SCALARS + 5, DV)
         else:
             turn += count
             there = keys - key - (count - 1) * BN
@@ -222,7 +222,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty_v.index((turn - 1) % ST))
-        spot = load_scalar(pad, spot, c * NOTED, DV)
+        spot = load_scalar(pad, spot, c * NUM_SCALARS, DV)
         now = opaque_if_wide(turn, DV)
         shape = opaque((sizes[0], sizes[2]), now)
         _finish(at_q + (now >> 30), now, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
@@ -305,7 +305,7 @@ def softmax_fwd_sm90_kernel(
     full_v = barriers(ST, 1)
     empty_v = barriers(ST, NC)
     words, told, heard = alloc_scheduler(NC, FLAGS)
-    pad = alloc_scalars(NC * NOTED)
+    pad = alloc_scalars(NC * NUM_SCALARS)
     gl.warp_specialize([
         (_first, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
                   (bufs_q, bufs_k, bufs_v),

@@ -58,6 +58,6 @@ REGISTERS = 240, 24, 168
 SECTION = 32 << 20
 # of the queries and what comes to them in the fused backward, where few tiles of keys of a pair at
 # a time wait less for one another
-WALKED = 96 << 20
+MAX_SECTION_BYTES = 96 << 20
 # the same of the forward: half of the cache is far from a multiprocessor
 CLOSE = 8 << 20

@@ -100,14 +100,14 @@ class TritonVarlenSlices(NamedTuple):
     local: list[Tensor]  # [N + 1] of each span: cu_seqlens
     crossing: Tensor  # [spans]: the sequence that crosses the border before each
 
-    def keep(self, states: Tensor, mark: Tensor, i: int) -> None:
+    def save_carry(self, states: Tensor, mark: Tensor, i: int) -> None:
         """mark [1, HV, K, V] is written: of states [N, HV, K, V], what crosses into span i."""
         size = mark.numel()
         launch: Any = cached(save_carry_kernel)[(-(-size // BLOCK),)]
         with device_of(mark.device):
             launch(states, mark, self.crossing, i, size, BLOCK=BLOCK, num_warps=4)
 
-    def meet(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
+    def load_carry(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
         """met [N, HV, K, V], which span i + 1 has met, becomes what span i meets.
 
         Args:

@@ -72,7 +72,7 @@ def rotary_kernel(
         tl.store(p_y + o_rest, b_rest, mask=m_rest)
 
 
-def turn(
+def rotate(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,

@@ -43,7 +43,7 @@ K_COL = gl.constexpr(7)  # the first column of q and k
 D_COL = gl.constexpr(8)  # and of their gradients
 HEADS = gl.constexpr(9)  # of those
 RANK = gl.constexpr(10)  # which of the heads that add those up this one is
-TURN = gl.constexpr(11)  # where the first chunk's turn is
+SEMAPHORE = gl.constexpr(11)  # offset of the first chunk's semaphore
 STATE_IN = gl.constexpr(12)  # where dS comes from
 STATE_OUT = gl.constexpr(13)  # and goes to; -1 if nobody wants it
 GONE = gl.constexpr(14)  # chunks gone back through
@@ -135,7 +135,7 @@ def store_tail(
     heads = load_scalar(pad, HEADS, 4)
     rank = load_scalar(pad, RANK, 4)
     if SHARED:
-        while semaphore_acquire(counts_ptr + load_scalar(pad, TURN, 4) + c * heads) < rank:
+        while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + c * heads) < rank:
             pass
     at = load_scalar(pad, ROW, 4) + c * C, left
     cols = load_scalar(pad, D_COL, 4), heads * K
@@ -272,7 +272,7 @@ def store_partition(
     row = load_scalar(pad, ROW, 1)
     length = load_scalar(pad, LENGTH, 1)
     n = load_scalar(pad, CHUNKS, 1)
-    p_turns = counts_ptr + load_scalar(pad, TURN, 1)
+    p_turns = counts_ptr + load_scalar(pad, SEMAPHORE, 1)
     for i in range(n):
         c = n - 1 - i
         s = step_of(i, c, n, every) % ST

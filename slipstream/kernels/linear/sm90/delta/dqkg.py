@@ -39,7 +39,7 @@ from slipstream.kernels.primitives.semaphore import (
     wait_bulk_stores,
 )
 
-HEADS_PER_SEMAPHORE = gl.constexpr(264)  # programs that run at a time
+RESIDENT_PROGRAMS = gl.constexpr(264)  # programs that run at a time
 ROWS = gl.constexpr(16)  # of S at a time
 ROWS_BY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -67,8 +67,8 @@ def locate_chunk(heads, G, SHARED: gl.constexpr):
     pid = gl.program_id(0)
     rank = pid * 0
     if SHARED:
-        begin = pid // (G * HEADS_PER_SEMAPHORE) * HEADS_PER_SEMAPHORE
-        size = gl.minimum(gl.num_programs(0) // G - begin, HEADS_PER_SEMAPHORE)
+        begin = pid // (G * RESIDENT_PROGRAMS) * RESIDENT_PROGRAMS
+        size = gl.minimum(gl.num_programs(0) // G - begin, RESIDENT_PROGRAMS)
         rank = (pid - begin * G) // size
         pid = begin + (pid - begin * G) % size
     return pid // heads, pid % heads, rank

@@ -11,7 +11,10 @@ from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_ke
 from slipstream.kernels.linear.sm90.dplr.dqkg_launch import chunk_dqkg as chunk_dqkg
 from slipstream.kernels.linear.sm90.dplr.dqkg_launch import scores as scores
 from slipstream.kernels.linear.sm90.dplr.dqkg_launch import supports_dqkg as supports_dqkg
-from slipstream.kernels.linear.sm90.dplr.intra_safe import TURN, dplr_intra_safe_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.intra_safe import (
+    FLAGS_PER_LOAD,
+    dplr_intra_safe_sm90_kernel,
+)
 from slipstream.kernels.linear.sm90.dplr.segment_policy import choose_segments as choose_segments
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.delta.plan import num_segments_and_sequences
@@ -47,7 +50,7 @@ def wy(
         return
     device: Any = given[4]
     most = SAFE_PROGRAMS * sm_count(device.device.index)
-    launch = cached(dplr_intra_safe_sm90_kernel)[(min(most, -(-programs // TURN.value)),)]
+    launch = cached(dplr_intra_safe_sm90_kernel)[(min(most, -(-programs // FLAGS_PER_LOAD.value)),)]
     launch(*given, *made, *sizes[:3], programs, *sizes[3:], **common, **SAFE_OPTIONS)
 
 

@@ -1,0 +1,40 @@
+"""Names of modules, functions, classes and constants are those of GLOSSARY.md."""
+
+import ast
+import re
+from pathlib import Path
+
+import slipstream
+
+# what things were called before they had the field's names
+BANNED = {
+    "walk", "walks", "walked", "kept", "told", "meet", "met", "noted", "anew", "owed", "hopper",
+    "additive", "portable", "marks", "notes", "turns",
+}  # fmt: skip
+ROOT = Path(slipstream.__file__).parent
+
+
+def _defined(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text())
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, kinds))]
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names += [x.id for x in targets if isinstance(x, ast.Name)]
+    return names
+
+
+def _words(name: str) -> set[str]:
+    return set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
+
+
+def test_names_have_no_banned_words() -> None:
+    paths = sorted(ROOT.rglob("*.py"))
+    assert len(paths) > 300
+    found = [f"{p.relative_to(ROOT)}: {x}" for p in paths for x in _defined(p)]
+    assert [x for x in found if _words(x.rpartition(" ")[2]) & BANNED] == []
+
+
+def test_words() -> None:
+    assert _words("_WalkBack") == {"", "walk", "back"}
+    assert _words("MAX_WALKS") == {"max", "walks"}
