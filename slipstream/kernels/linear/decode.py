@@ -1,4 +1,4 @@
-"""The recurrence of terms.py for states that stay where they are: a pool, updated in place.
+"""The recurrence of inputs.py for states that stay where they are: a pool, updated in place.
 
 slipstream::linear_step takes the terms in their order but for the state before them, which is the
 pool's: sequence n's is state[state_indices[n]], or state[n] without indices, and becomes that

@@ -2,7 +2,8 @@
 
 The first of a token's n steps decays and its last reads: q and g are zero at the others, and o is
 thrown away there (householder.py). Of a long row a span of tokens at a time is laid out like that
-(slices.py), so that it takes little memory; what is kept for backward are the states between spans.
+(workspace.py), so that it takes little memory; what is kept for backward are the states between
+spans.
 """
 
 from collections.abc import Callable

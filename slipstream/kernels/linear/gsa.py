@@ -4,10 +4,10 @@
     o = Sv^T p           Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T
 
 The softmax makes of an error of the scores several times that of its result: they are float32, of
-products whose factors are in two parts (channel_walk.py). They take the memory where o will be, if
-that suffices, of one span of tokens at a time (slices.py): what is kept for backward is p, and the
-states between the spans. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and `second` name the
-implementations of the passes.
+products whose factors are in two parts (triton/vector_decay/chunk.py). They take the memory where o
+will be, if that suffices, of one span of tokens at a time (workspace.py): what is kept for backward
+is p, and the states between the spans. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and
+`second` name the implementations of the passes.
 
 Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 4, of one span, which
 are what the first pass leaves for its walk, or p and what the second does; backward p, and of one

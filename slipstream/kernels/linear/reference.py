@@ -1,4 +1,4 @@
-"""The oracle of the linear family: its recurrence token by token, as terms.py writes it.
+"""The oracle of the linear family: its recurrence token by token, as inputs.py writes it.
 
 Plain differentiable torch in the dtype of the inputs (float32 at least), so that in float64 it is
 the measure of every other path, values and gradients. Cost: T steps of O(B HV K V), all of whose

@@ -1,4 +1,5 @@
-"""Packed sequences in spans of tokens, in plain torch: triton/borders.py, which says what it is."""
+"""Packed sequences in spans of tokens, in plain torch: triton/varlen_slices.py, which says what it
+is."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -5,11 +5,11 @@ state goes on: forward it is what the next span begins with, backward its gradie
 before ends with. Backward also needs the states that forward met at the borders: `marks`. What
 takes little memory anyway stays whole.
 
-A span of packed sequences is a packed call itself (triton/borders.py), in which most of the N have
-no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the spans that they
-have tokens in; at a border one sequence crosses, and a mark is its state alone. Chunks begin where
-a span does, so that results are rounded otherwise than those of the sequence alone. Each span has
-room for N chunks more and programs for all N: sequences of few tokens on average are not cut.
+A span of packed sequences is a packed call itself (triton/varlen_slices.py), in which most of the N
+have no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the spans that
+they have tokens in; at a border one sequence crosses, and a mark is its state alone. Chunks begin
+where a span does, so that results are rounded otherwise than those of the sequence alone. Each span
+has room for N chunks more and programs for all N: sequences of few tokens on average are not cut.
 
 Bytes a token and value head, at E bytes an element, W the power of two of K, C tokens a chunk:
 

@@ -3,7 +3,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """All three gradients in one walk for sm_90: five products a tile where two kernels make seven.
 
-Two warpgroups of 64 keys walk over their queries as in backward_kv.py, from the last to the first,
+Two warpgroups of 64 keys walk over their queries as in bwd_dkv.py, from the last to the first,
 and make of each tile of queries
 
     dq_t += sum_s dx_ts k_s
@@ -329,7 +329,7 @@ def softmax_bwd_sm90_kernel(
     desc_do,  # [BM, D]
     desc_base,  # [BM] of [tiles * BM]: lse in base 2, inf for -inf and for no query
     desc_delta,  # [BM] of [tiles * BM]
-    desc_dq,  # [BM, D / 2] of float32 [tiles * BM, D]: backward_add.py counts tiles of queries
+    desc_dq,  # [BM, D / 2] of float32 [tiles * BM, D]: bwd_dq_accumulate.py counts tiles of queries
     turns_ptr,  # [tiles], zeros
     dk_ptr,  # [KB, S, HKV, D]
     dv_ptr,  # [KB, S, HKV, D]

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-"""The launches of backward_fused.py, and of what goes before and after it."""
+"""The launches of bwd_fused.py, and of what goes before and after it."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 _SIZES = ["T", "S", "H", "N", "group", "tiles", "steps", "section", "units", "left", "right"]
 _AT = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
 _DO_AT = ["do_rb", "do_rh", "do_ch"]
-# beside the flags of common.py and units.py: a score of no key
+# beside the flags of common.py and tile_scheduler.py: a score of no key
 SINKS = gl.constexpr(64)
 # numbers of a unit that each warpgroup writes down
 NUM_SCALARS = gl.constexpr(8)

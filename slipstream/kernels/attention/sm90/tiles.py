@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """dq, dkv: where these have kernels of their own; launch_fused.py has the others."""
+    """dq, dkv: where these have kernels of their own; bwd_fused_launch.py has the others."""
 
     forward: Tile
     dq: Tile | None = None

@@ -147,7 +147,7 @@ class ChannelGate:
     The lower triangle of a chunk is halved again and again: the square of the tokens of the later
     half of a block against those of the earlier one factors at the seam between them,
     exp(G_i - G_seam) exp(G_seam - G_j), both at most 1. Squares of side C/2, C/4, ..., 1 cover all
-    j < i, each one product of matrices (scan.py has the exponents).
+    j < i, each one product of matrices (gate_cumsum.py has the exponents).
     """
 
     def __init__(self, g: Tensor, kinds: tuple[str, ...]) -> None:

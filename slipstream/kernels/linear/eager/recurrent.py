@@ -1,6 +1,6 @@
 """The linear family token by token: fused_recurrent on a CPU, and one decoding step.
 
-Takes every term of terms.py at once, also the ones chunks have no form for: value decay with a
+Takes every term of inputs.py at once, also the ones chunks have no form for: value decay with a
 transition, and beta for each column. recurrent_backward.py has its gradients.
 
 Cost a token and head: 4 to 8 K V flops, and the state read and written once or twice.

@@ -52,7 +52,7 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
 
 def uses_fused_bwd(terms: LinearInputs) -> bool:
     """Whether these kernels take a delta rule's backward in one walk of whole sequences
-    (delta_back.py)."""
+    (delta/bwd_fused.py)."""
     if terms.transition != "delta" or terms.decay == "channel":
         return False
     HV, V = terms.v.shape[2:]
@@ -61,7 +61,7 @@ def uses_fused_bwd(terms: LinearInputs) -> bool:
 
 def num_segments(terms: LinearInputs) -> int:
     """How many segments of a sequence, about, these kernels take a delta rule's backward in, each
-    in one walk (delta_cut.py); 1 where they don't."""
+    in one walk (delta/bwd_schedule.py); 1 where they don't."""
     if terms.transition != "delta" or terms.decay == "channel":
         return 1
     T, HV, V = terms.v.shape[1:]

@@ -1,24 +1,24 @@
 """Delta rule, no decay or one a token, on sm_90: backward in one walk from the last chunk.
 
-What delta_walk_back.py and delta_grads.py do, with dS' [K, V], the gradient of the state after a
+What chunk_dstate.py and dqkg.py do, with dS' [K, V], the gradient of the state after a
 chunk, in no other memory than a program's own. From S before each chunk and w, with p = k,
 
     A = scale tril(q k^T decay)        x = do^T A + (k dS')^T exp(G_C - G)        dv = (x beta R)^T
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
 and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, by the
-formulas of the portable delta_grads.py.
+formulas of triton/delta/dqkg.py.
 
 S and w are made once more, `every` chunks at a time: forward leaves S before each such part, in 16
 bits as it is in all products, and from there a program walks to the part's end before it goes back
-(delta_back_there.py). What it meets on its way is in memory of that program alone, a state a chunk
-between the first, which forward left, and the last, which is in shared memory; dS' is in memory too
-while S takes its registers.
+(bwd_fused_recompute.py). What it meets on its way is in memory of that program alone, a state a
+chunk between the first, which forward left, and the last, which is in shared memory; dS' is in
+memory too while S takes its registers.
 
 Four parts of a program, which has all columns of V:
 
     walk     S and w; dS and dv, V as the rows; B and M; clears a short chunk's rest
-    grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (delta_back_grads.py)
+    grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (bwd_fused_dqk.py)
     load     q, k, do or v, R, w and S by TMA, beta and G
     write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
 

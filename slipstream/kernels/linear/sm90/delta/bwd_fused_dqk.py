@@ -1,4 +1,4 @@
-"""Delta rule backward in one walk on sm_90 (delta_back.py): the gradients of a chunk.
+"""Delta rule backward in one walk on sm_90 (bwd_fused.py): the gradients of a chunk.
 
 With S before a chunk, dS' after it, w and dv, and B = scale stril(do w^T decay),
 M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not reach,

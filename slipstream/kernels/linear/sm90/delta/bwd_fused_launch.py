@@ -1,7 +1,7 @@
 """The delta rule's backward in one walk on sm_90: its launches.
 
 It leaves S of chunks in memory and nothing else: dv comes where w was. How much of S there is at a
-time says delta_cut.py. Forward leaves S before each part, or walks here once more.
+time says bwd_schedule.py. Forward leaves S before each part, or walks here once more.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Delta rule backward in one walk on sm_90 (delta_back.py): S and w of a part once more.
+"""Delta rule backward in one walk on sm_90 (bwd_fused.py): S and w of a part once more.
 
-The walk of delta_walk_wide.py, by all warps that go back later, with all columns of V:
+The walk of chunk_fwd_2tile.py, by all warps that go back later, with all columns of V:
 
     w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
 

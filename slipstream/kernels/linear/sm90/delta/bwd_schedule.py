@@ -1,8 +1,8 @@
-"""What the delta rule's backward goes through at a time on sm_90 (delta_back.py), by shapes alone.
+"""What the delta rule's backward goes through at a time on sm_90 (bwd_fused.py), by shapes alone.
 
 A head of a sequence is one program. Where these leave multiprocessors idle, each takes a segment:
 as many as there are multiprocessors for. The gradient of the state at a segment's end is made
-first, of all at once (delta_ends.py, delta_meet.py).
+first, of all at once (segment_transition.py, state_passing.py).
 
 A program goes back in parts of `every` chunks, the last one first, so that S is in memory before
 the chunks of one part alone; forward leaves S before each part, in 16 bits as it is in all
@@ -23,7 +23,7 @@ from slipstream.kernels.linear.sm90.plan import CHUNK, num_segments, uses_fused_
 from slipstream.kernels.linear.workspace import LITTLE
 
 # Programs that run at a time: multiprocessors. A few more wait for others' memory; were there many,
-# those that have it might wait for the turns of those that have not (delta_back.py).
+# those that have it might wait for the turns of those that have not (bwd_fused.py).
 NUM_SMS = 132
 # Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
 # not counted.

@@ -1,13 +1,13 @@
 """Delta rule, no decay or one a token, on sm_90: the walk over chunks, backward.
 
-With dS' [K, V] the gradient of the state after a chunk, R from the portable delta_solve.py and
+With dS' [K, V] the gradient of the state after a chunk, R from triton/delta/solve_tril.py and
 A = scale tril(q k^T decay), what the portable walk computes is written with one product fewer on
 the chain from chunk to chunk, since Z and W do not depend on dS':
 
     Z = A beta R          W = R^T diag(beta exp(G_C - G)) k          dv = Z^T do + W dS'
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
-V as the rows, as in delta_walk.py; so are the parts of a program:
+V as the rows, as in chunk_fwd.py; so are the parts of a program:
 
     walk     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
     keep     writes dS' and dv               load     k, q, do and R by TMA, beta and G

@@ -1,6 +1,6 @@
 """Delta rule, no decay or one a token, on sm_90: the walk over chunks, forward.
 
-With S [K, V] the state before a chunk, R from the portable delta_solve.py and G the sum of the
+With S [K, V] the state before a chunk, R from triton/delta/solve_tril.py and G the sum of the
 chunk's gates, what the portable walk computes is written with one product fewer on the chain from
 chunk to chunk, since W does not depend on S:
 
@@ -14,7 +14,7 @@ product to product as left operands. Four parts of a program, joined by barriers
     read     o, from copies of S and w       load     k, v, R and q by TMA, beta and G
 
 or, instead of `read`, `keep`, which writes S and w for backward. `read` can leave S before every so
-many chunks, from where backward walks once more (delta_back.py). Rings: ST stages of k, v, R,
+many chunks, from where backward walks once more (bwd_fused.py). Rings: ST stages of k, v, R,
 beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
 """
 

@@ -1,6 +1,6 @@
 """Delta rule, no decay or one a token, on sm_90: the walk forward, two tiles of V a program.
 
-As delta_walk.py, for calls of more programs than multiprocessors: what both tiles need of q, k and
+As chunk_fwd.py, for calls of more programs than multiprocessors: what both tiles need of q, k and
 R is read once, and while one tile's chain waits the other's products run. With no warps left to
 make W, the chain has the product with k instead:
 

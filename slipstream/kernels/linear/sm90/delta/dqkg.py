@@ -1,6 +1,6 @@
 """Delta rule, no decay or one a token, on sm_90: the gradients that the walks left, by chunks.
 
-By the formulas of the portable delta_grads.py, with p = k. Everything comes by TMA, each of do, w
+By the formulas of triton/delta/dqkg.py, with p = k. Everything comes by TMA, each of do, w
 and dv once; of S and dS' 64 channels of K at a time, whose buffers the next 64 get as soon as the
 products have read them. dq and dk leave through the buffers of q and k. A program takes 112 KB, so
 that two share a multiprocessor and one's loads run under the other's products.

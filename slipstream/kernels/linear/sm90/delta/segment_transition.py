@@ -5,12 +5,13 @@
 E is the walk's end from a state of zero, the columns of M those from the unit matrix without v; dE
 is the walk's end backward. Where a state decays a segment needs not be walked whole. A token's
 exp(g) (I - beta k k^T) makes no state longer than by exp(g) max(1, |beta k.k - 1|), the growths
-of delta_solve.py. Once the product of these over a segment's last chunks is below 2^-FAR, M is
+of solve_tril.py. Once the product of these over a segment's last chunks is below 2^-FAR, M is
 taken as zero, and E from those chunks alone (back from the first ones): what is left out is below
 float32's rounding of what was there. The gates decide that on the device, for each head.
 
 The first segment's E starts at the sequence's own state, and no M of the first or the last is ever
-wanted: these count as M = 0, which `far` says of each segment and head. delta_meet.py joins them.
+wanted: these count as M = 0, which `far` says of each segment and head. state_passing.py joins
+them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

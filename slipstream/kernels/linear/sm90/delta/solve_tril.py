@@ -2,9 +2,9 @@
 
     L[i, j] = [i = j] + [i > j] (k_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
 
-by inverse.py. A diagonal of beta k . k says how much longer than 1 the products of 16 tokens'
-I - beta k k^T make a state at most: 0, as log2, for keys of norm 1 and beta up to 2. What gates
-leave of a state is bounded by that.
+by common/tril_inverse.py. A diagonal of beta k . k says how much longer than 1 the products of 16
+tokens' I - beta k k^T make a state at most: 0, as log2, for keys of norm 1 and beta up to 2. What
+gates leave of a state is bounded by that.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

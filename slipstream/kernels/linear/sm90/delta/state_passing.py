@@ -1,4 +1,5 @@
-"""Delta rule on sm_90, sequences in segments: the state that each segment meets (delta_ends.py).
+"""Delta rule on sm_90, sequences in segments: the state that each segment meets
+(segment_transition.py).
 
     S = s_in        S <- M S + E        back from the last segment:        dS <- M^T dS + dE
 

@@ -1,10 +1,10 @@
 """Decays per channel, or free a and b, on sm_90: the walk back over chunks.
 
-By the names of dplr_walk.py, with dS' the gradient of the state after a chunk,
+By the names of chunk_fwd.py, with dS' the gradient of the state after a chunk,
 
     dx = qb^T do + b^ dS'        y = R^T dx        dS = total dS' + q~^T do + W^T dx
 
-V as the rows, a part of 4 warps for 64 columns of V, as in dplr_walk.py. dS' and y are written, or,
+V as the rows, a part of 4 warps for 64 columns of V, as in chunk_fwd.py. dS' and y are written, or,
 of sequences in segments (SPLIT), first where the walk of each ends, alone.
 """
 

@@ -1,6 +1,6 @@
 """Decays per channel, or free a and b, on sm_90: the walk over chunks, forward.
 
-From dplr_prepare.py come q~, W, U, b^, k^, total, qb and qk of all chunks. With S [K, V] the state
+From wy.py come q~, W, U, b^, k^, total, qb and qk of all chunks. With S [K, V] the state
 before a chunk,
 
     x = U + W S        o = q~ S + qb x + qk v        S <- total S + b^T x + k^T v
@@ -11,7 +11,7 @@ of a head: its parts read the same tiles, which one warp loads by TMA, ST chunks
 straight into the registers that x is summed in, a chunk ahead too. What limits the pace is memory.
 
 For backward x and S are written instead of o. Of sequences in segments (SPLIT) E and M are wanted
-first, as in the portable dplr_walk.py: nothing else is written then, and a program has as many
+first, as in triton/dplr/chunk.py: nothing else is written then, and a program has as many
 columns of M as another has of V, for which U and v are zeros.
 """
 

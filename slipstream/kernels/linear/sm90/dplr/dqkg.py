@@ -1,6 +1,6 @@
 """Per-channel decay on sm_90, delta rule or free a and b: gradients of q, k, a, b and the gates.
 
-The sums of the portable dplr_grads.py. With r = q P, s = a P_prev (delta: -beta k P), w = b N and
+The sums of triton/dplr/dqkg.py. With r = q P, s = a P_prev (delta: -beta k P), w = b N and
 u = k N, in 16 bits,
 
     dr = exp(early) scale do S^T + dqb w + dqk u        dq = P (dr + own w + own' u)
@@ -18,7 +18,7 @@ Channels come in blocks of BK, one after the other: a thread holds half of what 
 take, and does without the stack. Every operand comes by TMA into a buffer of its own, q, k, a and b
 into one of two; one warp loads those of the next block as soon as the others have done with them.
 What goes to global memory is stored after a fence rather than before, which would wait for it.
-Strong chunks are computed, too: dplr_level_grads.py, which comes later, writes over them.
+Strong chunks are computed, too: intra_safe_bwd.py, which comes later, writes over them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

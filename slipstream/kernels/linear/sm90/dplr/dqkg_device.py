@@ -1,4 +1,4 @@
-"""Parts of the gradients' kernels of per-channel decay on sm_90 (dplr_grads.py)."""
+"""Parts of the gradients' kernels of per-channel decay on sm_90 (dqkg.py)."""
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false

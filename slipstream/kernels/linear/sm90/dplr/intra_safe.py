@@ -1,8 +1,8 @@
 """Decays per channel on sm_90: what needs no state, of strong chunks.
 
-As dplr_prepare.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with
-the decays of dplr_levels.py. A row is at a level either a read, in the later half, or a write, so
-that two tiles a level have them all:
+As wy.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with
+the decays of subchunk_decay.py. A row is at a level either a read, in the later half, or a write,
+so that two tiles a level have them all:
 
     x = later: q, earlier: b        y = later: a, earlier: k
     qb = x x^T      ab = y x^T      qk = x y^T      ak = y y^T

@@ -1,8 +1,8 @@
-"""Per-channel decay on sm_90: the gradients of dplr_grads.py in strong chunks, by levels.
+"""Per-channel decay on sm_90: the gradients of dqkg.py in strong chunks, by levels.
 
-Since a token is a reader or a writer at a level (dplr_levels.py, whose e are these, for a without
-t's own gate), each score takes one product: with D its gradient, D + D^T where halves are siblings,
-times
+Since a token is a reader or a writer at a level (subchunk_decay.py, whose e are these, for a
+without t's own gate), each score takes one product: with D its gradient, D + D^T where halves are
+siblings, times
 
     x_t = q_t exp(e_t) or s_t exp(e_t) in a later half, w_t exp(e_t) or u_t exp(e_t) in an earlier
 

@@ -1,9 +1,9 @@
 """Per-channel decay on sm_90: from what the walks left, gradients of scores, v and beta.
 
-As the portable dplr_scores.py, whose results these are:
+As triton/dplr/scores.py, whose results these are:
 
     dqb = scale do x^T      dab = z x^T      dqk = scale do v^T      dak = z v^T
-    dv  = beta y            dbeta = y . v - (dplr_grads.py)                                  delta
+    dv  = beta y            dbeta = y . v - (dqkg.py)                                  delta
     dv  = (scale qk)^T do + ak^T y + k^ dS'                                                  dplr
 
 A chunk is a program of 4 warps. Two or three of them fit a multiprocessor, so that one loads while

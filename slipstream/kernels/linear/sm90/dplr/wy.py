@@ -1,14 +1,14 @@
 """Decays per channel, or free a and b, on sm_90: what needs no state, but of strong chunks.
 
-As the portable dplr_prepare.py, whose results these are; decays are those of dplr_whole.py, but E
-comes from running sums: a thread has 16 tokens of two channels, and adds their gates up.
+As triton/dplr/wy.py, whose results these are; decays are those of triton/dplr/intra_anchored.py,
+but E comes from running sums: a thread has 16 tokens of two channels, and adds their gates up.
 
     A = q~ b~^T, a~ b~^T, q~ k~^T, a~ k~^T        R = (I + beta ab)^-1 or (I - ab)^-1
     W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
 
 A chunk is a program of 4 warps that takes 64 channels at a time. Operands of products are tiles
-[C, 64] in shared memory, which later hold those of the inverse (inverse.py) and v: three
-programs fit a multiprocessor, and one loads while another computes.
+[C, 64] in shared memory, which later hold those of the inverse (common/tril_inverse.py) and v:
+three programs fit a multiprocessor, and one loads while another computes.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

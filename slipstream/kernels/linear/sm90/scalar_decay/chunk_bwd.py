@@ -1,6 +1,6 @@
 """The additive family, no decay or one a token, on sm_90: dk and dv in one walk, backwards.
 
-With dS [K, V] the gradient of the state after a chunk, G and E as in additive_walk.py,
+With dS [K, V] the gradient of the state after a chunk, G and E as in chunk_fwd.py,
 
     dv^T = scale * (dS^T k^T exp(G_C - G) + do^T A^T)      A = (k q^T) E [j, i], i >= j
     dk = scale * (exp(G_C - G) v dS^T + B q)               B = (v do^T) E [j, i]
@@ -8,7 +8,7 @@ With dS [K, V] the gradient of the state after a chunk, G and E as in additive_w
 
 so that q, k, v and do are read once for both. Parts of a program:
 
-    walk, twice   dS^T and dv: the walk of additive_walk.py, which leaves dS^T for dk
+    walk, twice   dS^T and dv: the walk of chunk_fwd.py, which leaves dS^T for dk
     grads         A and the gates' factors, dk; clears a short chunk's rest
     load          q, k, v, do by TMA
 """

@@ -1,8 +1,8 @@
 """The additive family, no decay or one a token, on sm_90: the walk over chunks of C tokens.
 
-What the portable walk.py computes, whose docstring says for what: forward, or with the roles of the
-tensors changed one of three gradients. With S [X, D] the state before a chunk and G the sum of the
-chunk's gates, which decay by E[j, i] = exp(G_i - G_j) between tokens j <= i,
+What triton/scalar_decay/chunk.py computes, whose docstring says for what: forward, or with the
+roles of the tensors changed one of three gradients. With S [X, D] the state before a chunk and G
+the sum of the chunk's gates, which decay by E[j, i] = exp(G_i - G_j) between tokens j <= i,
 
     A = (w r^T) E [j, i]            y^T = scale * (S r^T exp(G_i) + x^T A)
     S <- exp(G_C) S + (x exp(G_C - G))^T w

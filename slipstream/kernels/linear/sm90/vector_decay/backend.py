@@ -1,9 +1,9 @@
 """Launches with a decay per channel on sm_90: the walks in Gluon, and portable ones around them.
 
-Forward is one walk (channel_walk.py), which leaves nothing but o and the final state. Backward is
-that walk reversed for dv, the two for dqs and dke (channel_edges.py), and the portable kernels for
-P and for what chunks add by themselves (channel_grads.py). Memory beyond results: backward P, half
-of k, and a state every SPAN chunks.
+Forward is one walk (chunk_fwd.py), which leaves nothing but o and the final state. Backward is
+that walk reversed for dv, the two for dqs and dke (chunk_dqk.py), and the portable kernels for
+P and for what chunks add by themselves (triton/vector_decay/dqkg.py). Memory beyond results:
+backward P, half of k, and a state every SPAN chunks.
 
 Nothing depends on device values.
 """
@@ -27,7 +27,7 @@ from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
 HALF, STAGES = 64, 2
-# what the z of a chunk is not known beyond (the portable channel_walk.py)
+# what the z of a chunk is not known beyond (triton/vector_decay/chunk.py)
 NEGLIGIBLE_LOG2 = 2.0**-10
 CAPABILITIES = BackendCapabilities()
 # of 16 warps: what all parts of a program share

@@ -1,6 +1,6 @@
 """A decay per channel on sm_90: the walks whose rows decay, for the gradients of q and k.
 
-With qs, ke and D as in the portable channel_walk.py, whose walks for dqs and dke these are,
+With qs, ke and D as in triton/vector_decay/chunk.py, whose walks for dqs and dke these are,
 
     dqs^T = S do^T        S  <- D S + ke^T v
     dke^T = dS v^T        dS <- D dS + qs^T do      reversed

@@ -1,6 +1,6 @@
 """A decay per channel on sm_90: one kernel walks over chunks of C tokens, for o or for dv.
 
-With r, w, A and D of a chunk (channel_prepare.py), S^T the state before it, [V, K], and dS that of
+With r, w, A and D of a chunk (intra.py), S^T the state before it, [V, K], and dS that of
 the gradient after it, in chunks that are not strong
 
     o^T  = scale * (S^T r^T + v^T A^T)           S^T  <- (S^T + v^T w) D
@@ -12,8 +12,8 @@ and in strong ones, whose w has D already,
     dv^T = scale * (dS^T w^T + do^T A)           dS^T as above
 
 q, k, v and the gates are read, y is written, and nothing is prepared in memory. As in
-additive_walk.py the columns of x (v or do) are rows: two warpgroups carry 64 of them each. Parts of
-a program:
+scalar_decay/chunk_fwd.py the columns of x (v or do) are rows: two warpgroups carry 64 of them each.
+Parts of a program:
 
     walk, twice   the state and y                sums     D of a chunk, by one warp
     scores        r, w and A in place            load     q, k, v, gates by TMA

@@ -1,4 +1,4 @@
-"""A decay per channel on sm_90: what a walk (channel_walk.py) needs of a chunk, made within it.
+"""A decay per channel on sm_90: what a walk (chunk_fwd.py) needs of a chunk, made within it.
 
 With G the sums of a chunk's gates, from its start to a token, and D = exp(G_C),
 
@@ -6,9 +6,9 @@ With G the sums of a chunk's gates, from its start to a token, and D = exp(G_C),
 
 take the place of q and k in shared memory. Where a chunk's gates add up to less than -BOUND in some
 channel it is strong, and exp(-G_j) may not fit: then w_j = k_j exp(G_C - G_j), and A is made by
-levels, as the portable channel_decay.py has it, whose spans of tokens are used here too: every sum
-of gates is a product of a matrix of zeros and ones with the gates, so that nothing cancels. A
-factor D is missing from all w_j, or from none, and the walk puts it into the state.
+levels, as triton/vector_decay/subchunk_decay.py has it, whose spans of tokens are used here too:
+every sum of gates is a product of a matrix of zeros and ones with the gates, so that nothing
+cancels. A factor D is missing from all w_j, or from none, and the walk puts it into the state.
 
 Where reads come before the write (u given) r_i leaves out its own gate, and A[i, i] = q_i . u k_i.
 

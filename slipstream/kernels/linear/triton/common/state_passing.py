@@ -1,4 +1,4 @@
-"""Delta rule: the state that each segment of a split sequence meets (delta_walk.py).
+"""Delta rule: the state that each segment of a split sequence meets (delta/chunk.py).
 
     S <- M S + E, segment after segment; for gradients, from the last to the first, dS <- M^T dS + E
 

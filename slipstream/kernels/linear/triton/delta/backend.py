@@ -1,12 +1,12 @@
 """Launches of the delta rule's kernels: no synchronisation, nothing that depends on device values.
 
-Forward: R (delta_solve.py), then the walk. Backward takes R, or computes it again, and walks twice,
+Forward: R (solve_tril.py), then the walk. Backward takes R, or computes it again, and walks twice,
 writing for each chunk and head S, dS', w and dv, then takes all other gradients from those at once.
 At C = 64 and K = V = 128 in 16 bits S is 32 KB, a chunk of w 16 KB: without S the gradients'
 kernel, which is parallel over chunks, would have to walk. Memory beyond results, in tensors of the
-size of v: R is C / V of one; w one and the states K / C each, of one slice at a time (slices.py);
-with grouped heads the gradients of q, k, p for each value head; for a sequence that is split, two
-states a segment.
+size of v: R is C / V of one; w one and the states K / C each, of one slice at a time
+(workspace.py); with grouped heads the gradients of q, k, p for each value head; for a sequence that
+is split, two states a segment.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
 
 
 class WYFactors(NamedTuple):
-    """By the names of delta_solve.py; growth: of another implementation, which wants it."""
+    """By the names of solve_tril.py; growth: of another implementation, which wants it."""
 
     r: Tensor
     rows: Tensor

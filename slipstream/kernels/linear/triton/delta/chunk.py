@@ -1,6 +1,6 @@
 """Delta rule, no decay or one a token: the walks over chunks, forward and back.
 
-With S [K, V] the state before a chunk and R from delta_solve.py, what is written is x = beta w,
+With S [K, V] the state before a chunk and R from solve_tril.py, what is written is x = beta w,
 
     w = R (v - (p exp(G)) S)
     o = scale ((q exp(G)) S + tril(q k^T decay) x)            S <- exp(G_C) S + (k exp(G_C - G))^T x
@@ -16,7 +16,8 @@ registers, and what is on the right was loaded.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments, a program
 each. A segment makes M S + E of the state S it meets. A first walk leaves M, the end of the
-identity as a start without v, and E; delta_split.py makes of these the state each segment meets.
+identity as a start without v, and E; common/state_passing.py makes of these the state each segment
+meets.
 
 K of fewer channels than a chunk has tokens: without decay every key is written over many times, and
 each time rounds. FINE then takes w, x and R as pairs of 16 bits.
@@ -134,7 +135,7 @@ def delta_chunk_fwd_kernel(
     k_ptr,
     p_ptr,
     v_ptr,  # [tokens, HV, V]
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (delta_solve.py)
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (solve_tril.py)
     r_ptr,  # [tokens, HV, C]
     o_ptr,  # [tokens, HV, V]: o or w
     states_ptr,  # [chunks, HV, V, K]: S before each chunk
@@ -281,7 +282,7 @@ def delta_chunk_dstate_kernel(
     k_ptr,
     p_ptr,
     do_ptr,  # [tokens, HV, V]
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (delta_solve.py)
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (solve_tril.py)
     r_ptr,  # [tokens, HV, C]
     dv_ptr,  # [tokens, HV, V]
     states_ptr,  # [chunks, HV, V, K]: dS' after each chunk

@@ -1,6 +1,6 @@
 """Delta rule, no decay or one a token: from what the walks left, the gradients, chunk by chunk.
 
-With S before the chunk, dS' after it, x = beta w, dv (delta_walk.py), decay[i, j] = exp(G_i - G_j),
+With S before the chunk, dS' after it, x = beta w, dv (chunk.py), decay[i, j] = exp(G_i - G_j),
 
     dq  = scale (exp(G) (do S^T) + (tril(do x^T) decay) k)
     dp  =      - exp(G) (dv S^T) - (stril(dv x^T) decay) k
@@ -171,7 +171,7 @@ def delta_dqkg_kernel(
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     dp_ptr,
-    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (delta_solve.py)
+    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (solve_tril.py)
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]

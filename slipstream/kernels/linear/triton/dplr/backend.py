@@ -1,11 +1,11 @@
 """Launches of the kernels of per-channel decay, and of free a and b: no synchronisation.
 
-Forward: what needs no state (dplr_prepare.py), that of strong chunks again (dplr_strong.py), whose
+Forward: what needs no state (wy.py), that of strong chunks again (intra_safe.py), whose
 programs end at once where there are none, then the walk. Backward computes that again, walks
 twice, writing for each chunk and head S, dS', x and y, and takes all gradients from those at once.
 Memory beyond results, in tensors of the size of v at K = V: forward 5.5 for delta, 7 for dplr;
-backward 8 and 10 of one slice at a time (slices.py), besides what is where the gradients of q and k
-will be; with grouped heads the gradients of q, k, a, b for each value head.
+backward 8 and 10 of one slice at a time (workspace.py), besides what is where the gradients of q
+and k will be; with grouped heads the gradients of q, k, a, b for each value head.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
 
 
 class BackwardStates(NamedTuple):
-    """By the names of dplr_walk.py."""
+    """By the names of chunk.py."""
 
     x: Tensor
     y: Tensor
@@ -194,7 +194,8 @@ def _prepare(
         r=v.new_empty(slots, HV, C, C) if keep else None,
         strong=None if terms.g is None else v.new_empty(slots, HV, dtype=torch.int32),
     )
-    # R is rounded to the inputs' dtype; C = 64 is wgmma's, which is slow with tf32 (delta_solve.py)
+    # R is rounded to the inputs' dtype; C = 64 is wgmma's, which is slow with tf32
+    # (delta/solve_tril.py)
     inner = fp32_dot_precision() if v.dtype == torch.float32 else "halves" if C == 64 else "tf32"
     given = (terms.q, terms.k, terms.a, terms.b, v, terms.g, terms.beta)
     ak = None if delta else out.ak if keep else out.qb  # never written if not keep

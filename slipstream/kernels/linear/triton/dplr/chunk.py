@@ -1,6 +1,6 @@
 """Per-channel decay, or free a and b: the walks over chunks, forward and back.
 
-From dplr_prepare.py come, for each chunk, q~ = scale q exp(G), W, U, b^ = b exp(G_C - G), k^ the
+From wy.py come, for each chunk, q~ = scale q exp(G), W, U, b^ = b exp(G_C - G), k^ the
 same of k, total = exp(G_C) and the scores qb, qk, both with the scale in them. With S [K, V] the
 state before the chunk,
 
@@ -14,7 +14,7 @@ Two products of a step follow from one another, the others wait for nothing but 
 are independent, BV of them a program, and are the rows here: the state and x go from product to
 product as left operands, which tensor cores take from registers.
 
-Long sequences of few heads are walked in segments (SPLIT), a program each, as in delta_walk.py: a
+Long sequences of few heads are walked in segments (SPLIT), a program each, as in delta/chunk.py: a
 segment makes M S + E of the state S that it meets, and back M^T dS + dE. E is where the walk ends
 that starts from 0, M where one without U and v does that starts from the identity.
 """

@@ -1,7 +1,8 @@
 """Per-channel decay, or free a and b: the gradients of q, k, a, b and the gates, chunk by chunk.
 
-With S before the chunk, dS' after it, x, y, z and the gradients of the scores of dplr_scores.py,
-and E, early, late of dplr_whole.py, P = exp(E), N = exp(-E), P_prev = P before a token's own gate,
+With S before the chunk, dS' after it, x, y, z and the gradients of the scores of scores.py,
+and E, early, late of intra_anchored.py, P = exp(E), N = exp(-E), P_prev = P before a token's own
+gate,
 
     dq = P (exp(early) scale do S^T + dqb (b N) + dqk (k N))
     da = P_prev (exp(early) z S^T + dab (b N) + dak (k N))
@@ -12,7 +13,7 @@ where delta has a = b = k and P for P_prev, so that its dk is da + db, and dbeta
 y alone would make of da). An exponent's gradient is the product of what it multiplies with its
 gradient: gate t is in those of q from t on, of a after it, of what came of dS' before it, and with
 a minus of what scores gave b and k from t on, less what is not in the decay from t to the end.
-Pairs (i, i) have no decay; they come last. Strong chunks are left to dplr_strong_grads.py.
+Pairs (i, i) have no decay; they come last. Strong chunks are left to intra_safe_bwd.py.
 """
 
 # pyright knows neither what a jit function returns nor constexpr

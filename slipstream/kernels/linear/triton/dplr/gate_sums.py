@@ -14,7 +14,7 @@ for both factors, exp(e_i) exp(e_j), both at most 1. Steps 1 to log2(C) cover al
 decay by no more than 2^-LIMIT to and from their middle need no halving: there exp(-e) is finite,
 and all pairs of the block are one product. So the steps begin with the largest such blocks and go
 on from there as above. Chunks that are such a block in all of their channels never come here
-(dplr_whole.py).
+(intra_anchored.py).
 """
 
 # pyright knows neither what a jit function returns nor constexpr

@@ -9,7 +9,7 @@ Each is a sum of numbers of one sign. The decay between j and i is exp(E_i) exp(
 start to i exp(early) exp(E_i), that from j to the end exp(late) exp(-E_j). While no |E| is more
 than LIMIT, both factors are finite and lose no digits, and one product has the scores of all pairs,
 those that nothing reads among them. A chunk with a channel beyond that is "strong": the kernels
-here leave it to those of dplr_strong.py and dplr_strong_grads.py (dplr_gates.py).
+here leave it to those of intra_safe.py and intra_safe_bwd.py (gate_sums.py).
 """
 
 # pyright knows neither what a jit function returns nor constexpr

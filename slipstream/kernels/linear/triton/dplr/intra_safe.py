@@ -1,7 +1,7 @@
 """Per-channel decay, or free a and b: what needs no state, of strong chunks.
 
-As dplr_prepare.py, which marks the chunks, does it for the others, but with scores summed step by
-step (dplr_gates.py). Other programs have nothing to do.
+As wy.py, which marks the chunks, does it for the others, but with scores summed step by
+step (gate_sums.py). Other programs have nothing to do.
 """
 
 # pyright knows neither what a jit function returns nor constexpr

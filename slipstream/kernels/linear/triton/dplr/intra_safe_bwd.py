@@ -1,6 +1,6 @@
 """Per-channel decay, or free a and b: gradients of q, k, a, b and the gates, of strong chunks.
 
-As dplr_grads.py, but the scores' part step by step (dplr_gates.py),
+As dqkg.py, but the scores' part step by step (gate_sums.py),
 
     dq = exp(G) scale do S^T + sum over steps of exp(e) (dqb (b exp(e)) + dqk (k exp(e)))
     da = exp(G) z S^T        + sum of            exp(e) (dab (b exp(e)) + dak (k exp(e)))

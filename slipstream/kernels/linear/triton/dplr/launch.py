@@ -1,8 +1,9 @@
 """Launches of the walks of per-channel decay, and of free a and b, whole or in segments.
 
-Few heads of long sequences are walked in segments (delta_split.py). Forward: where each ends and
-what it makes of a state, E and M, then the state that each meets, then all at once. Backward the
-same with M^T, for the gradients of states. Memory beyond results: two states a segment and head.
+Few heads of long sequences are walked in segments (common/state_passing.py). Forward: where each
+ends and what it makes of a state, E and M, then the state that each meets, then all at once.
+Backward the same with M^T, for the gradients of states. Memory beyond results: two states a segment
+and head.
 """
 
 from functools import cache
@@ -30,7 +31,7 @@ from slipstream.runtime.launch_cache import cached
 
 
 class IntraChunk(NamedTuple):
-    """By the names of dplr_prepare.py."""
+    """By the names of wy.py."""
 
     q: Tensor
     w: Tensor

@@ -1,13 +1,13 @@
 """Per-channel decay, or free a and b: from what the walks left, gradients of scores, v and beta.
 
-With dS' the gradient of the state after the chunk, x, y (dplr_walk.py), z = -beta y for delta and
+With dS' the gradient of the state after the chunk, x, y (chunk.py), z = -beta y for delta and
 y for dplr,
 
     dqb = scale do x^T      dab = z x^T      dqk = scale do v^T      dak = z v^T
-    dv  = beta y            dbeta = y . v - (dplr_grads.py)                                  delta
+    dv  = beta y            dbeta = y . v - (dqkg.py)                                  delta
     dv  = (scale qk)^T do + ak^T y + k^ dS'                                                  dplr
 
-Scores [C, C] stay in memory between this kernel, which sums over V, and that of dplr_grads.py,
+Scores [C, C] stay in memory between this kernel, which sums over V, and that of dqkg.py,
 which works on some channels of K.
 """
 

@@ -74,8 +74,9 @@ _SAME = {
     ("interpreter", 2): ("interpreter", 4),
 }
 # Chunks of which no channel decays by more than 2^-WHOLE before their middle or after it are taken
-# whole (dplr_whole.py), and in others blocks that decay by no more than 2^-LIMIT (dplr_gates.py):
-# 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates not lose digits.
+# whole (intra_anchored.py), and in others blocks that decay by no more than 2^-LIMIT
+# (gate_sums.py): 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates
+# not lose digits.
 ANCHORED_TILES = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
 LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
 

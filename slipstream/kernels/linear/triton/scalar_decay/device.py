@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Parts of the portable walks over chunks: gates, decayed scores, where a walk begins (walk.py)."""
+"""Parts of the portable walks over chunks: gates, decayed scores, where a walk begins
+(chunk.py)."""
 
 import triton
 import triton.language as tl

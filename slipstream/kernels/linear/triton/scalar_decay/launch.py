@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Launches of the walk (walk.py): no synchronisation, nothing that depends on device values.
+"""Launches of the walk (chunk.py): no synchronisation, nothing that depends on device values.
 
 Memory beyond results: with grouped heads the gradients of q and k for each value head; for a
 gate's gradient, float32, one number a token, head and tile, and a state every SPAN chunks; for a
@@ -52,7 +52,7 @@ def split_into_segments(terms: LinearInputs, tokens: int | None) -> Segments | N
 
 
 class ChunkLaunch(NamedTuple):
-    """One launch: tensors by the names of walk.py; y None where only the state is wanted."""
+    """One launch: tensors by the names of chunk.py; y None where only the state is wanted."""
 
     r: Tensor
     w: Tensor
@@ -68,7 +68,7 @@ class ChunkLaunch(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the dq and the dk walk leave for dg, by the names of walk.py."""
+    """What the dq and the dk walk leave for dg, by the names of chunk.py."""
 
     q_rows: Tensor
     k_rows: Tensor

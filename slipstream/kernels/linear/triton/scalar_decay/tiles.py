@@ -21,7 +21,7 @@ class Tile:
 NARROWEST = {"sm_90": 64}
 # Triton 3.6 refuses to pipeline a loop with a store by a descriptor there.
 UNPIPELINED = ("sm_100",)
-# Chunks from one anchor of the gate's gradient to the next (walk.py): an anchor costs as much to
+# Chunks from one anchor of the gate's gradient to the next (chunk.py): an anchor costs as much to
 # write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
 ANCHOR_INTERVAL = 16
 # Programs that fill a device: two for each of 132 multiprocessors.

@@ -2,13 +2,13 @@
 """Launches with a decay per channel: no synchronisation, nothing that depends on device values.
 
 Forward: q and k times their decays to the edges of their chunk, and the scores within it, all
-chunks at once (channel_prepare.py), then one walk (channel_walk.py). Backward: the same again, P =
-do v^T within chunks, three walks, then the gradients on the side that decays (channel_grads.py).
+chunks at once (intra_fwd.py), then one walk (chunk.py). Backward: the same again, P =
+do v^T within chunks, three walks, then the gradients on the side that decays (dqkg.py).
 
 Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, of one slice at a time
-(slices.py); backward 2.5 times k, less what there is room for where the gradient of the gate will
-be, P half of k, and a state every SPAN chunks a quarter of it in 16 bits; with grouped heads the
-gradients of q and k for each value head; for a sequence that is split, a state a segment, once
+(workspace.py); backward 2.5 times k, less what there is room for where the gradient of the gate
+will be, P half of k, and a state every SPAN chunks a quarter of it in 16 bits; with grouped heads
+the gradients of q and k for each value head; for a sequence that is split, a state a segment, once
 forward and twice backward.
 
 Decay of the columns of the state, gv, is decay of the rows with the roles exchanged: with q, k, v
@@ -50,7 +50,7 @@ from slipstream.kernels.linear.workspace import reuse_or_empty
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
-# What the gates of a block that channel_decay.py calls safe add up to at least, negated: its
+# What the gates of a block that subchunk_decay.py calls safe add up to at least, negated: its
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
@@ -287,7 +287,7 @@ def _values(work: VectorDecayProblem) -> dict[str, int]:
 def launch_grads(
     work: VectorDecayProblem, made: IntraChunk, p: Tensor, scale: float, **named: Tensor | None
 ) -> None:
-    """named: dqs and dke, and what there is of the other tensors of channel_grads.py."""
+    """named: dqs and dke, and what there is of the other tensors of dqkg.py."""
     part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
     total = -(-K // part.BK) * work.g.shape[2] * work.chunks
     args = (

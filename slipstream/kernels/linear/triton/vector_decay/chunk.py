@@ -4,7 +4,7 @@
 
     qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)      D = exp(gates of a chunk)
 
-made beforehand (channel_prepare.py), no factor above 1, leave for a chunk of C tokens
+made beforehand (intra_fwd.py), no factor above 1, leave for a chunk of C tokens
 
     o   = scale * (qs S + A v)        S  = D S + ke^T v        walks forward
     dqs = do S^T                      with the same S          walks forward
@@ -12,10 +12,10 @@ made beforehand (channel_prepare.py), no factor above 1, leave for a chunk of C 
     dv  = scale * (ke dS' + A^T do)   with the same dS         walks reversed
 
 where S is before the chunk and dS' is the gradient of the state after it over the scale. As in
-walk.py the columns of x are the rows of all products: y^T = S r^T + x^T A^T, S = D S + x^T w. The
-state's rows decay (ROWS) for dqs and dke, its columns for o and dv.
+scalar_decay/chunk.py the columns of x are the rows of all products: y^T = S r^T + x^T A^T, S = D S
++ x^T w. The state's rows decay (ROWS) for dqs and dke, its columns for o and dv.
 
-The gradient of a gate takes z = sum over V of D S * dS' of its chunk (channel_grads.py). With
+The gradient of a gate takes z = sum over V of D S * dS' of its chunk (dqkg.py). With
 Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke * dke is its z, and
 z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums, and every SPAN chunks the
 state, from which the dk walk takes Z anew, since differences lose digits. Where D is below what is

@@ -2,7 +2,7 @@
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 """Decay per channel: the gradients on its side of the state, all chunks at once.
 
-With dqs, dke and z of the walks (channel_walk.py), P = do v^T, and u = 1 if there is none,
+With dqs, dke and z of the walks (chunk.py), P = do v^T, and u = 1 if there is none,
 
     dq_i = scale * (dqs_i exp(gates until i) + sum over j < i of P[i, j] exp(G_i - G_j) k_j
                     + P[i, i] u k_i)
@@ -10,7 +10,7 @@ With dqs, dke and z of the walks (channel_walk.py), P = do v^T, and u = 1 if the
                     + P[j, j] u q_j)
     du   = scale * sum over i of P[i, i] q_i k_i           of each chunk
 
-In a chunk that is one safe block (channel_decay.py; channel_levels.py has the others)
+In a chunk that is one safe block (subchunk_decay.py; intra_bwd.py has the others)
 
     r_i = q_i exp(G_i)     dr = (lower triangle of P) w   dq_i = scale * (dqs_i + dr_i) exp(G_i)
     w_j = k_j exp(-G_j)    dw = (upper) r                 dk_j = scale * (dke_j D + dw_j) exp(-G_j)
@@ -24,7 +24,7 @@ The one difference is of the same products, so that it cancels to the last bits.
 diagonal of P is left out of the triangles and counts apart.
 
 Channels of K are independent, BK of them a program. Without dk_ptr it is dq alone, which with the
-roles exchanged (channel_launch.py) is o. dq and dk may be where dqs and dke are.
+roles exchanged (backend.py) is o. dq and dk may be where dqs and dke are.
 """
 
 import triton

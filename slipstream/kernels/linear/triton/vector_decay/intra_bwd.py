@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Decay per channel: the gradients of channel_grads.py in chunks that are not one safe block.
+"""Decay per channel: the gradients of dqkg.py in chunks that are not one safe block.
 
-By levels (channel_decay.py), and dg is what every exponent adds to its gates: at a level e_t what
+By levels (subchunk_decay.py), and dg is what every exponent adds to its gates: at a level e_t what
 x_t * dx_t is, at the edges of the chunk q_i * dq_i and k_j * dk_j of the states, and for all gates
 of the chunk z. No sum here is the difference of larger ones.
 """

@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Decay per channel: what the walks (channel_walk.py) need of every chunk, all chunks at once.
+"""Decay per channel: what the walks (chunk.py) need of every chunk, all chunks at once.
 
     qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)    D = exp(gates of the chunk)
-    A[i, j] = q_i . exp(G_i - G_j) k_j for j < i (channel_decay.py)        A[i, i] = q_i . u k_i
-    P[i, j] = P[j, i] = do_i . v_j for j <= i, for the gradients (channel_grads.py)
+    A[i, j] = q_i . exp(G_i - G_j) k_j for j < i (subchunk_decay.py)        A[i, i] = q_i . u k_i
+    P[i, j] = P[j, i] = do_i . v_j for j <= i, for the gradients (dqkg.py)
 
 where u is 1 if there is none; ke may be kept in two parts, the second what the first was rounded
 by, and P in float32. Where a chunk is one safe block, A is a product of two factors; where

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Launches of the walks with a decay per channel (channel_walk.py), for channel_launch.py."""
+"""Launches of the walks with a decay per channel (chunk.py), for backend.py."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class VectorDecayProblem(NamedTuple):
 
 
 class IntraChunk(NamedTuple):
-    """By the names of channel_prepare.py."""
+    """By the names of intra_fwd.py."""
 
     qs: Tensor | None
     ke: Tensor
@@ -60,7 +60,7 @@ class IntraChunk(NamedTuple):
 
 
 class ChunkLaunch(NamedTuple):
-    """One launch: tensors by the names of channel_walk.py; y None where only states are wanted."""
+    """One launch: tensors by the names of chunk.py; y None where only states are wanted."""
 
     r: Tensor
     w: Tensor
@@ -80,7 +80,7 @@ class ChunkLaunch(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the dq and the dk walk leave for dg, by the names of channel_walk.py."""
+    """What the dq and the dk walk leave for dg, by the names of chunk.py."""
 
     sums: Tensor
     z: Tensor
