@@ -59,7 +59,7 @@ LAUNCHED = {
     "fp8-scaled-mm": ("sm_90", "3.8.0", "13.3.33", ("matmul.sm90", torch.float8_e4m3fn, "tf32")),
     "tf32x3-on-hip": ("gfx942", "3.6.0", "", ("matmul.triton", FP32, "tf32x3")),
 }
-# patterns that no kernel has: test_fault_patterns.py
+# patterns that no kernel has: test_known_bug_patterns.py
 AVOIDED = (
     "narrow-dot",
     "transposed-dot",

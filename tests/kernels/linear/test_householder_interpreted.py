@@ -1,6 +1,7 @@
 """The copies of tokens to and from their steps, under Triton's interpreter, against torch's.
 
-As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
+script.
 """
 
 import pytest

@@ -1,6 +1,7 @@
 """Packed sequences in spans of tokens, under Triton's interpreter, against the float64 reference.
 
-As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
+script.
 """
 
 import os

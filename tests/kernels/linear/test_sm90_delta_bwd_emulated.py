@@ -1,6 +1,6 @@
 """The delta rule's backward in one walk as numpy, against the oracle.
 
-As test_hopper_by_threads.py has the other kernels.
+As test_sm90_delta_emulated.py has the other kernels.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """The delta rule's launches on sm_90 from forward to gradients, with kernels as numpy.
 
-As test_hopper_by_threads.py has the kernels; what Triton compiles is written out: delta_meet.py.
+As test_sm90_delta_emulated.py has the kernels; what Triton compiles is written out: delta_meet.py.
 Fresh memory is NaN, and float64 where it would be float32.
 """
 

@@ -1,6 +1,7 @@
 """The state that each segment meets (sm90/delta/state_passing.py), as its docstring says.
 
-As test_triton_interpreted.py: the kernel runs in a process of its own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: the kernel runs in a process of its own, this file as a
+script.
 """
 
 from itertools import pairwise

@@ -1,7 +1,7 @@
 """The gradients' Gluon kernel of per-channel decay as numpy, a thread for each part.
 
 What the walks leave is computed here, in float64, and the gradients have to be those of the oracle.
-As test_hopper_by_threads.py: layouts, rounding, and what shares a buffer are not there.
+As test_sm90_delta_emulated.py: layouts, rounding, and what shares a buffer are not there.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The Gluon kernels of per-channel decay, and of free a and b, as numpy against the oracle.
 
 Sums, masks, indices and barriers are those of the kernels; layouts and rounding are not there
-(test_hopper_by_threads.py).
+(test_sm90_delta_emulated.py).
 """
 
 import functools

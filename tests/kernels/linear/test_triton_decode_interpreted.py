@@ -1,6 +1,7 @@
 """The step kernel under Triton's interpreter: every operator, every state, against the reference.
 
-As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
+script.
 """
 
 import os

@@ -1,6 +1,7 @@
 """recurrent_step: states in a pool, updated in place, in plain torch and in Triton.
 
-As test_triton_interpreted.py: Triton's checks run in a process of their own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: Triton's checks run in a process of their own, this file
+as a script.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Triton kernels of per-channel decay, and of free a and b, compiled for GPUs not there.
 
-As test_triton_compiles.py. As a script, prints what each variant takes; arguments choose variants.
+As test_triton_scalar_decay_compiles.py. As a script, prints what each variant takes; arguments
+choose variants.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """Triton kernels of per-channel decay, and of free a and b, under Triton's interpreter.
 
-As test_triton_interpreted.py: the checks run in a process of their own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
+script.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Gates per channel that are NaN or infinite, under Triton's interpreter.
 
-As test_triton_channel_interpreted.py, but fresh memory is one finite number: what no kernel writes,
-or only the first of two, is finite where the float64 reference is not.
+As test_triton_vector_decay_interpreted.py, but fresh memory is one finite number: what no kernel
+writes, or only the first of two, is finite where the float64 reference is not.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Counts at zero (triton/counts.py), and nothing behind them written.
 
-As test_triton_interpreted.py: the kernel runs in a process of its own, this file as a script.
+As test_triton_scalar_decay_interpreted.py: the kernel runs in a process of its own, this file as a
+script.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 C tokens a chunk, BX columns of the state a program; the state has BD = next power of two of D rows.
 Shared memory is what the compiler reports for the tile (tests/kernels/linear/
-test_triton_compiles.py checks each row against compiler/arch.py).
+test_triton_scalar_decay_compiles.py checks each row against compiler/arch.py).
 """
 
 from dataclasses import dataclass
