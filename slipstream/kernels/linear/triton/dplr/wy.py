@@ -15,7 +15,7 @@ so that x = U + W S with
 and the walk's step has neither gates nor scores to compute. One program does one chunk of a value
 head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
 scale qk in the order in which the walk reads them: chunk by chunk, K filled up with zeros. Decays
-are those of intra_anchored.py; strong chunks are marked, and intra_safe.py writes them anew.
+are those of intra_anchored.py; strong chunks are marked, and intra_safe.py writes them again.
 
 In 16 bits R is not rounded before the products, nor U: without decay, rounding all of R, W, U and x
 puts outputs off by 6e-3, where this leaves 4.9e-3.
