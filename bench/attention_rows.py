@@ -99,7 +99,7 @@ def row_of(shape: tuple[int, int, int, int, bool], rounds: int) -> dict[str, obj
 
 def short(row: dict[str, object], D: int) -> list[str]:
     """The ratios that are below their bars."""
-    bars = {"hopper/cudnn fwd": BARS[D], "hopper/cudnn bwd": 0.95}
+    bars = {"sm90/cudnn fwd": BARS[D], "sm90/cudnn bwd": 0.95}
     bars |= {"portable/flash fwd": 0.95, "portable/flash bwd": 0.95}
     return [name.replace(" ", "-") for name, bar in bars.items() if float(str(row[name])) < bar]
 
