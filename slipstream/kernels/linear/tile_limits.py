@@ -19,7 +19,7 @@ STAGES = (1, 2, 3, 4)
 _CHUNK_KERNELS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
 
 
-def of_chunk_kernel(tile: Tile, BD: int, size: int) -> TileRequirements:
+def chunk_requirements(tile: Tile, BD: int, size: int) -> TileRequirements:
     """y = s r^T + x a, s += x w: the state [BX, BD] stays in registers."""
     C, BX = tile.C, tile.BX
     return TileRequirements(
@@ -33,7 +33,7 @@ def of_chunk_kernel(tile: Tile, BD: int, size: int) -> TileRequirements:
     )
 
 
-def of_parts(
+def part_requirements(
     tile: DeltaTile | VectorDecayTile | DplrTile, BK: int, size: int
 ) -> dict[str, TileRequirements]:
     """By the field of the tile: the walks keep [BV, BK], the other kernels make [C, C] and [C, B]
@@ -59,9 +59,9 @@ def of_parts(
 def of(tile: Any, width: int, size: int) -> list[TileRequirements]:
     """Of a row of any of the family's tables, for K (or the walk's D) of `width`."""
     return (
-        [of_chunk_kernel(tile, width, size)]
+        [chunk_requirements(tile, width, size)]
         if isinstance(tile, Tile)
-        else list(of_parts(tile, width, size).values())
+        else list(part_requirements(tile, width, size).values())
     )
 
 
@@ -74,7 +74,9 @@ def check(tile: Any, width: int, size: int, arch: Arch) -> None:
     if isinstance(tile, Tile):
         sizes = {"C": SIZES[:4], "BX": SIZES, "warps": WARPS, "stages": STAGES}
         sizes["tma"] = (True, False) if tile.tma else (False,)
-        check_tile("walk", tile, arch, replace, lambda x: [of_chunk_kernel(x, width, size)], sizes)
+        check_tile(
+            "walk", tile, arch, replace, lambda x: [chunk_requirements(x, width, size)], sizes
+        )
         return
     for name, part in vars(tile).items():
         if name not in ("C", "tma"):
@@ -82,6 +84,6 @@ def check(tile: Any, width: int, size: int, arch: Arch) -> None:
             sizes = {wide: SIZES, "warps": WARPS, "stages": STAGES}
 
             def needs(part: Any, name: str = name) -> list[TileRequirements]:
-                return [of_parts(replace(tile, **{name: part}), width, size)[name]]
+                return [part_requirements(replace(tile, **{name: part}), width, size)[name]]
 
             check_tile(name, part, arch, replace, needs, sizes)
