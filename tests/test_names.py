@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import slipstream
@@ -38,3 +39,21 @@ def test_names_have_no_banned_words() -> None:
 def test_words() -> None:
     assert _words("_WalkBack") == {"", "walk", "back"}
     assert _words("MAX_WALKS") == {"max", "walks"}
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (x.name for x in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{x.name}" for x in node.names)
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several share is in tests/support, or in a module beside them without test_ in front."""
+    tests = Path(__file__).parent
+    paths = sorted(tests.rglob("*.py"))
+    assert len(paths) > 150
+    found = [f"{path.relative_to(tests)}: {x}" for path in paths for x in _imported(path)]
+    assert [x for x in found if re.search(r"[ .]test_", x.partition(":")[2])] == []

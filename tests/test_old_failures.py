@@ -22,13 +22,13 @@ from slipstream.compiler.known_bugs import applying, blocking
 from slipstream.runtime import guarded_launch
 from slipstream.runtime import token_ids as watched
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.old_failures import RWKV7, WIDTHS, rwkv7_inputs
 from tests.support.operators import relative_error
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 slow = pytest.mark.slow
-RWKV7 = ("r", "w", "k", "v", "a", "b")
 RELEASES = ("3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 
@@ -41,25 +41,6 @@ def statuses(call: Any, arch: str, backward: bool = True) -> Counter:
     jobs = trace(call, arch, backward)
     assert jobs
     return Counter(judge(job, Outcome("ok", compiled=job.compile()))[0] for job in jobs)
-
-
-def rwkv7_inputs(T: int, device: Any = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict:
-    """B 1, H 2, D 128, four packed sequences with states."""
-    x = {name: torch.randn(1, T, 2, 128, device=device) for name in RWKV7}
-    kappa = torch.nn.functional.normalize(x["a"], dim=-1)
-    given: dict[str, Any] = {
-        "r": x["r"],
-        "w": -0.6 * torch.sigmoid(x["w"]),
-        "k": x["k"],
-        "v": x["v"],
-        "a": -kappa,
-        "b": kappa * torch.sigmoid(x["b"]),
-    }
-    given = {name: value.to(dtype) for name, value in given.items()}
-    cuts = [0, T // 5, T // 5, T // 2 + 3, T]
-    given["cu_seqlens"] = torch.tensor(cuts, dtype=torch.int32, device=device)
-    given["initial_state"] = torch.randn(4, 2, 128, 128, device=device, dtype=torch.float32)
-    return given
 
 
 @pytest.mark.parametrize("T", [133, pytest.param(4096, marks=slow)])
@@ -204,9 +185,6 @@ def test_fp32_product_of_128_x_32_x_32_by_descriptors() -> None:
     )
     assert got.instructions["tma"] > 0 and got.instructions["wgmma"] > 0
     assert "wgmma-fp32-shape" in {x.name for x in applying("sm_90", "3.2.0")}
-
-
-WIDTHS = [(128, 64), (64, 128), (192, 128)]
 
 
 @pytest.mark.parametrize(("K", "V"), WIDTHS)

@@ -1,11 +1,10 @@
 """Compiling for a GPU that is not there makes what the JIT makes there."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from tests.support.drivers import Driver
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -15,21 +14,6 @@ PRODUCT = "tests.support.planted_bugs:product_kernel"
 TENSORS = {f"{x}_ptr": "*bf16" for x in "xyo"}
 
 CONSTANTS = {"N": 64, "PRECISION": "tf32"}
-
-
-class Driver:
-    """What the JIT asks a driver before it compiles."""
-
-    def get_current_target(self) -> Any:
-        from slipstream.compiler.aot import gpu_target
-
-        return gpu_target("sm_90")
-
-    def get_current_device(self) -> int:
-        return 99  # no real one: the JIT keeps its kernels by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from tests.gpu.operator_runs import on_cuda
 from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
-
-from .test_operators import on_cuda
 
 pytestmark = [
     pytest.mark.gpu,

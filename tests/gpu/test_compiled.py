@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_operators import SIZES, every_operator, on_cuda
+from tests.gpu.operator_runs import SIZES, every_operator, on_cuda
 from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
 
 pytestmark = [

@@ -9,18 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.linear.test_triton_decode_pool import (
-    HV,
-    INDICES,
-    KINDS,
-    SLOTS,
-    TOKENS,
-    K,
-    V,
-    expected,
-    make,
-    step,
-)
+from tests.support.decode_pool import HV, INDICES, KINDS, SLOTS, TOKENS, K, V, expected, make, step
 from tests.support.operators import relative_error
 
 pytestmark = [

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.linear.sm90 import plan
+from tests.gpu.delta_runs import LIMIT, SIZES, inputs
 from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_results, reference, run
-from tests.gpu.test_delta_sm90 import LIMIT, SIZES, inputs
 
 pytestmark = MARKS
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.operator_runs import on_cuda, run
 from tests.support.operators import OPERATORS, Operator, Size, packed, relative_error, widen
-
-from .test_operators import on_cuda, run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import torch
 from slipstream import layers, ops
 from slipstream.runtime import token_ids as guard
 from slipstream.runtime.token_ids import raise_pending, synchronize
+from tests.support.old_failures import WIDTHS, rwkv7_inputs
 from tests.support.operators import relative_error
-from tests.test_old_failures import WIDTHS, rwkv7_inputs
 
 pytestmark = [
     pytest.mark.gpu,

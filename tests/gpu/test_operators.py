@@ -7,29 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support.operators import (
-    OPERATORS,
-    Operator,
-    Size,
-    flat,
-    leaves,
-    packed,
-    relative_error,
-    widen,
-)
+from tests.gpu.operator_runs import SIZES, every_operator, on_cuda, run
+from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, relative_error, widen
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
-SIZES = {
-    "odd": Size(B=2, T=70, K=30, V=60),
-    "packed": packed(Size(K=64, V=32), 5, 0, 100, 65),
-    "wide": Size(B=1, T=300, H=2, HV=2, K=128, V=128),
-}
 SHORT = {name: SIZES[name] for name in ("odd", "packed")}
 # outputs, gradients: relative RMS error
 LIMITS = {torch.float32: (1e-4, 2e-4), torch.bfloat16: (0.006, 0.02)}
@@ -39,24 +24,6 @@ FULL = {
     "128": Size(B=1, T=512, H=64, HV=64, K=128, V=128, M=128),
     "256": Size(B=1, T=512, H=64, HV=64, K=256, V=256, M=256),
 }
-
-
-def on_cuda(args: dict[str, Any]) -> dict[str, Any]:
-    def move(x: Any) -> Any:
-        return tuple(move(y) for y in x) if isinstance(x, tuple) else x.cuda()
-
-    return {name: move(x) for name, x in args.items()}
-
-
-def run(op: Operator, args: dict[str, Any], **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    args, inputs = leaves(args)
-    outputs = flat(op(args, **options))
-    generator = torch.Generator().manual_seed(0)
-    weights = [
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in outputs
-    ]
-    total = torch.stack([(x.double() * w).sum() for x, w in zip(outputs, weights)]).sum()
-    return [x.detach() for x in outputs], list(torch.autograd.grad(total, inputs))
 
 
 def supported(op: Operator, args: dict[str, Any], impl: str) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.tools.catalog import Sample, Shape
-from tests.ops.test_recompilation import CHUNKED, PACKED, WAYS
+from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 
 pytestmark = [
     pytest.mark.gpu,

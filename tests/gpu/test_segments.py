@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90 import plan
+from tests.gpu.delta_runs import BARS, channels
 from tests.gpu.sm90_runs import LENGTHS, MARKS, gradients_of_results, reference, run
-from tests.gpu.test_delta_sm90 import BARS, channels
 
 pytestmark = MARKS
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from tests.kernels.loss.test_shard import OPTIONS, RANKS, check, found
+from tests.support.sharded_losses import OPTIONS, RANKS, check, found
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.test_fsdp2 import EVERY_MIXER, compare
+from tests.support.fsdp2 import EVERY_MIXER, compare
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ MODELS = ("llama", "gemma2", "mistral", "gpt_oss")
 
 
 def pair(name: str) -> tuple[Any, Any]:
-    from tests.integrations.test_transformers import make
+    from tests.integrations.small_models import make
 
     eager, slip = make(name)
     return eager.cuda(), slip.cuda()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.dispatch import FALLBACK
-from tests.ops.test_ways import CASES, WAYS, Case, Problem
+from tests.support.derivatives import CASES, WAYS, Case, Problem
 
 pytestmark = [
     pytest.mark.gpu,

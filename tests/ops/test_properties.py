@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.support.operators import (
+    EPS,
     OPERATORS,
     Operator,
     Size,
+    assert_near,
+    budget,
     flat,
     leaves,
     offsets,
     packed,
-    relative_error,
     widen,
 )
-
-EPS = {torch.float64: 2.2e-16, torch.float32: 1.2e-7, torch.float16: 9.8e-4, torch.bfloat16: 7.8e-3}
-CHUNK = 64
 
 # those that the default run takes over 1000 tokens, one of each transition
 LONG = {"chunk_simple_gla", "chunk_kda", "chunk_rwkv7"}
@@ -38,11 +37,6 @@ def operators_with(applies: Callable[[Operator], bool]) -> pytest.MarkDecorator:
 SIZES = [(1, 1, 2, 30, 60), (15, 2, 2, 64, 30), (63, 1, 1, 100, 64), (100, 1, 2, 128, 100)]
 
 
-def budget(dtype: torch.dtype) -> float:
-    """Of relative RMS errors: a chunk of C tokens sums C products, outputs are rounded once."""
-    return 4 * CHUNK * EPS[dtype] if dtype in (torch.float32, torch.float64) else 0.75 * EPS[dtype]
-
-
 def run_with_grads(op: Operator, args: dict[str, Any], seed: int = 0, **options: Any):
     """Outputs, and gradients of all inputs for random gradients of output and final state."""
     args, inputs = leaves(args)
@@ -53,13 +47,6 @@ def run_with_grads(op: Operator, args: dict[str, Any], seed: int = 0, **options:
     assert isinstance(total, Tensor)
     grads = torch.autograd.grad(total, inputs)
     return [x.detach() for x in outputs], list(grads)
-
-
-def assert_near(op: Operator, got: list[Tensor], want: list[Tensor], tolerance: float, what: str):
-    for i, (x, y) in enumerate(zip(got, want, strict=True)):
-        assert x.shape == y.shape, (op.name, what, i, x.shape, y.shape)
-        error = relative_error(x, y)
-        assert error <= tolerance, f"{op.name} {what} {i}: {error:.2e} > {tolerance:.2e}"
 
 
 @every_operator

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.test_properties import assert_near, budget
 from tests.support.blocks import BLOCKS, cast
-from tests.support.operators import OPERATORS, Size, flat, packed, widen
+from tests.support.operators import OPERATORS, Size, assert_near, budget, flat, packed, widen
 
 
 def _operator(data: st.DataObject) -> None:

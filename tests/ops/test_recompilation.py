@@ -13,24 +13,10 @@ import pytest
 
 from slipstream.compiler.trace import trace
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.tools.catalog import SAMPLES, Sample, Shape
+from slipstream.tools.catalog import Sample, Shape
+from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
-# Samples of X heads have a fixed number of them; the others take those kernels with many programs.
-CHUNKED = [
-    x
-    for x in SAMPLES
-    if x.op.startswith("chunk_") and x.op != "chunk_hgrn" and "BTX" not in x.tensors
-]
-WAYS = {
-    "few programs": ((2, 300, 16), (1, 301, 33), (7, 64, 5), (1, 1, 1)),
-    "many programs": ((1, 200, 128), (5, 99, 70), (2, 150, 80)),
-    "split": ((1, 32768, 2), (1, 30001, 2), (2, 32000, 1)),
-    "rows": ((2, 8000, 64), (2, 8050, 66), (2, 8100, 65)),
-    "spans": ((1, 8192, 94), (1, 12345, 90), (1, 9000, 80)),
-    "one walk back": ((1, 8192, 96), (1, 12345, 100), (1, 9000, 128)),
-}
-PACKED = ((2, 300, 16), (4, 133, 8), (16, 10, 2), (3, 64, 10))
 PACKED_SPANS = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
 
 

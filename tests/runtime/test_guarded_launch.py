@@ -382,7 +382,7 @@ def jitting(
         pytest.skip("wants Triton, and its compiler")
     from triton.runtime import driver
 
-    from tests.compiler.test_aot import Driver
+    from tests.support.drivers import Driver
     from tests.support.planted_bugs import planted_kernel
 
     # nothing compiled yet: what is in Triton's cache needs no child

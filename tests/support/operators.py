@@ -268,3 +268,21 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if error == 0.0:
         return 0.0
     return error / size if size > 0 else math.inf
+
+
+EPS = {torch.float64: 2.2e-16, torch.float32: 1.2e-7, torch.float16: 9.8e-4, torch.bfloat16: 7.8e-3}
+
+
+CHUNK = 64
+
+
+def budget(dtype: torch.dtype) -> float:
+    """Of relative RMS errors: a chunk of C tokens sums C products, outputs are rounded once."""
+    return 4 * CHUNK * EPS[dtype] if dtype in (torch.float32, torch.float64) else 0.75 * EPS[dtype]
+
+
+def assert_near(op: Operator, got: list[Tensor], want: list[Tensor], tolerance: float, what: str):
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert x.shape == y.shape, (op.name, what, i, x.shape, y.shape)
+        error = relative_error(x, y)
+        assert error <= tolerance, f"{op.name} {what} {i}: {error:.2e} > {tolerance:.2e}"

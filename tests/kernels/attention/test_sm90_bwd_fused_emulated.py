@@ -7,18 +7,8 @@ import torch
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from tests.gluon_emulator.threads import Descriptor, launch_together
-from tests.kernels.attention.test_sm90_emulated import (
-    CALLS,
-    at,
-    desc,
-    factors,
-    flags,
-    found,
-    offsets,
-    ptr,
-    sizes,
-)
 from tests.support.attention_calls import Call, check, incoming, want
+from tests.support.sm90_attention import CALLS, at, desc, factors, flags, found, offsets, ptr, sizes
 
 _LN2 = 0.6931471805599453
 TAKEN = [

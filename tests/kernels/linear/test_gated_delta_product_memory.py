@@ -10,7 +10,7 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import gated_delta_product, workspace
 from slipstream.runtime import call_recorder, call_replay
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.kernels.linear.test_peak_memory import PROMISED, Allocated
+from tests.support.memory import PROMISED, Allocated
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 WIDTH = 128

@@ -14,7 +14,7 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.kernels.linear.test_peak_memory import make
+from tests.support.memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 MODULES = [

@@ -16,6 +16,7 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90 import plan
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.linear_compiled import INVERSE
 from tests.support.sass import arrives_early, disassemble, most_spilled
 
 pytestmark = pytest.mark.skipif(
@@ -29,9 +30,6 @@ CASES = {
     "narrow": (torch.float16, 64, 64, True, False, False),
 }
 SPLIT = CASES["gated"]
-# mma.sync of a warp in inverse.py: nine products of blocks, each 8 columns at a time, and three
-# times for the halves of its operands.
-INVERSE = 9 * 2 * 3
 
 
 MAKES = [

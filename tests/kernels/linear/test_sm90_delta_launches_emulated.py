@@ -18,8 +18,8 @@ from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90 import plan
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import threads
-from tests.kernels.linear.test_sm90_delta_bwd_emulated import wanted
-from tests.kernels.linear.test_sm90_delta_emulated import Descriptor, Pointer, inputs, kernels
+from tests.gluon_emulator.linear import Descriptor, Pointer
+from tests.support.sm90_delta import inputs, kernels, wanted
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"

@@ -9,7 +9,7 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.kernels.linear.test_sm90_delta_compiles import INVERSE
+from tests.support.linear_compiled import INVERSE
 from tests.support.sass import arrives_early, disassemble, overwritten
 
 pytestmark = pytest.mark.skipif(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
-from tests.kernels.linear import test_sm90_delta_emulated as delta
 
 C, SCALE = 64, 0.3
 PACKAGE = "slipstream.kernels.linear.sm90.dplr"
@@ -31,7 +31,7 @@ CASES = {  # kind, T, H, HV, K, V, batch or lengths of packed sequences
 }
 
 
-class Buffer(delta.Buffer):
+class Buffer(emulator.Buffer):
     layout = None
 
     def index(self, i: Any) -> Any:
@@ -57,7 +57,7 @@ def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
 
 @functools.cache
 def kernels() -> SimpleNamespace:
-    with delta.emulated():
+    with emulator.emulated():
         parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd", "scores")
         for name in parts:
             sys.modules.pop(f"{PACKAGE}.{name}", None)
@@ -193,11 +193,11 @@ class Walked:
 
 
 def tiles(x: Tensor | None, width: int, *block: int) -> Any:
-    return x if x is None else delta.Descriptor(x.contiguous(), width, *block)
+    return x if x is None else emulator.Descriptor(x.contiguous(), width, *block)
 
 
 def pointers(*given: Tensor | None) -> list[Any]:
-    return [None if x is None else delta.Pointer(x) for x in given]
+    return [None if x is None else emulator.Pointer(x) for x in given]
 
 
 def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
+from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
-from tests.kernels.linear import test_sm90_delta_emulated as delta
 
 C = 64
 PARTS = "slipstream.kernels.linear.sm90."
@@ -44,7 +44,7 @@ def kernels() -> SimpleNamespace:
         cast=lambda x, dtype: threads.tensor(x),
         associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
     )
-    with mock.patch.object(threads, "_language", return_value=language), delta.emulated():
+    with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
         for name in [x for x in sys.modules if x.startswith(PARTS)]:
             del sys.modules[name]
         own = ("wy", "solve_tril", "intra_safe", "chunk_fwd", "chunk_dstate")
@@ -100,10 +100,10 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     absent |= set() if gated else {"total", "strong"}
     made = {n: None if n in absent else empty((slots, HV, *s)) for n, s in shapes.items()}
     given = (terms.q, terms.k, terms.a, terms.b, terms.v, terms.g, terms.beta)
-    tiles = [None if x is None else delta.Descriptor(x, H * K, C, 64) for x in given[:4]]
+    tiles = [None if x is None else emulator.Descriptor(x, H * K, C, 64) for x in given[:4]]
     rest = (*given[4:], *made.values())
-    tensors = [*tiles, *(None if x is None else delta.Pointer(x) for x in rest)]
-    cu = None if terms.cu_seqlens is None else delta.Pointer(terms.cu_seqlens)
+    tensors = [*tiles, *(None if x is None else emulator.Pointer(x) for x in rest)]
+    cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
     threads._LOCAL.queue, threads._LOCAL.errors = [], []
     of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
     of_all["PACKED"] = cu is not None
@@ -111,7 +111,7 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     with np.errstate(all="ignore"):  # of strong chunks
         threads.launch(kernels().weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated, LIMIT=80.0)
     if gated:
-        tensors[:4] = [None if x is None else delta.Pointer(x) for x in given[:4]]
+        tensors[:4] = [None if x is None else emulator.Pointer(x) for x in given[:4]]
         args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
         threads.launch(kernels().strong, 2, args, **of_all)
     return made
@@ -144,9 +144,9 @@ class Walk:
         return [None if x[0] is None else x for x in widths.values()]
 
     def launch(self, kernel: Any, tiles: list, pointers: tuple, many: int = 1, **flags: Any):
-        descriptors = [x and delta.Descriptor(x[0], x[1], C, x[2]) for x in tiles]
+        descriptors = [x and emulator.Descriptor(x[0], x[1], C, x[2]) for x in tiles]
         pointers = (*pointers, self.terms.cu_seqlens)
-        given = [None if x is None else delta.Pointer(x) for x in pointers]
+        given = [None if x is None else emulator.Pointer(x) for x in pointers]
         args = (*descriptors, *given, *self.sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []
         threads.launch(kernel, many * self.HV * self.slots, args, **self.flags, **flags)

@@ -18,8 +18,8 @@ import torch
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import threads
-from tests.kernels.linear.test_sm90_delta_bwd_emulated import fused
-from tests.kernels.linear.test_sm90_delta_emulated import C, Run, emulated, inputs, kernels
+from tests.gluon_emulator.linear import emulated
+from tests.support.sm90_delta import C, Run, fused, inputs, kernels
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"

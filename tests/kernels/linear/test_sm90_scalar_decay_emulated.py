@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
-from tests.kernels.linear import test_sm90_delta_emulated as delta
 
 C, SPAN, K, V = 64, 2, 128, 128
 CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gated, initial state
@@ -36,7 +36,7 @@ def _scan(x: Any, axis: int, combine: Any) -> Any:
 
 
 def _slice(self: Any, start: int, length: int) -> Any:
-    return delta.Buffer(self.data[start : start + length])
+    return emulator.Buffer(self.data[start : start + length])
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def kernel(name: str) -> Any:
     language.associative_scan = _scan
     with (
         mock.patch.object(threads, "_language", return_value=language),
-        delta.emulated(),
+        emulator.emulated(),
     ):
         for file in ("chunk_fwd", "chunk_bwd"):
             sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
@@ -116,9 +116,9 @@ class Run:
         flags: dict[str, Any],
     ) -> None:
         t, (s_in, s_out, rows, *_) = self.terms, rest
-        made = [p and delta.Descriptor(p[0], p[0].shape[2] * 128, C, p[1]) for p in tiles]
+        made = [p and emulator.Descriptor(p[0], p[0].shape[2] * 128, C, p[1]) for p in tiles]
         given = [*outs, t.g, *rest, t.cu_seqlens]
-        pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
+        pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
         sizes = (self.T, t.sequences, self.HV, *heads, self.B * self.T, self.segment or self.T)
         strides = (0, 0, 0) if t.g is None else t.g.stride()
         flags |= {"C": C, "ST": 2, "SPAN": SPAN, "HAS_GATE": t.g is not None}

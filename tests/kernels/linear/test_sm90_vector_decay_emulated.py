@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
-from tests.kernels.linear import test_sm90_delta_emulated as delta
 
 C, SPAN, K, V = 64, 2, 128, 128
 SCALE = 0.3
@@ -32,7 +32,7 @@ CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gat
 }
 
 
-class Buffer(delta.Buffer):
+class Buffer(emulator.Buffer):
     """Parts of it are places in it."""
 
     layout = None
@@ -59,7 +59,7 @@ def kernel(name: str) -> Any:
     language.min = lambda x, axis: threads.tensor(np.min(x, axis))
     with (
         mock.patch.object(threads, "_language", return_value=language),
-        delta.emulated(),
+        emulator.emulated(),
     ):
         language.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
         sys.modules.pop("slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd", None)
@@ -111,10 +111,10 @@ def walk(
     _, T, HV, X = x.shape
     y = torch.full(x.shape, torch.nan, dtype=torch.float64)
     tiles = [(t.q, K), (t.k, K), (x, 64), (t.g, K), (y, 64)]
-    made = [delta.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
-    made[-1] = delta.Descriptor(y, HV * X, C, 64)
+    made = [emulator.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
+    made[-1] = emulator.Descriptor(y, HV * X, C, 64)
     given = [y, t.u, s_in, s_out, t.cu_seqlens]
-    pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
+    pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
     sizes = (T, t.sequences, HV, t.q.shape[2])
     flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0}
@@ -156,9 +156,9 @@ def edges(t: LinearInputs, do: Tensor, s_in: Tensor | None, sums: dict, reverse:
     _, T, HV, _ = do.shape
     y = torch.full((1, T, HV, K), torch.nan, dtype=torch.float64)
     tiles = [(t.q, K), (t.k, K), (t.v, V), (do, V), (t.g, K), (y, 64)]
-    made = [delta.Descriptor(a, a.shape[2] * a.shape[3], C, n) for a, n in tiles]
+    made = [emulator.Descriptor(a, a.shape[2] * a.shape[3], C, n) for a, n in tiles]
     given = [y, s_in, *sums.values(), t.cu_seqlens]
-    pointers = [None if p is None else delta.Pointer(p.contiguous()) for p in given]
+    pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     sizes = (T, t.sequences, HV, t.q.shape[2])
     flags = {"K": K, "V": V, "C": C, "ST": 2, "SPAN": SPAN, "LOST": 0.0, "BOUND": 60.0}
     flags |= {"REVERSE": reverse, "BEFORE": t.u is not None}

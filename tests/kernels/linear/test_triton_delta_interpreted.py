@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.kernels.linear.test_triton_scalar_decay_interpreted import GATES, reference
 from tests.support.interpreted import PARTS, parts, run
+from tests.support.linear_interpreted import GATES, reference
 from tests.support.operators import offsets, relative_error
 
 # B, T, H, HV, K, V, lengths of packed sequences

@@ -16,7 +16,7 @@ from slipstream.kernels.linear.triton.delta.tiles import KernelTile
 from slipstream.kernels.linear.triton.dplr import tiles as triton_dplr_tiles
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.kernels.linear.triton.scalar_decay import tiles
-from tests.kernels.linear.test_triton_scalar_decay_compiles import TYPES
+from tests.support.linear_compiled import TYPES
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 

@@ -14,27 +14,18 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.compile_worker import Outcome
 from slipstream.compiler.support_matrix import judge
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
-from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, Shape, chosen
+from slipstream.tools.catalog import Shape
+from tests.support.linear_compiled import SHAPES, jobs
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-# Pointers by bytes an element.
-TYPES = {2: "*bf16", 4: "*fp32"}
 ADDITIVE = ("chunk_linear_attn", "chunk_simple_gla")
 DELTA = ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba")
 WIDER = ("chunk_kda", "chunk_dplr_delta_rule", "chunk_iplr_delta_rule", "chunk_gla", "chunk_gsa")
-SHAPES = {str(x): x for x in (*REPRESENTATIVE, *FURTHER)}
 PLAIN = Shape(K=128, V=128)
 NARROW = Shape(B=1, T=170, H=2, K=256, V=30, packed=True, state=True)
-
-
-def jobs(operator: str, shape: Shape, arch: str, backward: bool = True) -> list[Job]:
-    from slipstream.compiler.trace import trace
-
-    sample, *_ = chosen([operator])  # of those with other gates the first
-    return trace(lambda device: sample.call(sample.inputs(shape, device), "triton"), arch, backward)
 
 
 _COMPILED: dict[str, Compiled] = {}

@@ -12,12 +12,11 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.support.interpreted import PARTS, parts, run
+from tests.support.linear_interpreted import GATES, reference
 from tests.support.operators import offsets, relative_error
 
 # B, T, H, HV, K, V, lengths of packed sequences
@@ -29,14 +28,6 @@ SIZES = {
     "packed": (1, 315, 1, 2, 30, 12, (5, 0, 33, 260, 1, 16, 0)),
     "split": (1, 530, 1, 1, 16, 24, None),
     "split, packed": (1, 531, 1, 1, 17, 20, (5, 0, 513, 1, 12, 0)),
-}
-GATES = {
-    "none": lambda x: None,
-    "weak": lambda x: -0.1 * x,
-    "strong": lambda x: -50 * x,
-    "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
-    "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
-    "per head": lambda x: (-0.1 * x[:1, :1]).expand(x.shape),
 }
 SHORT = [size for size in SIZES if "split" not in size]
 # size, gate, dtype, states
@@ -71,25 +62,6 @@ def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
         initial_state=torch.randn(N, HV, K, V) if state else None,
         cu_seqlens=None if lengths is None else offsets(lengths).int(),
     )
-
-
-def reference(
-    terms: LinearInputs, scale: float, do: Tensor, dfinal: Tensor | None
-) -> dict[str, Tensor]:
-    wide = {
-        name: x.double().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None and name != "cu_seqlens"
-    }
-    o, final = linear_reference(LinearInputs(**wide, cu_seqlens=terms.cu_seqlens), scale)
-    loss = (o * do.double()).sum() + (0 if dfinal is None else (final * dfinal.double()).sum())
-    grads = torch.autograd.grad(loss, list(wide.values()), allow_unused=True)
-    pairs = zip(wide.items(), grads)
-    return {
-        "o": o.detach(),
-        "final": final.detach(),
-        **{name: torch.zeros_like(x) if dx is None else dx for (name, x), dx in pairs},
-    }
 
 
 def check(size: str, gate: str, dtype: torch.dtype, state: bool) -> None:

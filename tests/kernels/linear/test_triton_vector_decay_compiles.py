@@ -7,7 +7,7 @@ from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Shape
-from tests.kernels.linear.test_triton_scalar_decay_compiles import SHAPES, jobs
+from tests.support.linear_compiled import SHAPES, jobs
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"

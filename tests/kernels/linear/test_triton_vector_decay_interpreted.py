@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.kernels.linear.test_triton_scalar_decay_interpreted import reference
 from tests.support.interpreted import PARTS, parts, run
+from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, reference
 from tests.support.operators import offsets, relative_error
 
 # B, T, H, HV, K, V, lengths of packed sequences
@@ -28,24 +28,13 @@ SIZES = {
     "split": (2, 150, 1, 1, 20, 17, None),
     "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 190, 1, 37, 0)),
 }
-GATES = {
-    "zero": lambda x: 0 * x,
-    "weak": lambda x: -0.1 * x,
-    "strong": lambda x: -50 * x,
-    "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
-    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
-    "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
-    "per token": lambda x: (-x[..., :1]).expand(x.shape),
-    "bfloat16": lambda x: (-x).bfloat16(),
-}
-FORMS = ("g", "u", "gv")
 # form, size, gate, dtype, states
 CASES = {
     "sample": [
         *(("g", size, "mixed", "float32", True) for size in ("one token", "short", "odd", "wide")),
         *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
         ("u", "packed", "mixed", "float32", True),
-        *(("g", "long", gate, "float32", False) for gate in GATES if gate != "mixed"),
+        *(("g", "long", gate, "float32", False) for gate in CHANNEL_GATES if gate != "mixed"),
         *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
         ("gv", "long", "reset", "float32", False),
         *((form, "grouped", "weak", "float16", True) for form in ("g", "gv")),
@@ -75,7 +64,7 @@ def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Li
     B, T, H, HV, K, V, lengths = SIZES[size]
     N = B if lengths is None else len(lengths)
     q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
-    wide = GATES[gate](torch.rand(B, T, HV, V if form == "gv" else K))
+    wide = CHANNEL_GATES[gate](torch.rand(B, T, HV, V if form == "gv" else K))
     gates = {"gv": wide} if form == "gv" else {"g": wide}
     if form != "g" and form != "gv":
         gates = {"u, no g": {}, "u, g a token": {"g": wide[..., 0]}}.get(form, gates)

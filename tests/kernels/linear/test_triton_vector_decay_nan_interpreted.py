@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.kernels.linear.test_triton_scalar_decay_interpreted import reference
-from tests.kernels.linear.test_triton_vector_decay_interpreted import FORMS, GATES
 from tests.support.interpreted import run
+from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, reference
 from tests.support.operators import relative_error
 
 # A full chunk and another; a power of two of channels, so that none is masked.
@@ -44,7 +43,7 @@ def check(form: str, gate: str, token: int, channels: Any, value: float) -> None
 
     case = f"{form}, {gate}, {value} at {token}"
     q, k, v, x = (torch.randn(1, T, 1, K) for _ in range(4))
-    g = GATES[gate](x.sigmoid())
+    g = CHANNEL_GATES[gate](x.sigmoid())
     g[:, token, :, channels] = value
     gates = {"gv": g} if form == "gv" else {"g": g}
     if form == "u":

@@ -19,17 +19,10 @@ from torch.multiprocessing.spawn import spawn
 from slipstream.compiler import compiler_state
 from slipstream.kernels.loss import shard
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.support.interpreted import error, run
-
-RANKS, V = 2, 37 * 2
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"label_smoothing": 0.2, "z_loss": 0.01},
-    {"softcap": 2.0, "logit_scale": -0.5, "label_smoothing": 0.1, "z_loss": 0.1},
-]
+from tests.support.interpreted import run
+from tests.support.sharded_losses import OPTIONS, RANKS, check
 
 
 @pytest.mark.skipif(not (HAVE_TRITON and dist.is_available()), reason="wants Triton and gloo")
@@ -68,40 +61,6 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
             results.append((*c, shard.dlogits(logits, target, c.lse + 1, terms, *rest)))
     assert all(map(torch.equal, *results))
     assert any("cross_entropy.shard" in str(x.message) for x in said)
-
-
-def found(given: list[Tensor], target: Tensor, **options: Any) -> list[Tensor]:
-    """The loss and the gradients of logits, or of hidden, weight and bias."""
-    leaves = [x.detach().clone().requires_grad_() for x in given]
-    if len(leaves) == 1:
-        loss = cross_entropy(leaves[0], target, **options)
-    else:
-        hidden, weight, bias = leaves
-        loss = linear_cross_entropy(hidden, weight, target, bias, **options)
-    total = loss.double().square().sum()
-    return [loss.detach(), *torch.autograd.grad(total, leaves)]
-
-
-def check(rank: int, options: dict[str, Any], reduction: str, impl: str) -> None:
-    """The same numbers on both ranks, for they have the same seed."""
-    logits, target = 4 * torch.randn(2, 9, V), torch.randint(0, V, (2, 9))
-    target[0, 1] = target[1, 4] = -100
-    if not options:
-        logits[0, 0, : V // 2] = -torch.inf
-        target[0, 0] = V - 1
-    hidden, weight, bias = torch.randn(2, 9, 6), torch.randn(V, 6), torch.randn(V)
-    mine = slice(rank * V // RANKS, (rank + 1) * V // RANKS)
-    options = {**options, "reduction": reduction}
-    ours = {**options, "group": dist.group.WORLD, "impl": impl}
-
-    got = found([logits[..., mine]], target, **ours)
-    want = found([logits.double()], target, **options)
-    pairs = [(got[0], want[0]), (got[1], want[1][..., mine])]
-    got = found([hidden, weight[mine], bias[mine]], target, **ours)
-    want = found([x.double() for x in (hidden, weight, bias)], target, **options)
-    pairs += [*zip(got[:2], want[:2]), (got[2], want[2][mine]), (got[3], want[3][mine])]
-    for i, (x, y) in enumerate(pairs):
-        assert error(x, y) < 2e-5, (options, impl, i, error(x, y))
 
 
 def work(rank: int, path: str) -> None:

@@ -1,0 +1,105 @@
+"""What the linear family's Gluon kernels want of the emulator beyond those of attention."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from tests.gluon_emulator import threads
+
+ANEW = "slipstream.kernels.primitives.smem_scalars", "slipstream.kernels.linear.sm90."
+
+
+class Descriptor(threads.Descriptor):
+    def __init__(self, x: Tensor, width: int, rows: int, columns: int) -> None:
+        super().__init__(x.view(-1, width).numpy(), (rows, columns))
+
+
+class Pointer(threads.Pointer):
+    dtype = SimpleNamespace(element_ty="16-bit")
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.view(-1).numpy())
+
+
+def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:
+    row, column = (int(x) for x in at)
+    assert buffer.shape == desc.block and np.isfinite(buffer.data).all()
+
+    def finish() -> None:
+        part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
+        part[...] = buffer.data[: part.shape[0], : part.shape[1]]
+
+    threads.later(finish, buffer)
+
+
+class Buffer(threads.Buffer):
+    def index(self, i: Any) -> Any:
+        if isinstance(i, np.ndarray) and i.ndim:
+            return OfWarps(self.data[i])
+        found = super().index(i)
+        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
+
+    def permute(self, order: tuple[int, ...]) -> "Buffer":
+        return Buffer(self.data.transpose(order))
+
+    layout = None
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
+        """Of what lies in memory from here on."""
+        size = int(np.prod(shape))
+        flat = self.data.reshape(-1)[:size]
+        if flat.size < size:
+            whole = self.data.base.reshape(-1)
+            first = self.data.ctypes.data - whole.ctypes.data
+            flat = whole[first // whole.itemsize :][:size]
+        assert np.shares_memory(flat, self.data)
+        return Buffer(flat.reshape(shape))
+
+
+class OfWarps(Buffer):
+    """What each warp takes for the same tile."""
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Buffer:
+        assert shape[0] == 1
+        return Buffer(self.data.reshape(-1, *shape[1:]))
+
+
+def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
+    turned = np.flip(x, axis) if reverse else x
+    found = np.cumsum(turned, axis)
+    return threads.tensor(np.flip(found, axis) if reverse else found)
+
+
+@contextmanager
+def emulated() -> Any:
+    """What these kernels want and those of attention don't."""
+    language, barriers = threads._language(), threads._mbarrier()
+    made = SimpleNamespace(get_default_for=threads._nothing)
+    vars(language).update(
+        bfloat16="16-bit",
+        thread_barrier=threads._nothing,
+        zeros_like=lambda x: threads.tensor(np.zeros_like(x)),
+        reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
+        permute=lambda x, order: threads.tensor(np.transpose(x, order)),
+        min=lambda x, axis: threads.tensor(np.min(x, axis)),
+        associative_scan=_scan,
+        split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
+        allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
+        NVMMASharedLayout=made,
+        SwizzledSharedLayout=threads._nothing,
+    )
+    with (
+        mock.patch.object(threads, "_language", return_value=language),
+        mock.patch.object(threads, "_mbarrier", return_value=barriers),
+        mock.patch.object(threads, "_ANEW", ANEW),
+        threads.emulated(),
+    ):
+        import sys
+
+        gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
+        gluon.copy_out = _copy_out
+        yield

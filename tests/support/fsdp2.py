@@ -1,0 +1,102 @@
+"""Models sharded by FSDP2 against whole ones."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.layers import Mixer
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+VOCAB, RANKS = 53, 2
+
+
+MIXERS: list[Any] = [
+    "gated_deltanet",
+    "rwkv7",
+    {"type": "mla", "kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+    "rwkv7",
+]
+
+
+EVERY_MIXER = [*MIXERS, "retention", "gla", "kda", "mamba2", "attention"]
+
+
+def units(model: SlipstreamForCausalLM, which: str) -> list[Any]:
+    """What becomes a unit, inner modules first; a list is one unit."""
+    m, layers = model.model, list(model.model.layers)
+    if which == "tied":
+        return [*layers, [m.embed_tokens, model.lm_head]]
+    choices: dict[str, list[Any]] = {
+        "root": [],
+        "blocks": layers,
+        "ends": [m.embed_tokens, m.norm, model.lm_head],
+        "mixers": [x for x in model.modules() if isinstance(x, Mixer)],
+        # every module that has parameters
+        "everything": [
+            x
+            for x in reversed(list(model.modules()))
+            if any(True for _ in x.parameters()) and not isinstance(x, nn.ModuleList)
+        ][:-1],
+    }
+    return choices[which]
+
+
+def make(which: str, mixers: list[Any]) -> SlipstreamForCausalLM:
+    torch.manual_seed(0)
+    config = SlipstreamConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=24,
+        mixers=mixers,
+        initializer_range=0.2,
+        tie_word_embeddings=which == "tied",
+    )
+    return SlipstreamForCausalLM(config).train()
+
+
+def loss_of(model: SlipstreamForCausalLM, ids: torch.Tensor, reentrant: bool | None) -> Any:
+    if reentrant is not None:
+        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        options = {f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        getattr(model, f"{word}_checkpointing_enable")(**options)
+    return model(ids, labels=ids).loss
+
+
+def compare(
+    cases: list[tuple[str, bool | None]],
+    mixers: list[Any],
+    device: str = "cpu",
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
+) -> None:
+    """Loss and gradients of the sharded model against those of the whole one."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh(device, (ranks,))
+    batches = torch.arange(ranks * 9).mul(7).remainder(VOCAB).view(ranks, 1, 9).to(device)
+    for which, reentrant in cases:
+        whole, sharded = (make(which, mixers).to(device) for _ in range(2))
+        for unit in units(sharded, which):
+            fully_shard(unit, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        # FSDP's gradient is the mean over the processes
+        losses = [loss_of(whole, ids, None) for ids in batches]
+        (sum(losses) / ranks).backward()
+        loss = loss_of(sharded, batches[rank], reentrant)
+        loss.backward()
+        torch.testing.assert_close(loss, losses[rank], rtol=rtol, atol=atol)
+        for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            label = f"units {which}, reentrant {reentrant}, {name}: "
+            assert (p.grad is None) == (q.grad is None), label
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    p.grad.full_tensor(),
+                    q.grad,
+                    rtol=rtol,
+                    atol=atol,
+                    msg=lambda text, label=label: label + text,
+                )
