@@ -1,8 +1,8 @@
-"""The command `slipstream`, in the package's optional dependencies [lm]."""
+"""The command `slipstream`, in the package's optional dependencies [cli]; training needs [lm]."""
 
 import sys
 
-LM = "pip install 'slipstream[lm]'"
+from slipstream.common.extras import missing
 
 
 def main() -> None:
@@ -19,8 +19,6 @@ def not_installed(error: ModuleNotFoundError) -> str:
     Raises:
         ModuleNotFoundError: a module of our own is missing, which no installation mends.
     """
-    name = (error.name or "").partition(".")[0]
-    if name in ("", "slipstream"):
+    if (error.name or "slipstream").partition(".")[0] == "slipstream":
         raise error
-    extra = "pip install 'slipstream[cuda]'" if name == "triton" else LM
-    return f"error: the command wants {name}, which is not installed: {extra}"
+    return f"error: {missing('the command', error)}"

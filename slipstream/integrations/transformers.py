@@ -17,8 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+from slipstream.common import extras
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+except ModuleNotFoundError as error:
+    raise extras.missing("slipstream.integrations.transformers", error, "interop") from None
 
 from slipstream.integrations.masks import (
     Query,

@@ -5,7 +5,12 @@ after `import slipstream` alone they import this where they load such a model
 (integrations/auto_models.py).
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from slipstream.common import extras
+
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    raise extras.missing("slipstream.models", error) from None
 
 from slipstream.models.cache import LayerState as LayerState
 from slipstream.models.cache import StateCache as StateCache

@@ -1,0 +1,95 @@
+"""The package as pip sees it: version, metadata, extras, and what is said where one is missing."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import slipstream
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# the name of a module -> the package that brings it, where they differ
+PACKAGES = {"yaml": "pyyaml", "huggingface_hub": "transformers"}
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys({absent!r}))\n{code}"
+
+
+def requirements(extra: str) -> set[str]:
+    """Names of the packages that an extra brings, through the extras that it names."""
+    found: set[str] = set()
+    for line in PROJECT["optional-dependencies"][extra]:
+        name = re.match(r"[\w.-]+", line)
+        assert name
+        inner = re.match(r"slipstream\[([\w,]+)\]", line)
+        found |= {name[0]} if inner is None else set()
+        for other in inner[1].split(",") if inner else ():
+            found |= requirements(other)
+    return found
+
+
+def run_without(absent: tuple[str, ...], code: str) -> subprocess.CompletedProcess:
+    script = WITHOUT.format(absent=absent, code=code)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_package_version_is_that_of_pyproject() -> None:
+    assert slipstream.__version__ == PROJECT["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {PROJECT['version']}" in changelog
+
+
+def test_package_is_typed() -> None:
+    assert (Path(str(slipstream.__file__)).parent / "py.typed").exists()
+
+
+def test_package_imports_are_declared() -> None:
+    """Every third-party module that slipstream imports is a dependency or in an extra."""
+    base = {re.split(r"[^\w-]", x)[0] for x in PROJECT["dependencies"]}
+    declared = base | requirements("lm") | requirements("cuda")
+    undeclared = set()
+    for path in (ROOT / "slipstream").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in {x.partition(".")[0] for x in names}:
+                if name not in sys.stdlib_module_names and name != "slipstream":
+                    package = PACKAGES.get(name, name)
+                    undeclared |= set() if package in declared else {f"{path}: {name}"}
+    assert not undeclared
+
+
+def test_missing_extra_is_named() -> None:
+    wanted = {
+        "import slipstream.models": ("transformers", "lm"),
+        "import slipstream.integrations.transformers": ("transformers", "interop"),
+        "import slipstream.cli; slipstream.cli.main()": ("typer", "cli"),
+    }
+    code = "".join(
+        f"try:\n    {x}\nexcept (ImportError, SystemExit) as error:\n    print(error)\n"
+        for x in wanted
+    )
+    done = run_without(("transformers", "typer"), code)
+    assert done.returncode == 0, done.stderr
+    for line, (module, extra) in zip(done.stdout.splitlines(), wanted.values(), strict=True):
+        assert module in line and line.endswith(f"pip install 'slipstream[{extra}]'")
+
+
+def test_operators_need_torch_alone() -> None:
+    """import, one operator and its gradient without any extra, and without numpy."""
+    extras = requirements("lm") | requirements("cuda") | {"yaml"}
+    code = (
+        "import torch, slipstream\n"
+        "q, k, v = (torch.randn(1, 40, 2, 8, requires_grad=True) for _ in range(3))\n"
+        "o, _ = slipstream.ops.chunk_retention(q, k, v)\n"
+        "o.sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+    )
+    done = run_without(tuple(sorted(extras - {"torch", "filelock"})), code)
+    assert done.returncode == 0, done.stderr
