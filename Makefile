@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-all test-gpu lint check matrix venv
+.PHONY: demo test test-oldest test-all test-gpu lint check docs matrix venv
 
 venv: $(VENV)/.installed
 
@@ -49,6 +49,10 @@ lint: venv
 	$(RUN) tools/sizes.py
 
 check: lint test
+
+# The documentation site, docs/_build/html. Any warning, such as a broken link, is an error.
+docs: venv
+	OMP_NUM_THREADS=1 $(RUN) -m sphinx -W -n -q --keep-going -b html docs docs/_build/html
 
 # The kernels for every architecture, without a GPU: docs/SUPPORT.md. Under the Triton that is here
 # thoroughly, with other ptxas on sm_90 if PTXAS names some, and under the other releases briefly.

@@ -68,12 +68,17 @@ class SlipstreamConfig(PreTrainedConfig):
     Args:
         mixers: one entry per layer, bottom first: a name of MIXERS, or a dict
             {"type": name, option: value, ...} whose options go to the layer's class.
+        vocab_size: entries of the vocabulary.
         hidden_size: width D of the residual stream.
         num_heads: heads of every mixer whose dict does not say otherwise.
         intermediate_size: width of the SwiGLU MLP; None is 8/3 D, rounded up to a multiple of 32.
         norm_eps: added to the mean square inside every RMSNorm of the residual stream.
         initializer_range: standard deviation of the embedding, MLP and head weights at the start.
+        use_cache: forward returns a StateCache unless it is told otherwise, when not training.
         tie_word_embeddings: the head is the embedding, transposed.
+        pad_token_id: the token that generate pads with.
+        bos_token_id: the token that generate begins with if there is no prompt.
+        eos_token_id: the token, or tokens, that end generation.
 
     Raises:
         ValueError: `mixers` is empty, names an unknown mixer or has a dict without "type";

@@ -43,6 +43,8 @@ class Data:
     suffixes: which files of a directory are text.
     exclude: globs, matched against the path below its directory, of files to leave out.
     eval_files: the held-out text; if empty, a share `held_out` of the documents of `files`.
+    held_out: that share, from 0 to 1.
+    text_field: the field of a line of a .jsonl file that has the text.
     row_tokens: tokens of a row; a batch is training.per_device_train_batch_size rows.
     lanes: how many documents are read side by side, for rows of a batch that are not alike.
     packing: "separator" lets the state run on from a document into the next, with the
@@ -76,7 +78,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon for the matrices of the blocks; training.learning_rate is then that of the rest."""
+    """Muon for the matrices of the blocks; training.learning_rate is then that of the rest.
+
+    learning_rate: of the matrices.
+    momentum: of the matrices' gradients.
+    """
 
     learning_rate: float = 0.02
     momentum: float = 0.95

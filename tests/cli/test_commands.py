@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain"])
 def test_a_command_has_a_page_that_names_its_options(name: str) -> None:
     group: Any = typer.main.get_command(app)
-    text = (ROOT / f"docs/{name}.md").read_text()
+    text = (ROOT / f"docs/tools/{name}.md").read_text()
     assert text.startswith(f"# slipstream {name}\n")
     for option in group.commands[name].params:
         if isinstance(option, click.Option) or option.param_type_name == "option":
