@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Kernels that leave a wrong id where core.ids looks for it.
 
 Program i has the ids [i R, (i + 1) R) and writes the first wrong one of them into slot i; the first

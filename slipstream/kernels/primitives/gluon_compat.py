@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """The one place that imports Gluon: its names differ between Triton's releases, 3.6 to 3.9.
 
 Kernels use the names of Triton 3.6; what a later release calls otherwise gets its old name here.

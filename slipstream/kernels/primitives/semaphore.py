@@ -1,5 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 """Sums in global memory that programs add to one after another: who is next, and the addition.
 
 A warp that is alone in its partition takes these steps with all of its threads together; several
@@ -15,9 +13,9 @@ from slipstream.kernels.primitives.gluon_compat import gl, gluon
 @builtin
 def tma_reduce_add(desc, coord, src, _semantic=None):
     """Starts to add a tile in shared memory to one in global memory."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)  # pyright: ignore[reportOptionalMemberAccess]
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @gluon.jit

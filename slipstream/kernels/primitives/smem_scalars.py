@@ -1,5 +1,3 @@
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportArgumentType=false, reportCallIssue=false
 """Numbers that all threads of a program know, in shared memory: read where they are wanted, they
 take no registers in between, and nothing of what is made of them is made before a loop and kept.
 """

@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """The gradients of k and v for sm_90 and heads of 256: two warpgroups walk over the queries of the
 same 64 keys, and one makes dv, one dk.
 

@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """The warps of bwd_fused.py that add the tiles of dq, one after another, in global memory.
 
 Tiles of queries of a sequence, by head, are numbered on and on; a packed sequence begins at tile

@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """All three gradients in one walk for sm_90: five products a tile where two kernels make seven.
 
 Two warpgroups of 64 keys walk over their queries as in bwd_dkv.py, from the last to the first,

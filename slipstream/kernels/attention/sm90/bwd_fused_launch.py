@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """The launches of bwd_fused.py, and of what goes before and after it."""
 
 from typing import Any

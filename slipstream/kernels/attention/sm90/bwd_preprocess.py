@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportGeneralTypeIssues=false
 """What goes before and after bwd_fused.py, by its tiles of queries.
 
     base_t = log2(e) lse_t      delta_t = o_t . do_t - dlse_t      dq_t = scale sum_s dx_ts k_s

@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """What the kernels share: units of work, where a tile lies, what it sees, and rings of buffers.
 
 A program takes unit after unit, `programs` apart. A unit is a tile of a pair (sequence, head);

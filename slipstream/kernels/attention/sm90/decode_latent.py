@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """Attention of all heads to one cache of latents (MLA, absorbed), for sm_90.
 
     x_ts = scale q_t . [c_s, r_s]     o_t = sum_s softmax(x_t)_s c_s     c [512], r [64]

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """The launch over a cache of latents for sm_90, where TMA can read it."""
 
 from torch import Tensor

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """Launches of attention and its gradient for sm_90: no synchronisation, nothing that depends on
 lengths. TMA reads q, k, v and do where they lie, if their strides let it; else they are copied.
 """

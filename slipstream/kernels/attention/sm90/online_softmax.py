@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """The forward's weights of a tile of keys, and the numbers of a row that keep them small.
 
     p_ts = e^(x_ts - m)      m' = max_s x_ts where that is greater than m + SLACK, else m

@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """Which unit of work a program takes next: the one `programs` on, or the first nobody has taken.
 
 Units of a mask or of mixed lengths differ in work, so that a program that takes every so manieth is

@@ -1,5 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Attention of few queries to a long cache: each program takes a share of the keys.
 
 The queries of the heads that read one head of keys are rows of one tile: row r is query r / group

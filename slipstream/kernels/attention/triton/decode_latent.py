@@ -1,5 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Attention of all heads to one cache of latents, keys and values at once (MLA, absorbed).
 
 A row of the cache is [c, r] with c [R], r [P]; x_s = q_c . c_s + q_r . r_s, o = sum_s p_s c_s:

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """Launches over a cache of latents: into how many shares its keys are cut."""
 
 import math

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """Launches over a cache: how many shares the keys are cut into, and where new keys go."""
 
 import torch

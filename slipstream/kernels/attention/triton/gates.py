@@ -1,5 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Sums of the forgetting gates before attention, and of their gradient after it.
 
     G_t = g_1 + ... + g_t          a query at t sees key s with G_t - G_s beside its score

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """Launches of attention and its gradient: no synchronisation, nothing that depends on lengths.
 
 Memory beyond results: two float32 numbers a query and head on the way back; with gates two more a

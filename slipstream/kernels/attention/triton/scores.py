@@ -1,5 +1,3 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """What the kernels of the family share: where a sequence lies, who sees whom, and the scores.
 
 Rows are queries or keys of a sequence, positions are those of its keys; query r stands at position

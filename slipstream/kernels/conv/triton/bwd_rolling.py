@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """The short convolution's gradient where no sequences are packed: conv.py's, one tile after the
 other.
 

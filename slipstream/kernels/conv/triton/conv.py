@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """The short convolution, forward, backward and one step.
 
     z_t = bias + sum_k w_k x_{t-k}          k = 0 .. W-1 tokens back, w_k = weight[:, W-1-k]
@@ -210,7 +208,7 @@ def conv_bwd_kernel(
                 b_z = b_b
                 if SILU:
                     b_z = _dot(ws, xs, b_b, r, W)
-                b_dz = _dz(dys[r].to(tl.float32), b_z, SILU)
+                b_dz = _dz(dys[r].to(tl.float32), b_z, SILU)  # pyright: ignore[reportAttributeAccessIssue]
                 dzs = dzs + (b_dz,)
                 if r < BT:
                     sums = _add(sums, b_dz, xs, r, W)

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the short convolution: no synchronisation, nothing that depends on device values.
 
 Memory beyond results: packed, two numbers a token; backward, W + 1 numbers a channel for each of P

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the scan (scan.py): one, after memory for its words is zeroed.
 
 Tiles depend on nothing but the direction, and what is before a tile on its own sequence alone: a

@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """One kernel for the scan, forward and backward, that reads and writes everything once.
 
     y_r = a_r y_{r-1} + x_r                                      r = 0 .. rows - 1 of a sequence

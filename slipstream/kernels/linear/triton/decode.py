@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportInvalidTypeForm=false
 """The whole linear family token by token, in one launch: decoding, and short sequences.
 
     S <- exp(g_t) S exp(gv_t)                        g_t a number or [K], down the rows; gv_t [V]

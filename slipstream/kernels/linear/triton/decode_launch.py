@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the step (decode.py): one each, no copy of an input that has its heads in a row.
 
 The tile depends on widths alone, so a sequence's result is the same bits in every batch.

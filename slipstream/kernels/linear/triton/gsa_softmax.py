@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Rows of scores to probabilities and back, from float32 to 16 bits at once.
 
     p = exp(x - max x) / sum exp(x - max x)          dx = p * (dp - p . dp)

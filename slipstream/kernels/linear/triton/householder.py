@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Rows of tokens among those of their n steps, and back.
 
     y[t n + i] = x[t] if i = at else 0            x[t] = y[t n + at]

@@ -6,8 +6,6 @@ meets the state that the span before has left. All others meet what they begin w
 crosses is known to the device alone, so the state at a border is copied by its number.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

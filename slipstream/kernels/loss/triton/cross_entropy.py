@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Cross entropy of rows of V logits, and its gradient in the same program.
 
     z = scale * logits, then softcap * tanh(z / softcap) if there is a cap

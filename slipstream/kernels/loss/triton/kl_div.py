@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """KL divergence of two rows of V logits, and the gradient of the second in the same program.
 
     p = softmax(t / T), q = softmax(s / T)                  t of the teacher, s of the student

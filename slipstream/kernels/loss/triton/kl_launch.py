@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the KL divergence behind two linear layers: no synchronisation.
 
 The rows go through in chunks of two buffers of logits, the student's of which become their gradient

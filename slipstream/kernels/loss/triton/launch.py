@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the losses: no synchronisation, nothing that depends on device values.
 
 The linear layer's rows go through in chunks of one buffer of logits, which become their gradient

@@ -1,5 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingImports=false
-# pyright: reportArgumentType=false
 """Launch of the matmul for sm_90: no synchronisation.
 
 Memory beyond the result: a copy of a factor that TMA or wgmma cannot take as it is: one that does

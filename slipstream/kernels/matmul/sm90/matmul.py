@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportCallIssue=false, reportAssignmentType=false
 """A persistent matmul for sm_90: one warp loads by TMA, two warpgroups multiply by wgmma.
 
     z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
@@ -223,7 +220,7 @@ def _multiply(
             row, col = i_m * 128 + c * 64, i_n * BN + j * (BN >> LEVELS)
             if OUT_T:
                 _finish(
-                    part.permute((1, 0)), buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
+                    part.permute((1, 0)), buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,  # pyright: ignore[reportAttributeAccessIssue]
                     col, row, N, M, r_stride, sa_stride, sb_stride, ACTIVATION,
                 )  # fmt: skip
             else:

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the portable matmul: no synchronisation. Memory beyond the result: S times as much in
 float32 where K is split in S, and a copy of a factor neither of whose strides is 1."""
 

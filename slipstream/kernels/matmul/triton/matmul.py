@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """The portable matmul, by pointers: any shape and strides, a tile a program.
 
     z = (a b) * scale_a * scale_b + bias        out = f(z) + residual

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the norm kernels: no synchronisation, nothing that depends on device values.
 
 Memory beyond results: one or two numbers a row, and in backward P rows of partial sums, P a small

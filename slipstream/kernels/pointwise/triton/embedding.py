@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Rows of a table by id, in one pass that also looks for ids outside of it.
 
     y[n, :] = weight[min(max(ids[n], 0), V - 1), :]

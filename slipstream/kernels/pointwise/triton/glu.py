@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """An activation of a gate, times what it lets through.
 
     y = f(gate) up        dgate = dy up f'(gate)        dup = dy f(gate)        up may be missing: 1

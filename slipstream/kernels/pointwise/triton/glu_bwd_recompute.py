@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """The gradients of an activation, which is made once more on the way, in place of what came in.
 
     h = f(gate) up        dgate = dh up f'(gate)        dup = dh f(gate)        up may be missing: 1

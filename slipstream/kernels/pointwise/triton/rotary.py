@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 """Rotary embedding: one read and one write, of any strides but the last.
 
     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward with -sin

@@ -1,6 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """The neighbour of each token in its sequence: one read and one write.
 
     y_t = x_{t-1}    y_first = edge    end = x_last         of an empty sequence  end = edge

@@ -1,9 +1,5 @@
 """What kernels of the linear family on sm_90 share."""
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,
     fence_async_shared,

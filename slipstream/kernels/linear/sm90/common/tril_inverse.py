@@ -12,10 +12,6 @@ Rows of a block on the diagonal lie in a thread and its columns in lanes, so tha
 substitution exchanges one number a thread.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.primitives.gluon_compat import LARGER_VIEWS, gl, gluon
 
 mma_v2 = gl.nvidia.hopper.mma_v2

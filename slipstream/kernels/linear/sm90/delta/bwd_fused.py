@@ -31,10 +31,6 @@ the way to a part's end `walk`. Step j of a program is the i-th back, where it h
 through j - i chunks.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     load_beta_gate,

@@ -11,10 +11,6 @@ M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not re
 BK channels of K at a time.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import store_tile
 from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
 from slipstream.kernels.primitives.gluon_compat import (

@@ -8,10 +8,6 @@ through the buffers of what there is on the way back: R in that of q, S in that 
 dv. The last chunk's S and w go to where the way back looks for them.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import zero_tail_rows
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,

@@ -13,10 +13,6 @@ V as the rows, as in chunk_fwd.py; so are the parts of a program:
     keep     writes dS' and dv               load     k, q, do and R by TMA, beta and G
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     load_beta_gate,

@@ -18,10 +18,6 @@ many chunks, from where backward walks once more (bwd_fused.py). Rings: ST stage
 beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     load_beta_gate,

@@ -12,10 +12,6 @@ w for backward; load, which makes of G what they multiply by. Rings: ST stages o
 G; two of q; one of S and of w.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, store_tile, zero_tail_rows
 from slipstream.kernels.linear.sm90.delta.device import (
     alloc_stages,

@@ -1,9 +1,5 @@
 """What the walks of the delta rule on sm_90 share: where a program is and what it finds there."""
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import locate_segment
 from slipstream.kernels.primitives.gluon_compat import (
     gl,

@@ -10,10 +10,6 @@ each time, so that nobody has to keep them apart. Programs are numbered so that 
 the one before it, of the same chunk, is done, and its tiles are in the L2 cache still.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     add_rows_masked,
     alloc_mbarriers,

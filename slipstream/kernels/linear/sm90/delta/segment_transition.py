@@ -14,10 +14,6 @@ wanted: these count as M = 0, which `far` says of each segment and head. state_p
 them.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers
 from slipstream.kernels.linear.sm90.delta import chunk_dstate, chunk_fwd
 from slipstream.kernels.linear.sm90.delta.device import (

@@ -7,11 +7,6 @@ tokens' I - beta k k^T make a state at most: 0, as log2, for keys of norm 1 and 
 gates leave of a state is bounded by that.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     invalidate_mbarriers,

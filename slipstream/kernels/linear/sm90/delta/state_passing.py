@@ -7,9 +7,6 @@ A segment begins at the nearest one before it whose M counts as zero, and goes o
 where states decay within a segment that is the one before. V as the rows, in float32.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

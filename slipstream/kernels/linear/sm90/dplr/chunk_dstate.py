@@ -8,11 +8,6 @@ V as the rows, a part of 4 warps for 64 columns of V, as in chunk_fwd.py. dS' an
 of sequences in segments (SPLIT), first where the walk of each ends, alone.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,

@@ -15,11 +15,6 @@ first, as in triton/dplr/chunk.py: nothing else is written then, and a program h
 columns of M as another has of V, for which U and v are zeros.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     locate_sequence,

@@ -21,10 +21,6 @@ What goes to global memory is stored after a fence rather than before, which wou
 Strong chunks are computed, too: intra_safe_bwd.py, which comes later, writes over them.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (

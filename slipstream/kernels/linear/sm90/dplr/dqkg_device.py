@@ -1,9 +1,5 @@
 """Parts of the gradients' kernels of per-channel decay on sm_90 (dqkg.py)."""
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier
 

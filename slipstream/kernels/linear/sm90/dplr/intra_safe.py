@@ -11,11 +11,6 @@ for delta x = q and y = k, in both halves. Gates are bf16 numbers and what those
 memory for delta, whose programs have room for it; else in the tiles of x and y, before those.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve

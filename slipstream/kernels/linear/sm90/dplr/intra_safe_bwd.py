@@ -10,11 +10,6 @@ is what comes to q and s there and to w and u here. dg is what each exponent giv
 at a level x dx, at the edges of the chunk that of the states. No sum is a difference of larger.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     invalidate_mbarriers,

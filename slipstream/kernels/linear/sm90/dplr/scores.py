@@ -10,11 +10,6 @@ A chunk is a program of 4 warps. Two or three of them fit a multiprocessor, so t
 another computes; for that dS' comes into the memory of x and v, once the scores have been made.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     invalidate_mbarriers,

@@ -3,11 +3,6 @@
 R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T (R ak)^T
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,

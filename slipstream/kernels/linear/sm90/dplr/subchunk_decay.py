@@ -10,10 +10,6 @@ the decay of such a pair is exp(e_i + e_j), both at most 1. Levels 0 to 5 have e
 once. No sum is a difference of larger ones.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 LEVELS = gl.constexpr(6)

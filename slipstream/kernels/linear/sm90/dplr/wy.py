@@ -11,11 +11,6 @@ A chunk is a program of 4 warps that takes 64 channels at a time. Operands of pr
 three programs fit a multiprocessor, and one loads while another computes.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnboundVariable=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     invalidate_mbarriers,

@@ -13,10 +13,6 @@ so that q, k, v and do are read once for both. Parts of a program:
     load          q, k, v, do by TMA
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,

@@ -15,10 +15,6 @@ memory:
     load          r, w, x by TMA                 there; clears a short chunk's rest
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,

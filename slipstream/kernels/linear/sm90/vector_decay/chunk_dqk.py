@@ -13,10 +13,6 @@ carry 64 rows of the state each. Parts of a program:
     edges         qs and ke in place             load     q, k, v, do, gates by TMA
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,

@@ -19,10 +19,6 @@ Parts of a program:
     scores        r, w and A in place            load     q, k, v, gates by TMA
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,

@@ -15,10 +15,6 @@ Where reads come before the write (u given) r_i leaves out its own gate, and A[i
 One warp sums up the chunk's gates beforehand, and says by a flag which of both it is.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from slipstream.kernels.linear.sm90.common.device import zero_tail_rows
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,

@@ -5,8 +5,6 @@ and in one order, they are those of the head that was shared. Memory is read onc
 over so few elements takes twice the time.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 from typing import Any
 
 import triton

@@ -4,8 +4,6 @@ By a launch, which a recorded call plays under autocast too (runtime/custom_op.p
 operations of torch.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 from typing import Any
 
 import torch

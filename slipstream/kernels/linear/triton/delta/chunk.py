@@ -23,9 +23,6 @@ K of fewer channels than a chunk has tokens: without decay every key is written 
 each time rounds. FINE then takes w, x and R as pairs of 16 bits.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

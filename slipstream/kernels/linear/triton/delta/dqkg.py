@@ -19,9 +19,6 @@ channels of K at a time. The loads of the loops feed products only, else they ar
 advance: so the sum is the diagonal of one.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

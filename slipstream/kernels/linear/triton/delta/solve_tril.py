@@ -10,9 +10,6 @@ blocks of 2 side. Unlike the product of (I + N^2^n), which for keys alike sums t
 cancel, no step computes anything larger than parts of R and L.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -19,9 +19,6 @@ segment makes M S + E of the state S that it meets, and back M^T dS + dE. E is w
 that starts from 0, M where one without U and v does that starts from the identity.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -16,9 +16,6 @@ a minus of what scores gave b and k from t on, less what is not in the decay fro
 Pairs (i, i) have no decay; they come last. Strong chunks are left to intra_safe_bwd.py.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -17,9 +17,6 @@ on from there as above. Chunks that are such a block in all of their channels ne
 (intra_anchored.py).
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

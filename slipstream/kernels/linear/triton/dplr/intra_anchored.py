@@ -12,9 +12,6 @@ those that nothing reads among them. A chunk with a channel beyond that is "stro
 here leave it to those of intra_safe.py and intra_safe_bwd.py (gate_sums.py).
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -4,9 +4,6 @@ As wy.py, which marks the chunks, does it for the others, but with scores summed
 step (gate_sums.py). Other programs have nothing to do.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -12,9 +12,6 @@ i >= t > j alone, but for pairs within a block of the first step, whose shares b
 cancel.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

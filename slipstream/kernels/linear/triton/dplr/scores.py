@@ -11,9 +11,6 @@ Scores [C, C] stay in memory between this kernel, which sums over V, and that of
 which works on some channels of K.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -21,9 +21,6 @@ In 16 bits R is not rounded before the products, nor U: without decay, rounding 
 puts outputs off by 6e-3, where this leaves 4.9e-3.
 """
 
-# pyright knows neither what a jit function returns nor constexpr
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

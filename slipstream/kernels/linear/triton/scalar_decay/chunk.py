@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 """One kernel for the additive family with no decay or one a token: forward, and all of backward.
 
     y_i = scale * sum over j <= i of exp(G_i - G_j) (r_i . w_j) x_j          G_i = g_1 + ... + g_i

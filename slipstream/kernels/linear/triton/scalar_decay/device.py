@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Parts of the portable walks over chunks: gates, decayed scores, where a walk begins
 (chunk.py)."""
 

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the walk (chunk.py): no synchronisation, nothing that depends on device values.
 
 Memory beyond results: with grouped heads the gradients of q and k for each value head; for a

@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """After the walk (chunk.py): the states that segments meet, and the gate's gradient.
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches with a decay per channel: no synchronisation, nothing that depends on device values.
 
 Forward: q and k times their decays to the edges of their chunk, and the scores within it, all

@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 """Decay per channel: everything that meets the state, by walks that keep it in registers.
 
     qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)      D = exp(gates of a chunk)
@@ -157,7 +155,7 @@ def vector_decay_chunk_kernel(
             span = own_spans - 1 - i_span if REVERSE else i_span
             first = span * SPAN
             count = tl.minimum(chunks - first, SPAN)
-            p_anchor = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
+            p_anchor = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s  # pyright: ignore[reportAttributeAccessIssue]
             if REVERSE:
                 b_z = tl.sum(b_s * tl.load(p_anchor, mask=m_s, other=0.0), 1)
         else:

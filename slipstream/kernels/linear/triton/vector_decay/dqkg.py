@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 """Decay per channel: the gradients on its side of the state, all chunks at once.
 
 With dqs, dke and z of the walks (chunk.py), P = do v^T, and u = 1 if there is none,

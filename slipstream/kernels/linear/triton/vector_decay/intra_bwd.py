@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 """Decay per channel: the gradients of dqkg.py in chunks that are not one safe block.
 
 By levels (subchunk_decay.py), and dg is what every exponent adds to its gates: at a level e_t what

@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Decay per channel: what the walks (chunk.py) need of every chunk, all chunks at once.
 
     qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)    D = exp(gates of the chunk)

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false, reportIndexIssue=false
 """Launches of the walks with a decay per channel (chunk.py), for backend.py."""
 
 from functools import cache

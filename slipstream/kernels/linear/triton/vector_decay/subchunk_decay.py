@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Decay per channel inside a chunk of C tokens, so that no exponent overflows.
 
 Between a read r_i and a write w_j, j < i, channels decay by exp(G_i - G_j), which as exp(G_i) times
