@@ -6,6 +6,7 @@ trace under torch.compile.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
@@ -39,9 +40,29 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
         for name, x in kwargs.items():
             if type(x) is not Tensor and name in types_of:
                 _expect_type(name, x, types_of[name])
-        return fn(*args, **kwargs)
+        if torch.compiler.is_compiling() or _running.name:
+            return fn(*args, **kwargs)
+        _running.name = fn.__name__
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _running.name = ""
 
     return call
+
+
+class _Running(threading.local):
+    """The public function that this thread is inside of, and "" outside of all."""
+
+    name = ""
+
+
+_running = _Running()
+
+
+def name_of_caller(otherwise: str) -> str:
+    """What errors from deep inside call the public function that the user called."""
+    return f"slipstream.ops.{_running.name}" if _running.name else otherwise
 
 
 def _tensor_types(fn: Callable[..., Any]) -> dict[str, tuple[type, ...]]:

@@ -23,6 +23,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+
+from slipstream.common.checks import name_of_caller
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -55,8 +58,8 @@ def refuse_tangents(operator: str, args: tuple) -> None:
 
 def _raise(operator: str) -> NoReturn:
     raise NotImplementedError(
-        f"{operator}: torch.func's transforms and forward-mode derivatives are not implemented; "
-        "torch.autograd.grad and backward are"
+        f"{name_of_caller(operator)}: torch.func's transforms and forward-mode derivatives are not "
+        "implemented; torch.autograd.grad and backward are"
     )
 
 
@@ -65,7 +68,7 @@ Saved = tuple[Any, ...]
 
 
 class Function(torch.autograd.Function):
-    """operator: what errors call it."""
+    """operator: what errors call it where no public function is on the stack."""
 
     operator: str
 
@@ -75,7 +78,12 @@ class Function(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             _raise(cls.operator)
         refuse_tangents(cls.operator, args)
-        return super().apply(*args)
+        results = super().apply(*args)
+        first = results[0] if isinstance(results, tuple) else results
+        node = first.grad_fn if isinstance(first, Tensor) else None
+        if isinstance(node, BackwardCFunction):  # what backward gets as ctx
+            node.called_by = name_of_caller(cls.operator)  # pyright: ignore
+        return results
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +107,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return results
         results = results if isinstance(results, tuple) else (results,)
         made = [x for x in results if x is not None]
-        refusing = iter(_Refusing.apply(ctx._forward_cls.operator, len(made), *made, *through))
+        operator = getattr(ctx, "called_by", ctx._forward_cls.operator)
+        refusing = iter(_Refusing.apply(operator, len(made), *made, *through))
         return tuple(None if x is None else next(refusing) for x in results)
 
     return run

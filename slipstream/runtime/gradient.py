@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._library.utils import fill_defaults
 
+from slipstream.common.checks import name_of_caller
 from slipstream.runtime.autograd import refuse_tangents
 
 _GRADIENTS: dict[Any, Callable] = {}
@@ -57,7 +58,7 @@ def _with_gradients(overload: Any, below: Callable, args: tuple) -> tuple[Tensor
         first = (given,) if isinstance(given, Tensor) else tuple(given)
         if len(first) == len(overload._schema.returns):
             return first
-    return first + _WithoutGradient.apply(str(overload), below, *args)[len(first) :]
+    return first + _WithoutGradient.apply(name_of_caller(str(overload)), below, *args)[len(first) :]
 
 
 class _WithoutGradient(torch.autograd.Function):

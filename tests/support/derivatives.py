@@ -27,6 +27,14 @@ class Case:
     call: Callable[[Args], list[Tensor]]
     inputs: Callable[[], Args]
 
+    @property
+    def public_name(self) -> str:
+        """What errors call the function, as a pattern: the case's name begins with it."""
+        if self.name == "short_convolution-operator":  # called as no public function does
+            return "slipstream::short_convolution"
+        name = self.name.partition("-")[0]
+        return rf"slipstream\.ops\.{'rotary_embedding' if name == 'rotary' else name}"
+
     def flat(self) -> tuple[Run, list[Tensor]]:
         """The call as a function of its floating tensors alone, and these."""
         args = self.inputs()
