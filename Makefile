@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-all test-gpu lint check docs matrix venv
+.PHONY: demo test test-oldest test-newest newest test-all test-gpu lint check docs matrix venv
 
 venv: $(VENV)/.installed
 
@@ -34,6 +34,21 @@ OLDEST = transformers==5.17.0
 test-oldest: venv
 	test -d $(VENV)/oldest || $(RUN) -m pip install --quiet --target $(VENV)/oldest "$(OLDEST)"
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) tests/integrations tests/models/test_packing.py
+
+# Under the newest torch with the Triton it wants: what differs between releases of either, and a sample
+# of the rest. PyPI has it with CUDA's libraries alone: 2.6 GB, 5.2 GB unpacked.
+NEWEST ?= torch==2.14.1
+NEWEST_TESTS = tests/compiler/test_aot.py tests/compiler/test_trace.py tests/cli/test_diagnosis.py \
+  tests/compiler/test_support_matrix.py::test_every_kernel_is_reached_by_the_matrix \
+  tests/gluon_emulator/test_race_detector.py tests/kernels/test_gluon_compat.py \
+  tests/models/test_export.py tests/ops/test_compile.py::test_linear_ops_pass_opcheck \
+  tests/ops/test_compile.py::test_operator_exports_with_gradients tests/ops/test_random_sizes.py
+
+newest: venv
+	test -d $(VENV)/newest || $(RUN) -m pip install --quiet --no-compile --target $(VENV)/newest "$(NEWEST)"
+
+test-newest: newest
+	PYTHONPATH=$(VENV)/newest $(PYTEST) $(NEWEST_TESTS)
 
 test-all: venv
 	$(PYTEST) -m ""
