@@ -1,0 +1,81 @@
+"""Numbers of README.md and docs come from rows of bench/results (tools/claims.py)."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))
+
+import claims  # noqa: E402
+import performance_tables  # noqa: E402
+from performance_tables import Row, number, tables  # noqa: E402
+
+PAGES = [claims.name_of(x) for x in claims.pages()]
+STATED = "docs/performance.md"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_numbers_have_rows(page: str) -> None:
+    assert claims.problems(page, (ROOT / page).read_text(encoding="utf-8"), tables()) == []
+
+
+def test_every_table_is_on_a_page() -> None:
+    texts = [(ROOT / x).read_text(encoding="utf-8") for x in PAGES]
+    assert {x[2] for text in texts for x in claims.BLOCK.finditer(text)} == set(tables())
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The gated delta rule takes 0.3 ms.",
+        "It is 2 times faster.",
+        "kda needs 25% more memory.",
+        "It reaches 657 TFLOP/s.",
+        "Compilation takes 40 seconds.",
+    ],
+)
+def test_number_without_row_fails(sentence: str) -> None:
+    text = (ROOT / STATED).read_text(encoding="utf-8") + f"\n{sentence}\n"
+    assert claims.problems(STATED, text, tables())
+
+
+def test_changed_number_fails() -> None:
+    text = (ROOT / STATED).read_text(encoding="utf-8")
+    first = tables()["linear"].rows[0][1].text
+    assert claims.problems(STATED, text.replace(first, "0.001 / 0.002", 1), tables())
+
+
+def test_numbers_name_a_row_that_has_them() -> None:
+    """The place of every number is a line and a column of a file, with that number in it."""
+    checked = 0
+    for _, _, cell in performance_tables.claims(tables().values()):
+        for source in cell.sources:
+            file, line, column = re.fullmatch(r"(\S+\.csv):(\d+) (.+)", source).groups()  # type: ignore[union-attr]
+            row = performance_tables.read(Path(file).stem)[int(line) - 2]
+            assert row.line == int(line) and row.get(column)
+            checked += 1
+        if len(cell.sources) == 1 and performance_tables.is_number(cell.text):
+            values = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", row.get(column))
+            half = 0.501 * 10.0 ** -len(cell.text.partition(".")[2])
+            # steps are stated in microseconds
+            near = [abs(float(x) * y - float(cell.text)) <= half for x in values for y in (1, 1000)]
+            assert any(near), source
+    assert checked > 500
+
+
+@pytest.mark.parametrize(
+    ("given", "digits", "shown"),
+    [("472", 3, "472"), ("0.8520", 3, "0.852"), ("0.85", 3, "0.85"), ("12897.054", 3, "12897"),
+     ("5.346", 3, "5.35"), ("0.06", 2, "0.06"), ("", 3, "")],
+)  # fmt: skip
+def test_number_shows_no_digits_that_are_not_there(given: str, digits: int, shown: str) -> None:
+    assert number(Row("x", 2, {"c": given}), "c", digits=digits).text == shown
+
+
+def test_docs_plots_are_there() -> None:
+    text = (ROOT / STATED).read_text(encoding="utf-8")
+    drawn = set(re.findall(r"\]\(plots/(\w+\.svg)\)", text))
+    assert drawn == {x.name for x in (ROOT / "docs/plots").glob("*.svg")}

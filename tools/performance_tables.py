@@ -1,0 +1,551 @@
+"""The tables of README.md and docs/performance.md, each number with the row that it comes from.
+
+Rows are those of bench/results/*.csv. Where a measurement was repeated the newest row counts, and
+a peer is only shown beside a row of the same run. tools/claims.py writes the tables into the pages.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """line: where it stands in the file, counted from 1."""
+
+    file: str
+    line: int
+    cells: dict[str, str]
+
+    def get(self, column: str) -> str:
+        return self.cells.get(column) or ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table shows, and the places of the numbers that it is made of."""
+
+    text: str
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """script: what wrote the rows."""
+
+    name: str
+    script: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    used: tuple[Row, ...]
+
+    def text(self) -> str:
+        lines = ["| " + " | ".join(self.headings) + " |", "|---" * len(self.headings) + "|"]
+        lines += ["| " + " | ".join(x.text for x in row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", self.about()])
+
+    def about(self) -> str:
+        """Device, versions and dates of the rows, and where they are."""
+        dates = sorted({x.get("date") for x in self.used})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        devices = ", ".join(sorted({x.get("device") for x in self.used}))
+        torch = ", ".join(sorted({x.get("torch") for x in self.used}))
+        files = ", ".join(f"`{x}.csv`" for x in sorted({x.file for x in self.used}))
+        by = f", written by `python {self.script}`" if self.script else ""
+        return f"{devices}, torch {torch}, {when}. Rows: {files}{by}."
+
+
+@cache
+def read(name: str) -> tuple[Row, ...]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return tuple(Row(name, i + 2, row) for i, row in enumerate(rows))
+
+
+def matching(name: str, **wanted: str) -> list[Row]:
+    return [x for x in read(name) if all(x.get(k) == v for k, v in wanted.items())]
+
+
+def newest(name: str, *columns: str, **wanted: str) -> Row:
+    """The last row with these values, and with numbers in these columns if one has them."""
+    found = matching(name, **wanted)
+    full = [x for x in found if all(is_number(x.get(y)) for y in columns)]
+    if not found:
+        raise ValueError(f"bench/results/{name}.csv: has no row with {wanted}")
+    return (full or found)[-1]
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def number(row: Row | None, column: str, factor: int = 1, digits: int = 3) -> Cell:
+    """A cell of the CSV to some significant digits, at most those that are there; empty where it is
+    no number."""
+    if row is None or not is_number(row.get(column)):
+        return Cell("")
+    given = Decimal(row.get(column)) * factor
+    decimals = max(0, -int(given.normalize().as_tuple().exponent), decimals_of(row.get(column)))
+    decimals -= len(str(factor)) - 1
+    wanted = digits - 1 - given.adjusted() if given else 0
+    text = f"{round(given, max(0, min(wanted, decimals))):f}"
+    return Cell(text, (place(row, column),))
+
+
+def decimals_of(text: str) -> int:
+    return len(text.partition(".")[2])
+
+
+def place(row: Row, column: str) -> str:
+    return f"bench/results/{row.file}.csv:{row.line} {column}"
+
+
+def ratio(above: Cell, below: Cell) -> Cell:
+    """How many times `below` goes into `above`, from the numbers as they stand in the table."""
+    if not above.text or not below.text:
+        return Cell("")
+    value = f"{float(above.text) / float(below.text):.2f}"
+    return Cell(value, (*above.sources, *below.sources))
+
+
+def pair(first: Cell, second: Cell) -> Cell:
+    if not first.text and not second.text:
+        return Cell("")
+    return Cell(f"{first.text or '-'} / {second.text or '-'}", first.sources + second.sources)
+
+
+def label(text: str) -> Cell:
+    """A name or a shape."""
+    return Cell(text)
+
+
+def error(row: Row, column: str) -> Cell:
+    """The largest of "o 3.8e-03" or "o 3.9e-03, k 3.5e-03"."""
+    found = [x for x in row.get(column).replace(",", " ").split() if is_number(x)]
+    if not found:
+        return Cell("")
+    return Cell(max(found, key=float).replace("e-0", "e-"), (place(row, column),))
+
+
+LINEAR = (  # operator, shape
+    ("linear_attn", "A"),
+    ("linear_attn", "C"),
+    ("retention", "A"),
+    ("retention", "C"),
+    ("lightning_attn", "A"),
+    ("simple_gla", "A"),
+    ("gla", "A"),
+    ("gla", "C"),
+    ("rwkv6", "A"),
+    ("gsa", "A"),
+    ("hgrn", "A"),
+    ("delta_rule", "A"),
+    ("gated_delta_rule", "Q1"),
+    ("gated_delta_rule", "Q2"),
+    ("gated_delta_product", "P"),
+    ("comba", "A"),
+    ("kda", "A"),
+    ("iplr_delta_rule", "A"),
+    ("dplr_delta_rule", "A"),
+    ("rwkv7", "A"),
+)
+
+
+FULLY_TUNED_S = 100.0  # fla's autotuner tries all of its configurations; fewer took up to 20 s
+
+
+def linear_row(operator: str, shape: str) -> Row:
+    """The newest beside fla tuned in full, else beside fla, else of all."""
+    found = matching("linear_gpu_peers", operator=operator, shape=shape)
+    tuned = [x for x in found if tuning(x) == "full"]
+    peers = [x for x in found if is_number(x.get("fla fwd"))]
+    return (tuned or peers or found)[-1]
+
+
+def tuning(row: Row) -> str:
+    """How many configurations fla's autotuner tried in that run."""
+    if not is_number(row.get("fla fwd")):
+        return ""
+    first = row.get("fla first_s")
+    return "few" if is_number(first) and float(first) < FULLY_TUNED_S else "full"
+
+
+def linear() -> Table:
+    rows, used = [], []
+    for operator, shape in LINEAR:
+        row = linear_row(operator, shape)
+        used.append(row)
+        ours = number(row, "fwd"), number(row, "both")
+        theirs = number(row, "fla fwd"), number(row, "fla both")
+        rows.append(
+            (
+                label(f"{operator} {shape}"),
+                pair(*ours),
+                pair(*theirs),
+                label(tuning(row)),
+                pair(ratio(theirs[0], ours[0]), ratio(theirs[1], ours[1])),
+                number(row, "peak_GiB"),
+                number(row, "fla peak_GiB"),
+                error(row, "out error"),
+                error(row, "grad error"),
+                error(row, "gate error"),
+                error(row, "fla error"),
+            )
+        )
+    headings = (
+        "operator", "ms", "fla, ms", "fla's tuning", "fla / ours", "GiB", "fla, GiB",
+        "error of outputs", "of gradients", "of gate gradients", "fla's largest error",
+    )  # fmt: skip
+    return Table("linear", "bench/linear_peers.py", headings, tuple(rows), tuple(used))
+
+
+def flash_qla_rows() -> list[Row]:
+    """The newest row of each shape."""
+    shapes = {x.get("shape"): x for x in read("delta_peers") if is_number(x.get("flash_qla_ms"))}
+    return [x for x in shapes.values() if x.get("flash_qla_kernels_ms")]
+
+
+def kernels(row: Row, column: str) -> tuple[Cell, Cell]:
+    """Of "0.3102 1.1812": forward, with backward."""
+    parts = [Row(row.file, row.line, {column: x}) for x in row.get(column).split()]
+    return number(parts[0], column), number(parts[1], column)
+
+
+def flash_qla() -> Table:
+    rows, used = [], flash_qla_rows()
+    for row in used:
+        ours = number(row, "slipstream_ms"), number(row, "slipstream_both_ms")
+        theirs = number(row, "flash_qla_ms"), number(row, "flash_qla_both_ms")
+        our_kernels = kernels(row, "slipstream_kernels_ms")
+        their_kernels = kernels(row, "flash_qla_kernels_ms")
+        rows.append(
+            (
+                label(row.get("shape")),
+                pair(*ours),
+                pair(*theirs),
+                pair(ratio(theirs[0], ours[0]), ratio(theirs[1], ours[1])),
+                pair(*our_kernels),
+                pair(*their_kernels),
+                number(row, "slipstream_peak_mib", digits=4),
+                number(row, "flash_qla_peak_mib", digits=4),
+                error(row, "flash_qla_off"),
+            )
+        )
+    headings = (
+        "shape", "ms", "FlashQLA, ms", "FlashQLA / ours", "kernels, ms", "FlashQLA's, ms", "MiB",
+        "FlashQLA, MiB", "largest difference",
+    )  # fmt: skip
+    return Table("flash_qla", "bench/delta_peers.py", headings, tuple(rows), tuple(used))
+
+
+def attention_row(shape: str, causal: str) -> Row:
+    return newest("attention_rows", "cudnn fwd", shape=shape, causal=causal)
+
+
+def attention() -> Table:
+    used = {(x.get("shape"), x.get("causal")): x for x in read("attention_rows")}
+    rows = []
+    for (shape, causal), row in used.items():
+        cells = {
+            who: (number(row, f"{who} fwd"), number(row, f"{who} bwd"))
+            for who in ("sm90", "cudnn", "portable", "flash")
+        }
+        rows.append(
+            (
+                label(shape.replace(",", " x ")),
+                label("yes" if causal == "True" else "no"),
+                *(pair(*x) for x in cells.values()),
+                pair(*(ratio(a, b) for a, b in zip(cells["sm90"], cells["cudnn"], strict=True))),
+            )
+        )
+    headings = (
+        "B x T x H x D", "causal", "sm_90 kernels", "cuDNN", "Triton kernels", "torch's flash",
+        "sm_90 / cuDNN",
+    )  # fmt: skip
+    return Table(
+        "attention", "bench/attention_rows.py", headings, tuple(rows), tuple(used.values())
+    )
+
+
+def packed_attention() -> Table:
+    used = {x.get("shape"): x for x in read("attention_packed")}
+    rows = [
+        (
+            label(shape.removeprefix("packed causal, ").replace(", ", " heads of ")),
+            pair(number(row, "mixed fwd"), number(row, "mixed bwd")),
+            pair(number(row, "equal fwd"), number(row, "equal bwd")),
+        )
+        for shape, row in used.items()
+    ]
+    headings = ("heads", "mixed lengths", "equal lengths, the same work")
+    script = "bench/attention_rows.py --packed"
+    return Table("packed_attention", script, headings, tuple(rows), tuple(used.values()))
+
+
+def cache_attention() -> Table:
+    used: dict[tuple[str, str, str], Row] = {}
+    for name in ("attention_decode_gpu", "attention_latent"):
+        used.update({(name, x.get("shape"), x.get("page")): x for x in read(name)})
+    rows = [
+        (
+            label("latent" if name == "attention_latent" else "keys and values"),
+            label(shape.replace(",", " x ")),
+            label(page if page != "0" else "none"),
+            number(row, "ms"),
+            number(row, "TB/s"),
+            number(row, "of copy", digits=2),
+        )
+        for (name, shape, page), row in used.items()
+    ]
+    headings = ("cache", "shape", "page", "ms", "TB/s", "of copy bandwidth")
+    script = "bench/attention_gpu.py`, `python bench/attention_latent.py"
+    return Table("cache_attention", script, headings, tuple(rows), tuple(used.values()))
+
+
+PROVIDERS = ("ours", "torch", "fla", "liger")
+
+
+def runs_of(name: str, column: str) -> list[list[Row]]:
+    """Rows one after another with the same value in a column: one run with its peers."""
+    runs: list[list[Row]] = []
+    for row in read(name):
+        if runs and runs[-1][-1].get(column) == row.get(column):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def block_rows(work: str) -> dict[str, Row]:
+    """provider -> row of the newest run that has the most providers."""
+    runs = [x for x in runs_of("blocks_gpu", "work") if x[0].get("work") == work]
+    by_provider = [{row.get("who"): row for row in run} for run in runs]
+    most = max(len(x) for x in by_provider)
+    return [x for x in by_provider if len(x) == most][-1]
+
+
+def times(row: Row | None) -> Cell:
+    """Forward and backward, or both together where they were not timed apart."""
+    apart = pair(number(row, "fwd_ms"), number(row, "bwd_ms"))
+    return apart if apart.text else number(row, "both_ms")
+
+
+def blocks() -> Table:
+    works = dict.fromkeys(x.get("work") for x in read("blocks_gpu"))
+    rows: list[tuple[Cell, ...]] = []
+    used: list[Row] = []
+    for work in works:
+        found = block_rows(work)
+        used += found.values()
+        rows.append(
+            (
+                label(work),
+                *(times(found.get(who)) for who in PROVIDERS),
+                *(number(found.get(who), "beyond_gib", digits=2) for who in PROVIDERS),
+            )
+        )
+    names = ("ours", "torch", "fla", "Liger")
+    headings = ("work", *(f"{x}, ms" for x in names), *(f"{x}, GiB" for x in names))
+    return Table("blocks", "bench/blocks_gpu.py", headings, tuple(rows), tuple(used))
+
+
+def matmul() -> Table:
+    """Of each product the default kernel, or the fastest where only named ones were timed."""
+    latest: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read("matmul_gpu"):
+        key = tuple(row.get(x) for x in ("shape", "dtype", "layout"))
+        latest.setdefault(key, {})[row.get("impl")] = row
+    used, rows = [], []
+    for key, found in latest.items():
+        row = found.get("chosen") or max(found.values(), key=lambda x: float(x.get("tflops")))
+        used.append(row)
+        ours, theirs = number(row, "tflops", digits=4), number(row, "library", digits=4)
+        kernel = {"hopper": "sm90", "chosen": "default"}.get(row.get("impl"), row.get("impl"))
+        precision = row.get("precision") if key[1] == "float32" else ""
+        what = f"{key[1]} {precision}".strip()
+        rows.append((label(key[0]), label(what), label(key[2]), label(kernel), ours, theirs))
+        rows[-1] += (ratio(ours, theirs), error(row, "error"))
+    headings = (
+        "M x N x K", "dtype", "layout", "kernel", "TFLOP/s", "cuBLAS", "ours / cuBLAS", "error",
+    )  # fmt: skip
+    return Table("matmul", "bench/matmul_gpu.py", headings, tuple(rows), tuple(used))
+
+
+def steps() -> Table:
+    used = {
+        (x.get("what"), x.get("shape")): x
+        for x in read("step_gpu")
+        if x.get("what").startswith("step ")
+    }
+    rows = [
+        (
+            label(what.removeprefix("step ")),
+            label(shape),
+            number(row, "ms", 1000),
+            number(row, "TB/s"),
+            number(row, "of copy", digits=2),
+        )
+        for (what, shape), row in used.items()
+    ]
+    headings = ("operator", "shape", "us", "TB/s", "of copy bandwidth")
+    return Table("steps", "bench/step_gpu.py", headings, tuple(rows), tuple(used.values()))
+
+
+HOST_SCALE = "torch's rms_norm"
+
+
+def host() -> Table:
+    """The last two runs that have every operator, each with torch's own rms_norm for a scale."""
+    runs: list[dict[str, Row]] = [{}]
+    for row in read("host_gpu"):
+        runs[-1][row.get("operator")] = row
+        if row.get("operator") == HOST_SCALE:
+            runs.append({})
+    whole = [x for x in runs if HOST_SCALE in x and "chunk_gsa" in x and "rms_norm" in x]
+    whole = [x for x in whole if "chunk_rwkv7" in x][-2:]
+    rows = [
+        (label(name), *(number(run.get(name), "us") for run in whole), number(row, "launches"))
+        for name, row in whole[-1].items()
+    ]
+    rows = [(*x[:3], Cell(x[3].text.partition(".")[0], x[3].sources)) for x in rows]
+    headings = ("call", "us, one host", "us, another host", "launches")
+    used = tuple(row for run in whole for row in run.values())
+    return Table("host", "bench/host_gpu.py", headings, tuple(rows), used)
+
+
+def first_calls() -> Table:
+    used = {
+        x.get("operator"): x
+        for x in read("first_calls")
+        if is_number(x.get("warm_s")) and not x.get("note")
+    }
+    rows = [
+        (label(name), number(row, "cold_s"), number(row, "warm_s")) for name, row in used.items()
+    ]
+    headings = ("operator", "empty cache, s", "filled cache, s")
+    script = "bench/first_calls.py"
+    return Table("first_calls", script, headings, tuple(rows), tuple(used.values()))
+
+
+def memory() -> Table:
+    used = {x.get("operator"): x for x in read("memory_gpu") if not x.get("shape")}
+    rows = [
+        (
+            label(name),
+            number(row, "forward MiB", digits=4),
+            number(row, "forward %"),
+            number(row, "both MiB", digits=4),
+            number(row, "both %"),
+        )
+        for name, row in used.items()
+    ]
+    headings = ("operator", "forward, MiB", "percent", "with backward, MiB", "percent")
+    return Table("memory", "bench/memory_gpu.py", headings, tuple(rows), tuple(used.values()))
+
+
+def cpu() -> Table:
+    used = {x.get("work"): x for x in read("linear_cpu")}
+    rows = [
+        (
+            label(work),
+            label(row.get("shape")),
+            number(row, "ours_ms"),
+            number(row, "transformers_ms"),
+            number(row, "ratio", digits=2),
+        )
+        for work, row in used.items()
+    ]
+    headings = ("work", "shape", "ms", "transformers, ms", "ours / transformers")
+    return Table("cpu", "bench/linear.py", headings, tuple(rows), tuple(used.values()))
+
+
+def summary() -> Table:
+    """README: one line for each kind of operator."""
+    rows: list[tuple[Cell, ...]] = []
+    used: list[Row] = []
+
+    def line(what: str, row: Row, unit: str, ours: Cell, peer: str, theirs: Cell, *errors: Cell):
+        used.append(row)
+        rows.append((label(what), ours, label(peer), theirs, label(unit), *errors))
+
+    gdn = next(x for x in flash_qla_rows() if x.get("shape") == "Q1")
+    line(
+        "gated delta rule, 8192 tokens, 16 heads of q and k, 64 of v",
+        gdn,
+        "ms",
+        pair(number(gdn, "slipstream_ms"), number(gdn, "slipstream_both_ms")),
+        "FlashQLA",
+        pair(number(gdn, "flash_qla_ms"), number(gdn, "flash_qla_both_ms")),
+        error(linear_row("gated_delta_rule", "Q1"), "out error"),
+        error(linear_row("gated_delta_rule", "Q1"), "grad error"),
+    )
+    used.append(linear_row("gated_delta_rule", "Q1"))
+    for operator in ("gla", "kda", "rwkv7"):
+        row = linear_row(operator, "A")
+        line(
+            f"{operator}, 8192 tokens, 96 heads",
+            row,
+            "ms",
+            pair(number(row, "fwd"), number(row, "both")),
+            "fla",
+            pair(number(row, "fla fwd"), number(row, "fla both")),
+            error(row, "out error"),
+            error(row, "grad error"),
+        )
+    row = attention_row("4,4096,16,128", "True")
+    line(
+        "causal attention, 4 x 4096 tokens, 16 heads",
+        row,
+        "TFLOP/s",
+        pair(number(row, "sm90 fwd"), number(row, "sm90 bwd")),
+        "cuDNN",
+        pair(number(row, "cudnn fwd"), number(row, "cudnn bwd")),
+        Cell(""),
+        Cell(""),
+    )
+    found = block_rows("cross_entropy 16384x32000")
+    line(
+        "cross entropy, 16384 x 32000, with backward",
+        found["ours"],
+        "ms",
+        number(found["ours"], "both_ms"),
+        "Liger",
+        number(found["liger"], "both_ms"),
+        Cell(""),
+        Cell(""),
+    )
+    used.append(found["liger"])
+    headings = (
+        "", "Slipstream", "peer", "peer's", "unit", "error of outputs", "of gradients",
+    )  # fmt: skip
+    return Table("summary", "", headings, tuple(rows), tuple(used))
+
+
+TABLES: Sequence[Callable[[], Table]] = (
+    summary, linear, flash_qla, attention, packed_attention, cache_attention, blocks, matmul, steps,
+    host, first_calls, memory, cpu,
+)  # fmt: skip
+
+
+def tables() -> dict[str, Table]:
+    return {x.name: x for x in (make() for make in TABLES)}
+
+
+def claims(found: Iterable[Table]) -> list[tuple[str, str, Cell]]:
+    """(table, row, cell) of every number."""
+    return [
+        (table.name, row[0].text, cell)
+        for table in found
+        for row in table.rows
+        for cell in row
+        if cell.sources
+    ]
