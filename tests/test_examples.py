@@ -1,0 +1,34 @@
+"""Every example runs on a CPU and does what it says."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MOST_LINES = 80
+# file -> what holds for the result of main, called with few steps where it trains
+CHECKS: dict[str, tuple[dict[str, int], Callable[[Any], bool]]] = {
+    "train_layer.py": ({"steps": 150}, lambda right: right > 0.9),
+    "custom_mixer.py": ({}, lambda apart: apart < 1e-5),
+    "packed_training.py": ({"steps": 30}, lambda losses: losses[1] < 0.5 * losses[0]),
+    "decoding_pool.py": ({}, lambda apart: apart < 1e-5),
+    "exported_model.py": ({}, lambda apart: apart < 1e-5),
+}
+
+
+def test_every_example_is_checked_and_listed() -> None:
+    files = {x.name for x in EXAMPLES.glob("*.py")}
+    assert files == set(CHECKS)
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"({x})" in listed for x in files)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_example_runs(name: str) -> None:
+    path = EXAMPLES / name
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+    arguments, holds = CHECKS[name]
+    assert holds(runpy.run_path(str(path))["main"](**arguments))
