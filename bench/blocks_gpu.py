@@ -13,6 +13,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.distill import linear_kl_div
 from slipstream.ops.loss import cross_entropy
 from slipstream.ops.norm import rms_norm
-from tests.support.blocks import BLOCKS, Block, cast, leaves
+from slipstream.tools.catalog import Sample
+from tests.support.formulas import wanted
+from tests.support.operators import BLOCKS, block_size, cast, leaves
 
 BF16 = torch.bfloat16
 # relative RMS error of outputs and gradients; a loss of 16-bit logits that are made on the way
@@ -35,23 +38,21 @@ LIMITS = {torch.float32: 3e-5, torch.bfloat16: 0.007}
 COARSE = {"linear_cross_entropy": 0.05, "linear_kl_div": 0.05}
 
 
-def big_cases() -> Iterator[Block]:
-    """Shapes that the table of blocks does not reach: long rows, many rounds, many classes."""
+def big_cases() -> Iterator[tuple[Sample, Callable[[], dict]]]:
+    """Rows of the table with inputs of their own: long rows, many rounds, many classes."""
     table = {block.name: block for block in BLOCKS}
 
-    def like(name: str, inputs: Callable[[], dict], **options: Any) -> Block:
+    def like(name: str, inputs: Callable[[], dict], **options: Any) -> Any:
         block = table[name]
-        return dataclasses.replace(
-            block, inputs=lambda T, D: inputs(), options={**block.options, **options}
-        )
+        return dataclasses.replace(block, options={**block.options, **options}), inputs
 
     both, gated = ("weight", "bias"), ("gate", "weight")
     plan = {
         (5000, 128): ("rms_norm", "l2_norm", "group_norm"),
-        (3001, 2048): ("rms_norm-residual", "layer_norm", "group_norm", "rms_norm_gated-silu"),
+        (3001, 2048): ("rms_norm-residual", "layer_norm", "group_norm", "rms_norm_gated"),
         (700, 3000): ("layer_norm", "rms_norm_gated-mamba2"),
         (300, 16384): ("rms_norm", "rms_norm-residual"),
-        (40, 20000): ("rms_norm", "rms_norm_gated-silu"),
+        (40, 20000): ("rms_norm", "rms_norm_gated"),
         (9, 65536): ("layer_norm", "rms_norm_gated-mamba2"),
     }
     extra = {"rms_norm-residual": (*both, "residual"), "l2_norm": ()}
@@ -79,9 +80,9 @@ def big_cases() -> Iterator[Block]:
             given = {"hidden": rand(200, 64), "weight": 0.3 * rand(V, 64), "bias": rand(V)}
             return {**given, "target": logits(V)["target"]}
 
-        for kind in ("plain", "mean", "none"):
-            yield like(f"cross_entropy-{kind}", logits)
-            yield like(f"linear_cross_entropy-{kind}", hidden)
+        for kind in ("", "-mean", "-none"):
+            yield like(f"cross_entropy{kind}", logits)
+            yield like(f"linear_cross_entropy{kind}", hidden)
     for D, W, packed in ((100, 4, False), (100, 4, True), (4096, 4, False), (512, 8, True)):
 
         def conv(D: int = D, W: int = W, packed: bool = packed) -> dict:
@@ -116,32 +117,32 @@ def evaluate(run: Callable, args: dict, dout: list[Tensor]) -> list[Tensor]:
     return [x.detach() for x in outputs] + list(grads)
 
 
-def compare(block: Block, T: int, D: int, dtype: torch.dtype) -> float:
+def compare(block: Sample, args: dict, dtype: torch.dtype) -> float:
     """The largest error; nan if two runs differ."""
-    args = block.inputs(T, D)
     args = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in cast(args, dtype).items()}
-    ours = dataclasses.replace(block, options={**block.options, "impl": "triton"})
+    ours = partial(block.call, impl="triton")
     dout: list[Tensor] = []
     got, again = evaluate(ours, args, dout), evaluate(ours, args, dout)
     if not all(torch.equal(x, y) for x, y in zip(got, again)):
         return float("nan")
-    want = evaluate(block.want, cast(args, torch.float64), dout)
+    want = evaluate(partial(wanted, block), cast(args, torch.float64), dout)
     return max(error(x, y) for x, y in zip(got, want, strict=True))
 
 
 def check(only: re.Pattern[str]) -> bool:
     """One line a function and dtype: the worst error over its rows and sizes."""
     worst: dict[tuple, tuple[float, str]] = {}
-    small = [(block, 100, 30) for block in BLOCKS]
+    small = [(block, partial(block.inputs, block_size(100, 30))) for block in BLOCKS]
     skipped = ("attention", "embedding", "token_shift", "short_convolution_update")
-    for block, T, D in (*small, *((block, 0, 0) for block in big_cases())):
-        name = block.name.split("-")[0]
+    for block, make in (*small, *big_cases()):
+        name = block.op
         if name in skipped or not only.search(name):
             continue
         for dtype, limit in LIMITS.items():
-            where = f"{block.name} {T, D}"
+            args = make()
+            where = f"{block.name} {[tuple(x.shape) for x in args.values()]}"
             try:
-                e = compare(block, T, D, dtype)
+                e = compare(block, args, dtype)
             except Exception as fault:  # the others go on
                 print(f"{where} {dtype}: {type(fault).__name__} {str(fault)[:150]}", flush=True)
                 e = float("inf")

@@ -1,24 +1,29 @@
-"""Every operator with sample inputs, as a table: what matrix, precompile, doctor and explain call.
+"""Every public operator with sample inputs, as a table: what matrix, precompile, doctor, explain,
+the tests and the benchmarks call.
 
 A new operator is a new row. "q=BTHK:unit" is an argument q of dims B, T, H, K filled as FILL says;
 without a fill it is normal. Letters: B batch, T tokens, R = T times the Householder steps, H heads
-of q and k, G of v and gates, K and V widths, P = K / 2, M slots, N sequences, D channels, C = 3D,
-L channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary, W taps.
+of q and k, G of v and gates, K and V widths, P = K / 2, F = P - 1, M slots, N sequences, S = T + 3
+keys, D channels, C = 3D, L channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary,
+W taps; a digit is itself.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Shape:
-    """grouped: twice as many heads of v as of q. packed: N sequences in one row."""
+    """grouped: twice as many heads of v as of q; HV: so many. packed: B sequences in one row;
+    lengths: sequences of these lengths. D, C: channels. gate: how log decays are, see Gate."""
 
     B: int = 2
     T: int = 100
@@ -29,37 +34,58 @@ class Shape:
     packed: bool = False
     state: bool = False
     dtype: torch.dtype = torch.bfloat16
+    HV: int | None = None
+    M: int = 64
+    D: int | None = None
+    C: int | None = None
+    Z: int = 1000
+    lengths: tuple[int, ...] | None = None
+    gate: str = "weak"
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed or self.lengths is not None
+
+    @property
+    def sequences(self) -> int:
+        return self.B if self.lengths is None else len(self.lengths)
 
     def dims(self) -> dict[str, int]:
-        tokens, rows = (self.B * self.T, 1) if self.packed else (self.T, self.B)
-        heads = 2 * self.H if self.grouped else self.H
-        width = self.H * self.V
+        tokens, rows = self.T, self.B
+        if self.is_packed:
+            tokens, rows = (self.B * self.T if self.lengths is None else sum(self.lengths)), 1
+        channels = self.H * self.V if self.D is None else self.D
         return {
             "B": rows,
             "T": tokens,
             "R": 2 * tokens,
+            "S": tokens + 3,
             "H": self.H,
-            "G": heads,
+            "G": self.HV or (2 * self.H if self.grouped else self.H),
             "X": 72,  # so many that a walk has more programs than an H200 multiprocessors
             "K": self.K,
             "V": self.V,
             "P": self.K // 2,
-            "M": 64,
-            "N": self.B,
-            "D": width,
-            "C": 3 * width,
+            "F": self.K // 2 - 1,
+            "M": self.M,
+            "N": self.sequences,
+            "D": channels,
+            "C": 3 * channels if self.C is None else self.C,
             "L": 1 << 16,
             "Q": 576,
-            "Z": 1000,
+            "Z": self.Z,
             "W": 4,
-            "1": 1,
+            **{str(n): n for n in range(1, 10)},
         }
 
     def offsets(self, device: torch.device, blank: bool = False) -> Tensor:
-        """Of B sequences of different lengths in one row."""
+        """Of the sequences in one row, of different lengths."""
+        n = self.sequences
         if blank:
-            return torch.empty(self.B + 1, dtype=torch.int32, device=device)
-        total, n = self.B * self.T, self.B
+            return torch.empty(n + 1, dtype=torch.int32, device=device)
+        if self.lengths is not None:
+            return torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
+        total = n * self.T
         cuts = [0, *(total * (3 * i + 1) // (3 * n) for i in range(1, n)), total]
         return torch.tensor(cuts, dtype=torch.int32).to(device)
 
@@ -69,45 +95,111 @@ class Shape:
         return " ".join([text, *flags])
 
 
-def _unit(shape: list[int], device: torch.device) -> Tensor:
-    return F.normalize(torch.randn(shape, device=device), dim=-1)
+class Making(NamedTuple):
+    """What an argument may depend on: the call's shape, its dims, and the arguments before it."""
+
+    shape: Shape
+    dims: Mapping[str, int]
+    args: Mapping[str, Tensor]
+    device: torch.device
+
+    def normal(self, size: list[int]) -> Tensor:
+        return torch.randn(size, device=self.device)
+
+    def uniform(self, size: list[int]) -> Tensor:
+        return torch.rand(size, device=self.device)
+
+    def unit(self, size: list[int]) -> Tensor:
+        return F.normalize(self.normal(size), dim=-1)
+
+    def integers(self, size: list[int], below: int) -> Tensor:
+        return torch.randint(0, max(below, 1), size, device=self.device)
+
+    def erase(self, size: list[int]) -> Tensor:
+        """b of a transition whose part of rank one erases: against a, by some of its length."""
+        return -self.args["a"].float() * self.uniform([*size[:-1], 1])
+
+    def gate(self, size: list[int], weak: float) -> Tensor:
+        """Log decays: "zero", "weak" (above -0.1 or -0.6), "strong" down to -50, or "mixed"."""
+        x, kind = self.uniform(size), self.shape.gate
+        if kind == "zero":
+            return 0 * x
+        if kind == "mixed":
+            return -torch.where(self.uniform(size) < 0.2, 50 * x, 0.1 * x)
+        return -50 * x if kind == "strong" else -weak * x
+
+    def targets(self, size: list[int]) -> Tensor:
+        """Classes, the second of them ignored."""
+        found = self.integers(size, self.dims["Z"])
+        if size[0] > 2:
+            found[1] = -100
+        return found
+
+    def used(self, size: list[int]) -> Tensor:
+        """Of S keys: as many as there are tokens, or some more."""
+        return self.dims["S"] - 1 - 2 * (torch.arange(size[0], device=self.device) % 2)
+
+    def cached(self, size: list[int]) -> Tensor:
+        """Keys of packed sequences: their new ones, and up to three before."""
+        more = torch.tensor([2, 3, 0, 1]).repeat(size[0])[: size[0]]
+        return self.shape.offsets(self.device).diff().long() + more.to(self.device)
 
 
-FILL: Mapping[str, Callable[[list[int], torch.device], Tensor]] = {
-    "normal": lambda shape, device: torch.randn(shape, device=device),
-    "unit": _unit,
-    "erase": lambda shape, device: -0.5 * _unit(shape, device),
-    "positive": lambda shape, device: torch.rand(shape, device=device) + 0.1,
-    "beta": lambda shape, device: torch.rand(shape, device=device),
-    "gate": lambda shape, device: -0.1 * torch.rand(shape, device=device),
-    "narrow": lambda shape, device: -0.1 * torch.rand(shape, device=device),
-    "bounded": lambda shape, device: -0.6 * torch.rand(shape, device=device),
-    "state": lambda shape, device: 0.1 * torch.randn(shape, device=device),
-    "one": lambda shape, device: 1 + 0.1 * torch.randn(shape, device=device),
-    "ids": lambda shape, device: torch.randint(0, 1000, shape, device=device),
-    "lengths": lambda shape, device: torch.randint(0, 50, shape, device=device).int(),
+FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
+    "normal": lambda size, m: m.normal(size),
+    "unit": lambda size, m: m.unit(size),
+    "erase": lambda size, m: m.erase(size),
+    "positive": lambda size, m: m.uniform(size) + 0.1,
+    "beta": lambda size, m: m.uniform(size),
+    "gate": lambda size, m: m.gate(size, 0.1),
+    "narrow": lambda size, m: m.gate(size, 0.1),
+    "bounded": lambda size, m: m.gate(size, 0.6),
+    "state": lambda size, m: 0.1 * m.normal(size),
+    "sum": lambda size, m: m.uniform(size),
+    "one": lambda size, m: 1 + 0.1 * m.normal(size),
+    "ids": lambda size, m: m.integers(size, m.dims["Z"]),
+    "targets": lambda size, m: m.targets(size),
+    "positions": lambda size, m: m.integers(size, m.dims["S"]),
+    "lengths": lambda size, m: m.integers(size, 50),
     # of a cache with twice as many rows as there are new keys, one or more
-    "prefixes": lambda shape, device: torch.randint(0, 2, shape, device=device).int(),
+    "prefixes": lambda size, m: m.integers(size, 2),
+    "used": lambda size, m: m.used(size),
+    "cached": lambda size, m: m.cached(size),
 }
 # Fills that are float32 whatever the operator computes in.
-_WIDE = ("gate", "bounded", "state")
-_INTEGERS = {"ids": torch.int64, "lengths": torch.int32, "prefixes": torch.int32}
+_WIDE = ("gate", "bounded", "state", "sum")
+_INTEGERS = {
+    **dict.fromkeys(("ids", "targets", "positions", "used", "cached"), torch.int64),
+    **dict.fromkeys(("lengths", "prefixes"), torch.int32),
+}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """tensors: as the module says. states: dims of the initial state, a tuple of them for several.
+    """A public operator and how it is called.
 
-    options: further arguments. grouped: takes more heads of v than of q. fixed: names of arguments
-    that get no gradient.
+    tensors: as the module says. states: dims of the initial state, a tuple of them for several.
+    options: further arguments. variant: what tells it from the operator's other rows. grouped:
+    takes more heads of v than of q. packed: whatever the shape says. fixed: names of arguments
+    that get no gradient; written: of those that it writes into, and gets a copy of. traced: the
+    matrix compiles it and doctor runs it. tested: the tests hold it against the reference.
     """
 
     op: str
     tensors: str
     states: str | tuple[str, ...] = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
     grouped: bool = True
+    packed: bool = False
     fixed: str = ""
+    written: str = ""
+    traced: bool = True
+    tested: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}-{self.variant}" if self.variant else self.op
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -119,52 +211,71 @@ class Sample:
     def takes(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.fn).parameters
 
-    def inputs(self, shape: Shape, device: torch.device, blank: bool = False) -> dict[str, Any]:
+    @property
+    def dims(self) -> dict[str, str]:
+        """Letters of each tensor argument."""
+        return {name: letters for name, letters, _ in map(_parsed, self.tensors.split())}
+
+    def inputs(
+        self, shape: Shape, device: torch.device = CPU, blank: bool = False
+    ) -> dict[str, Any]:
         """Fresh random arguments; blank: nothing in them, for where only shapes matter."""
         if not self.grouped:
-            shape = replace(shape, grouped=False)
-        packed = shape.packed and "cu_seqlens" in self.takes
-        dims = replace(shape, packed=packed).dims()
+            shape = replace(shape, grouped=False, HV=None)
+        if self.packed and not shape.is_packed:
+            third, one = shape.T // 3, min(shape.T - shape.T // 3, 1)
+            lengths = (third, 0, one, shape.T - third - one)
+            shape = replace(shape, lengths=lengths)
+        elif "cu_seqlens" not in self.takes:
+            shape = replace(shape, packed=False, lengths=None)
         args: dict[str, Any] = {}
+        making = Making(shape, shape.dims(), args, device)
         for word in self.tensors.split():
-            name, _, rest = word.partition("=")
-            letters, _, fill = rest.partition(":")
-            args[name] = _make(letters, fill or "normal", dims, shape.dtype, device, blank)
+            name, letters, fill = _parsed(word)
+            args[name] = _make(letters, fill or "normal", making, blank)
         if shape.state and self.states:
             states = (self.states,) if isinstance(self.states, str) else self.states
-            made = tuple(_make(x, "state", dims, shape.dtype, device, blank) for x in states)
+            words = [_parsed(f"={x}") for x in states]
+            made = tuple(_make(x, fill or "state", making, blank) for _, x, fill in words)
             args["initial_state"] = made[0] if isinstance(self.states, str) else made
-        if packed:
+        if shape.is_packed:
             args["cu_seqlens"] = shape.offsets(device, blank)
         return args
 
+    def __call__(self, args: Mapping[str, Any], **options: Any) -> Any:
+        """What the function returns, its final states too."""
+        if self.op not in _RETURNS_STATE:
+            _RETURNS_STATE[self.op] = "output_final_state" in self.takes
+        final = {"output_final_state": True} if _RETURNS_STATE[self.op] else {}
+        copies = {name: args[name].clone() for name in self.written.split()}
+        return self.fn(**{**args, **copies}, **{**final, **self.options, **options})
+
     def call(self, args: Mapping[str, Any], impl: str | None = None) -> list[Tensor]:
         """Its outputs, states too, as one list."""
-        options = dict(self.options)
         args = {**args, **{name: args[name].detach() for name in self.fixed.split()}}
-        if impl is not None and "impl" in self.takes:
-            options["impl"] = impl
-        if "output_final_state" in self.takes:
-            options["output_final_state"] = True
-        return flat(self.fn(**args, **options))
+        return flat(
+            self(args, **({} if impl is None or "impl" not in self.takes else {"impl": impl}))
+        )
 
 
-def _make(
-    letters: str,
-    fill: str,
-    dims: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    blank: bool,
-) -> Tensor:
-    shape = [dims[c] for c in letters]
+def _parsed(word: str) -> tuple[str, str, str]:
+    """Name, letters and fill."""
+    name, _, rest = word.partition("=")
+    letters, _, fill = rest.partition(":")
+    return name, letters, fill
+
+
+# whether an operator returns its state if asked: torch.compile reads this, not signatures
+_RETURNS_STATE: dict[str, bool] = {}
+
+
+def _make(letters: str, fill: str, making: Making, blank: bool) -> Tensor:
+    size, dtype = [making.dims[c] for c in letters], making.shape.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kind = _INTEGERS.get(fill) or (wide if fill in _WIDE else dtype)
-    return (
-        torch.empty(shape, dtype=kind, device=device)
-        if blank
-        else FILL[fill](shape, device).to(kind)
-    )
+    if blank:
+        return torch.empty(size, dtype=kind, device=making.device)
+    return FILL[fill](size, making).to(kind)
 
 
 def flat(out: Any) -> list[Tensor]:
@@ -190,17 +301,27 @@ def _both(name: str, tensors: str, states: Any = _S, **row: Any) -> list[Sample]
     return [Sample(f"{path}_{name}", tensors, states, **row) for path in paths]
 
 
-SAMPLES = [
+def _traced(op: str, tensors: str, states: Any = "", variant: str = "", **row: Any) -> Sample:
+    """Kernels of their own; what they compute is what another row's do."""
+    return Sample(op, tensors, states, variant=variant, tested=False, **row)
+
+
+def _tested(op: str, variant: str, tensors: str, states: Any = "", **row: Any) -> Sample:
+    """Another way to call an operator, whose kernels the matrix has from its other rows."""
+    return Sample(op, tensors, states, variant=variant, traced=False, **row)
+
+
+_LINEAR = [
     *_both("linear_attn", _QKV, options={"normalize": False}),
     *_both("retention", _QKV),
     *_both("lightning_attn", _QKV, options={"layer_idx": 1, "num_layers": 4}),
     *_both("simple_gla", f"{_QKV} g=BTG:gate"),
     Sample("chunk_gla", f"{_QKV} g=BTGK:gate", _S),
-    Sample("fused_recurrent_gla", f"{_QKV} gk=BTGK:gate", _S),
+    _traced("fused_recurrent_gla", f"{_QKV} gk=BTGK:gate", _S),
     *_both("rwkv6", f"{_RWKV} u=GK"),
-    # gates in the dtype of q: kernels of their own
-    Sample("chunk_gla", f"{_QKV} g=BTGK:narrow", _S),
-    Sample("chunk_rwkv6", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV u=GK", _S),
+    # gates in the dtype of q
+    _traced("chunk_gla", f"{_QKV} g=BTGK:narrow", _S, "narrow"),
+    _traced("chunk_rwkv6", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV u=GK", _S, "narrow"),
     *_both("gsa", "q=BTHK k=BTHK v=BTHV s=BTHM g=BTHM:gate", ("NHKM", "NHMV"), grouped=False),
     *_both("hgrn", "x=BTD g=BTD:gate", "ND"),
     *_both("delta_rule", f"{_UNIT} beta=BTG:beta"),
@@ -210,63 +331,113 @@ SAMPLES = [
     *_both("iplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase"),
     *_both("dplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase gk=BTGK:gate"),
     *_both("rwkv7", f"{_RWKV} a=BTHK:unit b=BTHK:erase"),
-    Sample("chunk_kda", f"{_UNIT} g=BTGK:narrow beta=BTG:beta", _S),
-    Sample("chunk_rwkv7", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV a=BTHK:unit b=BTHK:erase", _S),
+    _traced("chunk_kda", f"{_UNIT} g=BTGK:narrow beta=BTG:beta", _S, "narrow"),
+    _traced("chunk_rwkv7", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV a=BTHK:unit b=BTHK:erase", _S,
+            "narrow"),
     # packed calls of many heads
-    Sample(
-        "chunk_gated_delta_rule",
-        "q=BTXK:unit k=BTXK:unit v=BTXV g=BTX:gate beta=BTX:beta",
-        "NXKV",
-    ),
-    Sample("chunk_delta_rule", "q=BTXK:unit k=BTXK:unit v=BTXV beta=BTX:beta", "NXKV"),
-    *_both(
-        "gated_delta_product",
-        "q=BTHK:unit k=BRHK:unit v=BRGV g=BTG:gate beta=BRG:beta",
-        options={"num_householder": 2},
-    ),
-    Sample("attention", "q=BTGK k=BTHK v=BTHV"),
-    Sample("attention", "q=BTGK k=BTHK v=BTHV g=BTG:gate sinks=G"),
-    Sample("attention", "q=BTGK k=BTHK v=BTHV", options={"window_size": (60, 9), "causal": False}),
-    Sample(
+    _traced("chunk_gated_delta_rule",
+            "q=BTXK:unit k=BTXK:unit v=BTXV g=BTX:gate beta=BTX:beta", "NXKV", "heads"),
+    _traced("chunk_delta_rule", "q=BTXK:unit k=BTXK:unit v=BTXV beta=BTX:beta", "NXKV", "heads"),
+    *_both("gated_delta_product", "q=BTHK:unit k=BRHK:unit v=BRGV g=BTG:gate beta=BRG:beta",
+           options={"num_householder": 2}),
+    _tested("fused_recurrent_gla", "values", f"{_QKV} gk=BTGK:gate gv=BTGV:gate", _S),
+    _tested("fused_recurrent_gated_delta_rule", "all",
+            f"{_UNIT} g=BTG:gate gk=BTGK:gate gv=BTGV:gate beta=BTGV:beta", _S),
+    _tested("chunk_linear_attn", "normalize", "q=BTHK:positive k=BTHK:positive v=BTGV",
+            ("NGKV", "N1GK:sum"), options={"normalize": True}),
+]  # fmt: skip
+
+_ATTENTION = "q=BTGK k=BTHK v=BTHV"
+_LONGER = "q=BTGK k=BSHK v=BSHV"
+_NORM = "x=BTD weight=D:one bias=D"
+_GATE = "x=BTD gate=BTD weight=D:one"
+_GLU = "gate=BTC up=BTC"
+_ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
+_LOSS = "logits=TZ target=T:targets"
+_LINEAR_LOSS = "hidden=TD weight=ZD target=T:targets"
+_KL = "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"
+_EVERY = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2, "logit_scale": 0.7}
+
+OPERATORS = [
+    *_LINEAR,
+    Sample("attention", _ATTENTION),
+    _traced("attention", f"{_ATTENTION} g=BTG:gate sinks=G", variant="gated"),
+    _traced("attention", _ATTENTION, variant="both sides",
+            options={"window_size": (60, 9), "causal": False}),
+    _tested("attention", "full", _LONGER, options={"causal": False}),
+    _tested("attention", "longer", _LONGER),
+    _tested("attention", "window", _LONGER, options={"window_size": 3}),
+    _tested("attention", "lengths", f"{_LONGER} key_lengths=B:used"),
+    _tested("attention", "packed", _ATTENTION, packed=True),
+    _tested("attention", "packed-cache", "q=BTGK k=NSHK v=NSHV key_lengths=N:cached",
+            options={"window_size": 4}, packed=True),
+    _traced(
         "flash_attn_with_kvcache",
         "q=BTHK k_cache=BRHK v_cache=BRHV k=BTHK v=BTHV cache_seqlens=B:prefixes",
         options={"causal": True},
         grouped=False,
         fixed="q k_cache v_cache k v",
     ),
-    Sample(
+    _traced(
         "latent_attention",
         "q=BTHQ latent=BRQ lengths=B:lengths",
         options={"width": 512, "scale": 0.05},
         grouped=False,
         fixed="q latent",
     ),
-    Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
+    _traced("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
+    _tested("rotary_embedding", "positions", _ROTARY, fixed="cos sin"),
+    _tested("rotary_embedding", "interleaved", _ROTARY, fixed="cos sin",
+            options={"interleaved": True}),
     Sample("rms_norm", "x=BTD weight=D:one"),
-    Sample("rms_norm", "x=1TL weight=L:one"),
-    Sample("rms_norm_gated", "x=BTD gate=BTD weight=D:one"),
-    Sample("layer_norm", "x=BTD weight=D:one bias=D"),
+    _traced("rms_norm", "x=1TL weight=L:one", variant="long"),
+    _tested("rms_norm", "bare", "x=BTD"),
+    _tested("rms_norm", "residual", f"{_NORM} residual=BTD",
+            options={"prenorm": True, "zero_centered": True}),
+    Sample("rms_norm_gated", _GATE),
+    _tested("rms_norm_gated", "sigmoid", _GATE, options={"activation": "sigmoid"}),
+    _tested("rms_norm_gated", "mamba2", _GATE,
+            options={"norm_before_gate": False, "group_size": 3}),
+    Sample("layer_norm", _NORM),
     Sample("group_norm", "x=BTD weight=D:one", options={"num_groups": 2}),
+    _tested("group_norm", "rms", _NORM, options={"num_groups": 2, "rms": True}),
     Sample("l2_norm", "x=BTHK"),
     Sample("short_convolution", "x=BTD weight=DW", "NDW", options={"activation": "silu"}),
-    Sample("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight"),
-    Sample("swiglu", "gate=BTC up=BTC"),
-    Sample("geglu", "gate=BTC up=BTC"),
-    Sample("sigmoid_glu", "gate=BTC up=BTC"),
+    _tested("short_convolution", "residual", "x=BTD weight=DW bias=D residual=BTD", "NDW",
+            options={"activation": "silu"}),
+    _tested("short_convolution", "packed", "x=BTD weight=D3", "ND3", packed=True),
+    _tested("short_convolution", "stateless", "x=BTD weight=D2", packed=True,
+            options={"output_final_state": False}),
+    _traced("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight"),
+    _tested("short_convolution_update", "bias", "x=TD state=TDW weight=DW bias=D",
+            options={"activation": "silu"}, written="state"),
+    Sample("swiglu", _GLU),
+    Sample("geglu", _GLU),
+    Sample("sigmoid_glu", _GLU),
     Sample("squared_relu", "x=BTC"),
-    Sample("glu_linear", "gate=BTC up=BTC weight=DC"),
+    Sample("glu_linear", f"{_GLU} weight=DC"),
+    _tested("glu_linear", "geglu", f"{_GLU} weight=DC bias=D", options={"activation": "geglu"}),
+    _tested("glu_linear", "squared_relu", "gate=BTC weight=DC",
+            options={"up": None, "activation": "squared_relu"}),
     Sample("token_shift", "x=BTD"),
-    Sample("cross_entropy", "logits=TZ target=T:ids"),
-    Sample("cross_entropy", "logits=TZ target=T:ids", options={"reduction": "none"}),
-    Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:ids"),
-    Sample(
-        "linear_kl_div",
-        "student=TD student_weight=ZD teacher=TD teacher_weight=ZD",
-        fixed="teacher teacher_weight",
-    ),
+    _tested("token_shift", "state", "x=BTD", "ND"),
+    _tested("token_shift", "packed", "x=BTD", "ND", packed=True),
+    Sample("cross_entropy", _LOSS),
+    _traced("cross_entropy", _LOSS, variant="rows", options={"reduction": "none"}),
+    *[_tested("cross_entropy", x, _LOSS, options={**_EVERY, "reduction": x})
+      for x in ("mean", "none")],
+    Sample("linear_cross_entropy", _LINEAR_LOSS),
+    *[_tested("linear_cross_entropy", x, f"{_LINEAR_LOSS} bias=Z",
+              options={**_EVERY, "reduction": x}) for x in ("mean", "sum", "none")],
+    _traced("linear_kl_div", _KL, fixed="teacher teacher_weight"),
+    *[_tested("linear_kl_div", x, f"{_KL} student_bias=Z", fixed="teacher teacher_weight",
+              options={"reduction": x}) for x in ("mean", "none")],
     Sample("matmul", "a=TD b=DC"),
+    _tested("matmul", "silu", "a=TD b=DC bias=C residual=TC", options={"activation": "silu"}),
     Sample("embedding", "input_ids=BT:ids weight=ZD"),
-]
+]  # fmt: skip
+SAMPLES = [x for x in OPERATORS if x.traced]
+
 
 # One for each kind of kernel.
 QUICK_OPERATORS = (

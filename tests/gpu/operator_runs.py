@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
+from slipstream.tools.catalog import Sample, flat
+from tests.support.operators import LINEAR, Size, leaves, packed
 
-every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 
 
 SIZES = {
@@ -25,7 +26,7 @@ def on_cuda(args: dict[str, Any]) -> dict[str, Any]:
     return {name: move(x) for name, x in args.items()}
 
 
-def run(op: Operator, args: dict[str, Any], **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def run(op: Sample, args: dict[str, Any], **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     args, inputs = leaves(args)
     outputs = flat(op(args, **options))
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ the losses take in memory. What may be read of memory that nobody has written is
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.runtime.token_ids import WrongId, raise_pending
-from tests.support.blocks import BLOCKS, Args, Block, cast, leaves
+from slipstream.tools.catalog import Sample
+from tests.support.formulas import wanted
+from tests.support.operators import BLOCKS, Args, block_size, cast, leaves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,9 +30,15 @@ COARSE = {torch.float32: 1.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 # of the last dimension: widths of tiles, none of them, long rows in one piece and in several
 WIDTHS = {"rms_norm": (128, 2048, 3000, 16384, 20000, 65536), "layer_norm": (2048, 3000, 65536)}
 WIDTHS |= {"rms_norm-residual": (3000, 8192), "l2_norm": (64, 128), "swiglu": (1000,)}
-WIDTHS |= {"rms_norm_gated-silu": (2048, 20000), "rms_norm_gated-mamba2": (768, 12288)}
+WIDTHS |= {"rms_norm_gated": (2048, 20000), "rms_norm_gated-mamba2": (768, 12288)}
 WIDTHS |= {"group_norm": (4096,), "short_convolution": (4096,), "short_convolution-packed": (512,)}
-HALVES = ("rms_norm", "short_convolution", "swiglu", "rotary", "cross_entropy-mean")
+HALVES = (
+    "rms_norm",
+    "short_convolution",
+    "swiglu",
+    "rotary_embedding-positions",
+    "cross_entropy-mean",
+)
 HALVES += ("linear_cross_entropy-mean",)
 CASES = [
     (x, 100, 30, dtype)
@@ -47,7 +56,7 @@ def on_cuda(args: Args, dtype: torch.dtype) -> Args:
     return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in moved.items()}
 
 
-def options_of(block: Block, D: int) -> dict[str, Any]:
+def options_of(block: Sample, D: int) -> dict[str, Any]:
     """Groups of the width's quarter where the table's are of three features."""
     wide = D > 100 and "group_size" in block.options
     return {**block.options, **({"group_size": D // 4} if wide else {})}
@@ -78,30 +87,30 @@ def error(got: Tensor, want: Tensor) -> float:
     CASES,
     ids=[f"{block.name}-{D}-{str(dtype)[6:]}" for block, _, D, dtype in CASES],
 )
-def test_block_on_cuda_matches_reference(block: Block, T: int, D: int, dtype: torch.dtype) -> None:
+def test_block_on_cuda_matches_reference(block: Sample, T: int, D: int, dtype: torch.dtype) -> None:
     block = replace(block, options=options_of(block, D))
-    plain = cast(block.inputs(T, D), dtype)
+    plain = block.inputs(block_size(T, D, dtype))
     args, dout = on_cuda(plain, dtype), []
-    got = both(block, args, dout)
-    want = both(block.want, cast(plain, torch.float64), dout)
+    got = both(block.call, args, dout)
+    want = both(partial(wanted, block), cast(plain, torch.float64), dout)
     limit = LIMITS[dtype] * (COARSE[dtype] if "linear_cross" in block.name else 1)
     for i, (x, y) in enumerate(zip(got, want, strict=True)):
         assert error(x, y) <= limit, i
     for _ in range(3):
-        for i, (x, y) in enumerate(zip(got, both(block, args, dout), strict=True)):
+        for i, (x, y) in enumerate(zip(got, both(block.call, args, dout), strict=True)):
             assert torch.equal(x, y), f"{i}: other bits"
 
 
 @every_block
-def test_block_on_cuda_never_waits_for_the_device(block: Block) -> None:
-    args, dout = on_cuda(block.inputs(70, 30), torch.bfloat16), []
-    both(block, args, dout)  # what is loaded or compiled at first use may wait
+def test_block_on_cuda_never_waits_for_the_device(block: Sample) -> None:
+    args, dout = on_cuda(block.inputs(block_size(70, 30)), torch.bfloat16), []
+    both(block.call, args, dout)  # what is loaded or compiled at first use may wait
     torch.cuda.synchronize()
     args, inputs = leaves(args)
     try:
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):
-            torch.autograd.grad(block(args), inputs, dout)
+            torch.autograd.grad(block.call(args), inputs, dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops.activation import glu_linear
-from tests.support.blocks import BLOCKS, Args, Block, cast, leaves
+from slipstream.tools.catalog import Sample
+from tests.support.operators import BLOCKS, Args, block_size, cast, leaves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +20,7 @@ pytestmark = [
 # the kernels that a compiled graph has by itself, and those that it has if they are asked for
 CHOSEN = ("rms_norm", "short_convolution", "short_convolution-packed", "token_shift-packed")
 CHOSEN += ("cross_entropy-mean", "cross_entropy-none")
-NAMED = ("rotary", "swiglu", "glu_linear", "token_shift")
+NAMED = ("rotary_embedding-positions", "swiglu", "glu_linear", "token_shift-state")
 CASES = [
     pytest.param(block, impl, id=block.name)
     for block in BLOCKS
@@ -43,16 +44,16 @@ def both(call: Any, args: Args) -> list[Tensor]:
 
 @pytest.mark.parametrize(("block", "impl"), CASES)
 def test_block_on_cuda_compiles_fullgraph_without_recompiling(
-    block: Block, impl: str | None
+    block: Sample, impl: str | None
 ) -> None:
     torch.compiler.reset()
     ours = replace(block, options={**block.options, "impl": impl})
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(ours.call, fullgraph=True, dynamic=True, backend="aot_eager")
     for n, T in enumerate((15, 40)):
-        args = on_cuda(block.inputs(T, 30), torch.bfloat16)
+        args = on_cuda(block.inputs(block_size(T, 30)), torch.bfloat16)
         with torch._dynamo.config.patch(error_on_recompile=n > 0):
             got = both(compiled, args)
-        for x, y in zip(got, both(ours, args), strict=True):
+        for x, y in zip(got, both(ours.call, args), strict=True):
             size = y.float().abs().max().clamp(min=1)
             assert float((x.float() - y.float()).abs().max() / size) < 0.02
 
@@ -111,7 +112,7 @@ def test_later_calls_are_played_and_give_the_same() -> None:
     w = torch.randn(192, 4, device="cuda").requires_grad_()
     cu = torch.tensor([0, 50, 140], device="cuda", dtype=torch.int32)
     calls = {
-        "rotary": lambda: [ops.rotary_embedding(x, cos, sin)],
+        "rotary_embedding-positions": lambda: [ops.rotary_embedding(x, cos, sin)],
         "swiglu": lambda: [ops.swiglu(x.flatten(2), x.flatten(2) + 1)],
         "relu2": lambda: [ops.squared_relu(x)],
         "shift": lambda: list(ops.token_shift(x.flatten(2), output_final_state=True)),

@@ -3,6 +3,7 @@ device, and CUDA graphs of forward and backward with new packed lengths in the s
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.tools.catalog import Sample, flat
 from tests.gpu.operator_runs import on_cuda
-from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
+from tests.support.operators import LINEAR, Size, leaves, packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +22,7 @@ pytestmark = [
 WIDE = Size(H=2, HV=2, K=128, V=128)
 SIZES = {"whole": Size(B=1, T=300, H=2, HV=2, K=128, V=128), "packed": packed(WIDE, 5, 0, 200, 95)}
 LENGTHS = ((5, 0, 200, 95), (130, 1, 64, 105))
-GRADIENTS = [op for op in OPERATORS if op.name.startswith("chunk_")]
+GRADIENTS = [op for op in LINEAR if op.name.startswith("chunk_")]
 
 
 @contextlib.contextmanager
@@ -34,7 +36,7 @@ def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def both(op: Operator, args: dict, inputs: list[Tensor]) -> list[Tensor]:
+def both(op: Sample, args: dict, inputs: list[Tensor]) -> list[Tensor]:
     outputs = flat(op(args))
     total = torch.stack([x.float().sum() for x in outputs]).sum()
     return [*(x.detach() for x in outputs), *torch.autograd.grad(total, inputs)]
@@ -43,8 +45,8 @@ def both(op: Operator, args: dict, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_chosen_kernels_never_wait_for_the_device(op: Operator, size: str) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(SIZES[size], torch.bfloat16)))
+def test_chosen_kernels_never_wait_for_the_device(op: Sample, size: str) -> None:
+    args, inputs = leaves(on_cuda(op.inputs(replace(SIZES[size], dtype=torch.bfloat16))))
     for _ in range(4):  # compiled, recorded, played
         want = both(op, args, inputs)
     with waiting_is_an_error():
@@ -56,8 +58,8 @@ def test_chosen_kernels_never_wait_for_the_device(op: Operator, size: str) -> No
 @pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
 # the graph is captured on another stream than the one that made the leaves, which is idle
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_chosen_kernels_in_a_cuda_graph_follow_new_packed_lengths(op: Operator) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(SIZES["packed"], torch.bfloat16)))
+def test_chosen_kernels_in_a_cuda_graph_follow_new_packed_lengths(op: Sample) -> None:
+    args, inputs = leaves(on_cuda(op.inputs(replace(SIZES["packed"], dtype=torch.bfloat16))))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         both(op, args, inputs)

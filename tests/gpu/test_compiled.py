@@ -1,13 +1,15 @@
 """torch.compile and CUDA graphs over every operator on a device, forward and backward."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.tools.catalog import Sample, flat
 from tests.gpu.operator_runs import SIZES, every_operator, on_cuda
-from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, packed
+from tests.support.operators import LINEAR, Size, leaves, packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,9 +17,9 @@ pytestmark = [
 ]
 # what Inductor makes of the code around a kernel differs by operator family, not by operator
 WITH_INDUCTOR = ("chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla")
-CASES = [pytest.param(op, "aot_eager", id=op.name) for op in OPERATORS] + [
+CASES = [pytest.param(op, "aot_eager", id=op.name) for op in LINEAR] + [
     pytest.param(op, "inductor", id=f"{op.name}-inductor")
-    for op in OPERATORS
+    for op in LINEAR
     if op.name in WITH_INDUCTOR
 ]
 
@@ -34,7 +36,7 @@ def both(call: Callable[..., list[Tensor]], args: dict, inputs: list[Tensor]) ->
 @pytest.mark.parametrize(("op", "backend"), CASES)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
-    op: Operator, backend: str, is_packed: bool
+    op: Sample, backend: str, is_packed: bool
 ) -> None:
     torch.compiler.reset()
     compiled = torch.compile(
@@ -45,7 +47,7 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
     else:
         sizes = [Size(T=T, K=32, V=64) for T in (70, 130)]
     for i, size in enumerate(sizes):
-        args, inputs = leaves(on_cuda(op.inputs(size, torch.bfloat16)))
+        args, inputs = leaves(on_cuda(op.inputs(replace(size, dtype=torch.bfloat16))))
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             got = both(compiled, args, inputs)
         want = both(lambda given: flat(op(given)), args, inputs)
@@ -56,8 +58,8 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
 @every_operator
 # the graph is captured on another stream than the one that made the leaves, which is idle
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_backward_in_a_cuda_graph_follows_new_packed_lengths(op: Operator) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(SIZES["packed"], torch.bfloat16)))
+def test_backward_in_a_cuda_graph_follows_new_packed_lengths(op: Sample) -> None:
+    args, inputs = leaves(on_cuda(op.inputs(replace(SIZES["packed"], dtype=torch.bfloat16))))
 
     def step() -> list[Tensor]:
         return both(lambda given: flat(op(given)), args, inputs)

@@ -2,14 +2,16 @@
 family the worst that is allowed of outputs, of gradients, and of the gradients of gates and beta.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.tools.catalog import Sample
 from tests.gpu.operator_runs import on_cuda, run
-from tests.support.operators import OPERATORS, Operator, Size, packed, relative_error, widen
+from tests.support.operators import LINEAR, Size, cast, packed, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,8 +37,8 @@ SIZES_OF = {
     torch.float32: ["packed", "grouped", "one head"],
 }
 CASES = [(size, dtype) for dtype, sizes in SIZES_OF.items() for size in sizes]
-CHUNKED = [op for op in OPERATORS if op.name.startswith("chunk_")]
-RECURRENT = [op for op in OPERATORS if "recurrent" in op.name]
+CHUNKED = [op for op in LINEAR if op.name.startswith("chunk_")]
+RECURRENT = [op for op in LINEAR if "recurrent" in op.name]
 # by the step kernel; and by chunks
 FEW_AND_MANY = [("few tokens", dtype) for dtype in LIMITS]
 FEW_AND_MANY += [("grouped", torch.bfloat16), ("packed", torch.float32)]
@@ -50,16 +52,16 @@ def names(args: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
-def test_errors_are_within_their_limits(op: Operator, size: str, dtype: torch.dtype) -> None:
+def test_errors_are_within_their_limits(op: Sample, size: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    args = op.inputs(SIZES[size][0], dtype, gate=SIZES[size][1])
+    args = op.inputs(replace(SIZES[size][0], dtype=dtype, gate=SIZES[size][1]))
     expect_within(op, args, LIMITS[dtype], f"{op.name} {size}")
 
 
 @pytest.mark.parametrize(("size", "dtype"), FEW_AND_MANY, ids=str)
 @pytest.mark.parametrize("op", RECURRENT, ids=lambda op: op.name)
 def test_errors_token_by_token_are_within_their_limits(
-    op: Operator, size: str, dtype: torch.dtype
+    op: Sample, size: str, dtype: torch.dtype
 ) -> None:
     test_errors_are_within_their_limits(op, size, dtype)
 
@@ -69,13 +71,13 @@ def test_sharp_scores_of_gsa_are_within_limits(lowest: float) -> None:
     """Slots that hardly forget: scores of 8 and more, of which the softmax shows every error."""
     torch.manual_seed(2)
     op = next(x for x in CHUNKED if x.name == "chunk_gsa")
-    args = op.inputs(SIZES["zero"][0], torch.bfloat16)
+    args = op.inputs(replace(SIZES["zero"][0], dtype=torch.bfloat16))
     args["g"] = lowest * torch.rand_like(args["g"])
     expect_within(op, args, NARROW, f"gates from {lowest}")
 
 
-def expect_within(op: Operator, args: dict[str, Any], limits: tuple, case: str) -> None:
-    want, want_grads = run(op, widen(args), impl="reference")
+def expect_within(op: Sample, args: dict[str, Any], limits: tuple, case: str) -> None:
+    want, want_grads = run(op, cast(args, torch.float64), impl="reference")
     got, grads = run(op, on_cuda(args))
     outs, others, gates = limits
     found = {f"output {i}": (x, y, outs) for i, (x, y) in enumerate(zip(got, want, strict=True))}

@@ -3,13 +3,15 @@
 What a kernel may read of memory that nobody has written is NaN here.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from slipstream.tools.catalog import Sample, flat
 from tests.gpu.operator_runs import SIZES, every_operator, on_cuda, run
-from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, relative_error, widen
+from tests.support.operators import LINEAR, Size, cast, leaves, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +28,7 @@ FULL = {
 }
 
 
-def supported(op: Operator, args: dict[str, Any], impl: str) -> str | None:
+def supported(op: Sample, args: dict[str, Any], impl: str) -> str | None:
     """impl, or None, whatever is chosen instead, where the plan knows a fault of it."""
     try:
         op(args, impl=impl)
@@ -49,10 +51,10 @@ def poison() -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_operator_on_cuda_matches_reference(
-    op: Operator, impl: str, size: str, dtype: torch.dtype
+    op: Sample, impl: str, size: str, dtype: torch.dtype
 ) -> None:
-    args = op.inputs(SIZES[size], dtype, gate="mixed")
-    want, want_grads = run(op, widen(args), impl="reference")
+    args = op.inputs(replace(SIZES[size], dtype=dtype, gate="mixed"))
+    want, want_grads = run(op, cast(args, torch.float64), impl="reference")
     moved = on_cuda(args)
     chosen = supported(op, moved, impl)
     poison()
@@ -69,11 +71,11 @@ def test_operator_on_cuda_matches_reference(
 
 @pytest.mark.parametrize("size", FULL)
 @pytest.mark.parametrize(
-    "op", [x for x in OPERATORS if x.name.startswith("chunk_")], ids=lambda op: op.name
+    "op", [x for x in LINEAR if x.name.startswith("chunk_")], ids=lambda op: op.name
 )
-def test_portable_kernels_give_the_same_bits_on_a_full_card(op: Operator, size: str) -> None:
+def test_portable_kernels_give_the_same_bits_on_a_full_card(op: Sample, size: str) -> None:
     """Tiles that a loop overwrites while products read them show in other bits, now and then."""
-    args = on_cuda(op.inputs(FULL[size], torch.bfloat16, gate="mixed"))
+    args = on_cuda(op.inputs(replace(FULL[size], dtype=torch.bfloat16, gate="mixed")))
     chosen = supported(op, args, "triton")
     first, *others = ([*out, *grads] for out, grads in (run(op, args, impl=chosen) for _ in "abc"))
     for other in others:
@@ -85,7 +87,7 @@ def test_portable_kernels_give_the_same_bits_on_a_full_card(op: Operator, size: 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("size", SHORT)
-def test_operator_on_cuda_never_waits_for_the_device(op: Operator, impl: str, size: str) -> None:
+def test_operator_on_cuda_never_waits_for_the_device(op: Sample, impl: str, size: str) -> None:
     args, inputs = leaves(on_cuda(op.inputs(SIZES[size])))
     chosen = supported(op, args, impl)
     flat(op(args, impl=chosen))  # what is loaded or compiled at first use may wait
@@ -101,9 +103,9 @@ def test_operator_on_cuda_never_waits_for_the_device(op: Operator, impl: str, si
 
 
 @every_operator
-def test_operator_in_a_cuda_graph_follows_new_packed_lengths(op: Operator) -> None:
+def test_operator_in_a_cuda_graph_follows_new_packed_lengths(op: Sample) -> None:
     size = SIZES["packed"]
-    args = on_cuda(op.inputs(size, torch.bfloat16))
+    args = on_cuda(op.inputs(replace(size, dtype=torch.bfloat16)))
     flat(op(args, impl="triton"))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

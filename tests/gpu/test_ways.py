@@ -18,8 +18,13 @@ pytestmark = [
 DEVICE = "cuda"
 # the Functions of kernels, of which each refuses all but one backward
 KERNELS = {"chunk_gla", "chunk_gsa", "chunk_gated_delta_product", "chunk_hgrn", "rms_norm"}
-KERNELS |= {"rms_norm-residual", "short_convolution", "short_convolution-packed", "rotary"}
-KERNELS |= {"token_shift", "swiglu", "glu_linear", "embedding", "cross_entropy-mean"}
+KERNELS |= {
+    "rms_norm-residual",
+    "short_convolution",
+    "short_convolution-packed",
+    "rotary_embedding-positions",
+}
+KERNELS |= {"token_shift-state", "swiglu", "glu_linear", "embedding", "cross_entropy-mean"}
 KERNELS |= {"cross_entropy-none", "linear_cross_entropy-mean", "linear_cross_entropy-none"}
 KERNELS |= {"attention", "linear_kl_div-mean", "short_convolution-stateless"}
 
@@ -47,7 +52,7 @@ HERE = [_moved(c) for c in CASES if c.name != "short_convolution-operator"]
 def test_gradient_under_activation_checkpointing(
     case: Case, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case.name == "short_convolution_update":  # whose gradients are plain torch's
+    if case.name == "short_convolution_update-bias":  # whose gradients are plain torch's
         monkeypatch.setenv(FALLBACK, "warn")
     problem = Problem(case)
     want = problem.gradient()

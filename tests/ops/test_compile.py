@@ -8,9 +8,10 @@ from torch import Tensor
 
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import LinearInputs
-from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, offsets, packed
+from slipstream.tools.catalog import Sample, flat
+from tests.support.operators import LINEAR, Size, leaves, offsets, packed
 
-every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 # one operator of each way through the common path; the rest are slow
 SAMPLE = {"chunk_gated_delta_rule", "chunk_linear_attn-normalize", "chunk_gsa", "chunk_hgrn"}
 SAMPLE |= {"fused_recurrent_rwkv6"}
@@ -18,7 +19,7 @@ sampled = pytest.mark.parametrize(
     "op",
     [
         pytest.param(op, id=op.name, marks=() if op.name in SAMPLE else pytest.mark.slow)
-        for op in OPERATORS
+        for op in LINEAR
     ],
 )
 
@@ -29,7 +30,7 @@ def _grads(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
 
 @sampled
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-def test_operator_compiles_fullgraph_without_recompiling(op: Operator, is_packed: bool) -> None:
+def test_operator_compiles_fullgraph_without_recompiling(op: Sample, is_packed: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda args: flat(op(args)), fullgraph=True, dynamic=True)
     lengths = [(20, 13), (50, 27), (5, 6)]
@@ -46,7 +47,7 @@ def test_operator_compiles_fullgraph_without_recompiling(op: Operator, is_packed
 
 
 @every_operator
-def test_operator_exports_with_gradients(op: Operator) -> None:
+def test_operator_exports_with_gradients(op: Sample) -> None:
     args, inputs = leaves(op.inputs(Size(T=20)))
 
     class Module(torch.nn.Module):

@@ -8,54 +8,49 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.tools.catalog import Sample, flat
 from tests.support.operators import (
     EPS,
-    OPERATORS,
-    Operator,
+    LINEAR,
     Size,
     assert_near,
     budget,
-    flat,
+    cast,
+    has_time,
     leaves,
     offsets,
+    over_time,
     packed,
-    widen,
+    with_grads,
 )
 
 # those that the default run takes over 1000 tokens, one of each transition
 LONG = {"chunk_simple_gla", "chunk_kda", "chunk_rwkv7"}
 
-every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 
 
-def operators_with(applies: Callable[[Operator], bool]) -> pytest.MarkDecorator:
+def operators_with(applies: Callable[[Sample], bool]) -> pytest.MarkDecorator:
     """The operators that a property speaks of."""
-    return pytest.mark.parametrize("op", list(filter(applies, OPERATORS)), ids=lambda op: op.name)
+    return pytest.mark.parametrize("op", list(filter(applies, LINEAR)), ids=lambda op: op.name)
 
 
 # T, H, HV, K, V: one token, one short of a power of two, several chunks, odd widths both ways
 SIZES = [(1, 1, 2, 30, 60), (15, 2, 2, 64, 30), (63, 1, 1, 100, 64), (100, 1, 2, 128, 100)]
 
 
-def run_with_grads(op: Operator, args: dict[str, Any], seed: int = 0, **options: Any):
+def run_with_grads(op: Sample, args: dict[str, Any], **options: Any):
     """Outputs, and gradients of all inputs for random gradients of output and final state."""
-    args, inputs = leaves(args)
-    outputs = flat(op(args, **options))
-    generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
-    total = sum((x.double() * w).sum() for x, w in zip(outputs, weights))
-    assert isinstance(total, Tensor)
-    grads = torch.autograd.grad(total, inputs)
-    return [x.detach() for x in outputs], list(grads)
+    return with_grads(lambda args: flat(op(args, **options)), args)
 
 
 @every_operator
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("gate", ["zero", "weak", "mixed", "strong"])
-def test_operator_matches_reference(op: Operator, size: tuple, gate: str) -> None:
+def test_operator_matches_reference(op: Sample, size: tuple, gate: str) -> None:
     T, H, HV, K, V = size
-    args = op.inputs(Size(B=1, T=T, H=H, HV=HV, K=K, V=V), gate=gate)
-    want, want_grads = run_with_grads(op, widen(args), impl="reference")
+    args = op.inputs(Size(B=1, T=T, H=H, HV=HV, K=K, V=V, gate=gate))
+    want, want_grads = run_with_grads(op, cast(args, torch.float64), impl="reference")
     got, grads = run_with_grads(op, args)
     assert_near(op, got, want, budget(torch.float32), "output")
     assert_near(op, grads, want_grads, 4 * budget(torch.float32), "gradient")
@@ -66,16 +61,16 @@ def test_operator_matches_reference(op: Operator, size: tuple, gate: str) -> Non
     "op",
     [
         pytest.param(op, id=op.name, marks=() if op.name in LONG else pytest.mark.slow)
-        for op in OPERATORS
+        for op in LINEAR
     ],
 )
-def test_operator_matches_reference_over_a_long_sequence(op: Operator, size: tuple) -> None:
+def test_operator_matches_reference_over_a_long_sequence(op: Sample, size: tuple) -> None:
     test_operator_matches_reference(op, size, "weak")
 
 
 @every_operator
-def test_operator_in_float64_matches_reference_closely(op: Operator) -> None:
-    args = op.inputs(Size(T=70), torch.float64, gate="mixed")
+def test_operator_in_float64_matches_reference_closely(op: Sample) -> None:
+    args = op.inputs(Size(T=70, dtype=torch.float64, gate="mixed"))
     want, want_grads = run_with_grads(op, args, impl="reference")
     got, grads = run_with_grads(op, args)
     assert all(x.dtype == torch.float64 for x in got)
@@ -85,9 +80,9 @@ def test_operator_in_float64_matches_reference_closely(op: Operator) -> None:
 
 @every_operator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_operator_in_16_bit_rounds_once(op: Operator, dtype: torch.dtype) -> None:
-    args = op.inputs(Size(T=70, K=32, V=32), dtype)
-    want, want_grads = run_with_grads(op, widen(args), impl="reference")
+def test_operator_in_16_bit_rounds_once(op: Sample, dtype: torch.dtype) -> None:
+    args = op.inputs(Size(T=70, K=32, V=32, dtype=dtype))
+    want, want_grads = run_with_grads(op, cast(args, torch.float64), impl="reference")
     got, grads = run_with_grads(op, args)
     assert got[0].dtype == dtype
     assert all(x.dtype == torch.float32 for x in got[1:])
@@ -97,11 +92,11 @@ def test_operator_in_16_bit_rounds_once(op: Operator, dtype: torch.dtype) -> Non
 
 @every_operator
 @pytest.mark.parametrize("cut", [1, 33, 64])
-def test_operator_split_equals_whole(op: Operator, cut: int) -> None:
+def test_operator_split_equals_whole(op: Sample, cut: int) -> None:
     args = op.inputs(Size(T=70))
     whole = flat(op(args))
-    first = op({**op.over_time(args, 0, cut), "initial_state": args["initial_state"]})
-    second = op({**op.over_time(args, cut, 70), "initial_state": first[1]})
+    first = op({**over_time(op, args, 0, cut), "initial_state": args["initial_state"]})
+    second = op({**over_time(op, args, cut, 70), "initial_state": first[1]})
     got = [torch.cat([first[0], second[0]], dim=1), *flat(second)[1:]]
     assert_near(op, got, whole, budget(torch.float32), "split")
 
@@ -111,8 +106,8 @@ LENGTHS = [(70,), (5, 0, 64, 1), (0, 63, 65, 0)]
 
 @every_operator
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_operator_packed_equals_separate(op: Operator, lengths: tuple[int, ...]) -> None:
-    args, inputs = leaves(op.inputs(packed(Size(), *lengths), gate="mixed"))
+def test_operator_packed_equals_separate(op: Sample, lengths: tuple[int, ...]) -> None:
+    args, inputs = leaves(op.inputs(packed(Size(gate="mixed"), *lengths)))
     o, states = op(args)
     states = states if isinstance(states, tuple) else (states,)
     weights = [torch.randn_like(x) for x in (o, *states)]
@@ -123,7 +118,7 @@ def test_operator_packed_equals_separate(op: Operator, lengths: tuple[int, ...])
     for n, length in enumerate(lengths):
         state = args["initial_state"]
         state = tuple(x[n : n + 1] for x in state) if isinstance(state, tuple) else state[n : n + 1]
-        part = flat(op({**op.over_time(args, begin, begin + length), "initial_state": state}))
+        part = flat(op({**over_time(op, args, begin, begin + length), "initial_state": state}))
         loss = loss + (part[0] * weights[0][:, begin : begin + length]).sum()
         loss = loss + sum((x * w[n : n + 1]).sum() for x, w in zip(part[1:], weights[1:]))
         separate.append(part)
@@ -136,7 +131,7 @@ def test_operator_packed_equals_separate(op: Operator, lengths: tuple[int, ...])
 
 
 @every_operator
-def test_operator_is_batch_invariant(op: Operator) -> None:
+def test_operator_is_batch_invariant(op: Sample) -> None:
     args = op.inputs(Size(B=3, T=70))
     both = flat(op(args))
     for b in range(3):
@@ -144,7 +139,7 @@ def test_operator_is_batch_invariant(op: Operator) -> None:
             name: tuple(y[b : b + 1] for y in x)
             if isinstance(x, tuple)
             else x
-            if name in op.no_time
+            if name in op.dims and not has_time(op, name)
             else x[b : b + 1]
             for name, x in args.items()
         }
@@ -152,7 +147,7 @@ def test_operator_is_batch_invariant(op: Operator) -> None:
 
 
 @every_operator
-def test_operator_gives_the_same_bits_again(op: Operator) -> None:
+def test_operator_gives_the_same_bits_again(op: Sample) -> None:
     args = op.inputs(Size(T=70))
     first, second = run_with_grads(op, args), run_with_grads(op, args)
     for x, y in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
@@ -160,8 +155,8 @@ def test_operator_gives_the_same_bits_again(op: Operator) -> None:
 
 
 @every_operator
-def test_operator_takes_any_strides(op: Operator) -> None:
-    args = op.inputs(Size(T=20), gate="mixed")
+def test_operator_takes_any_strides(op: Sample) -> None:
+    args = op.inputs(Size(T=20, gate="mixed"))
     want, want_grads = run_with_grads(op, args)
 
     def spread(x: Any) -> Any:
@@ -182,7 +177,7 @@ def test_operator_takes_any_strides(op: Operator) -> None:
 
 @every_operator
 @pytest.mark.parametrize("size", [Size(T=0), Size(B=0), packed(Size(), 0, 0)], ids=str)
-def test_operator_takes_nothing(op: Operator, size: Size) -> None:
+def test_operator_takes_nothing(op: Sample, size: Size) -> None:
     args = op.inputs(size)
     got, grads = run_with_grads(op, args)
     states = args["initial_state"]
@@ -195,8 +190,8 @@ def test_operator_takes_nothing(op: Operator, size: Size) -> None:
 GATES = {"g", "gk", "gv", "w"}
 
 
-@operators_with(lambda op: any(name in op.makers for name in GATES))
-def test_operator_survives_gates_of_minus_infinity(op: Operator) -> None:
+@operators_with(lambda op: bool(GATES & op.dims.keys()))
+def test_operator_survives_gates_of_minus_infinity(op: Sample) -> None:
     """A decay of zero forgets the past: exact, not NaN."""
     args = op.inputs(Size(T=40))
     for name in GATES & args.keys():
@@ -208,8 +203,8 @@ def test_operator_survives_gates_of_minus_infinity(op: Operator) -> None:
 
 
 @every_operator
-def test_operator_gradcheck(op: Operator) -> None:
-    args, inputs = leaves(op.inputs(Size(B=1, T=5, H=1, HV=2, K=3, V=2, M=3), torch.float64))
+def test_operator_gradcheck(op: Sample) -> None:
+    args, inputs = leaves(op.inputs(Size(B=1, T=5, H=1, HV=2, K=3, V=2, M=3, dtype=torch.float64)))
     names = list(args)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -227,7 +222,7 @@ def test_operator_gradcheck(op: Operator) -> None:
 
 # the state of hgrn has no V, the normaliser's no K
 @operators_with(lambda op: "hgrn" not in op.name and "normalize" not in op.name)
-def test_operator_state_v_first_is_the_transpose(op: Operator) -> None:
+def test_operator_state_v_first_is_the_transpose(op: Sample) -> None:
     args = op.inputs(Size(T=20))
     o, state = op(args)
     flip = lambda s: tuple(x.mT for x in s) if isinstance(s, tuple) else s.mT  # noqa: E731
@@ -238,15 +233,15 @@ def test_operator_state_v_first_is_the_transpose(op: Operator) -> None:
 # Householder steps have an order within a token, which reverse keeps (test_delta_mappings.py)
 @operators_with(lambda op: "gated_delta_product" not in op.name)
 @pytest.mark.parametrize("lengths", [None, (5, 0, 15)], ids=str)
-def test_operator_reverse_is_time_turned(op: Operator, lengths: tuple[int, ...] | None) -> None:
+def test_operator_reverse_is_time_turned(op: Sample, lengths: tuple[int, ...] | None) -> None:
     size = Size(T=20) if lengths is None else packed(Size(), *lengths)
     args = op.inputs(size)
     parts = []
     for n, (begin, length) in enumerate(
         [(0, 20)] if lengths is None else [(0, 5), (5, 0), (5, 15)]
     ):
-        cut = op.over_time(args, begin, begin + length)
-        cut = {k: x if k in op.no_time else x.flip(1) for k, x in cut.items()}
+        cut = over_time(op, args, begin, begin + length)
+        cut = {k: x.flip(1) if has_time(op, k) else x for k, x in cut.items()}
         state = args["initial_state"]
         if lengths is not None:
             rows = slice(n, n + 1)
@@ -258,7 +253,7 @@ def test_operator_reverse_is_time_turned(op: Operator, lengths: tuple[int, ...] 
 
 
 @every_operator
-def test_operator_under_autocast_takes_its_dtype(op: Operator) -> None:
+def test_operator_under_autocast_takes_its_dtype(op: Sample) -> None:
     args = op.inputs(Size(T=20))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o, *states = flat(op(args))
@@ -269,9 +264,9 @@ def test_operator_under_autocast_takes_its_dtype(op: Operator) -> None:
 
 
 @every_operator
-def test_operator_rejects_wrong_arguments(op: Operator) -> None:
+def test_operator_rejects_wrong_arguments(op: Sample) -> None:
     args = op.inputs(Size(T=20))
-    for name in op.makers:
+    for name in op.dims:
         x = args[name]
         with pytest.raises(ValueError, match=rf"\b{name}\b.*want"):
             op({**args, name: x[..., None]})
@@ -290,7 +285,7 @@ def test_operator_rejects_wrong_arguments(op: Operator) -> None:
 
 
 @every_operator
-def test_operator_rejects_wrong_packing(op: Operator) -> None:
+def test_operator_rejects_wrong_packing(op: Sample) -> None:
     args = op.inputs(packed(Size(), 12, 8))
     with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
         op({**args, "cu_seqlens": offsets((12, 7))})
@@ -307,7 +302,7 @@ def test_operator_rejects_wrong_packing(op: Operator) -> None:
 
 
 @operators_with(lambda op: "chunk" in op.name and "hgrn" not in op.name)
-def test_operator_rejects_chunk_size(op: Operator) -> None:
+def test_operator_rejects_chunk_size(op: Sample) -> None:
     args = op.inputs(Size(T=20))
     for wrong in (0, 8, 48, 512, 64.0):
         with pytest.raises(ValueError, match="chunk_size"):

@@ -1,35 +1,53 @@
 """Valid calls at random sizes, against the reference in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.blocks import BLOCKS, cast
-from tests.support.operators import OPERATORS, Size, assert_near, budget, flat, packed, widen
+from slipstream.tools.catalog import flat
+from tests.support.formulas import wanted
+from tests.support.operators import (
+    BLOCKS,
+    LINEAR,
+    Size,
+    assert_near,
+    block_size,
+    budget,
+    cast,
+    packed,
+)
 
 
 def _operator(data: st.DataObject) -> None:
-    op = data.draw(st.sampled_from(OPERATORS))
-    small, wide = st.integers(1, 3), st.integers(1, 40)
+    op = data.draw(st.sampled_from(LINEAR))
+    small, width = st.integers(1, 3), st.integers(1, 40)
     H = data.draw(small)
-    size = Size(B=data.draw(small), H=H, HV=H * data.draw(small), K=data.draw(wide))
-    size = Size(size.B, data.draw(st.integers(1, 90)), H, size.HV, size.K, data.draw(wide))
+    size = Size(
+        B=data.draw(small),
+        T=data.draw(st.integers(1, 90)),
+        H=H,
+        HV=H * data.draw(small),
+        K=data.draw(width),
+        V=data.draw(width),
+    )
     if data.draw(st.booleans()):
         lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
         size = packed(size, *lengths, 1)
-    args = op.inputs(size, gate=data.draw(st.sampled_from(["zero", "weak", "mixed", "strong"])))
-    want = flat(op(widen(args), impl="reference"))
+    gate = data.draw(st.sampled_from(["zero", "weak", "mixed", "strong"]))
+    args = op.inputs(replace(size, gate=gate))
+    want = flat(op(cast(args, torch.float64), impl="reference"))
     assert_near(op, flat(op(args)), want, budget(torch.float32), f"at {size}")
 
 
 def _block(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from(BLOCKS))
     # heads, groups and pairs of features divide the width
-    args = block.inputs(data.draw(st.integers(1, 70)), 6 * data.draw(st.integers(1, 6)))
-    before = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
-    want = block.want(cast(before, torch.float64))
-    for got, y in zip(block(args), want, strict=True):
+    args = block.inputs(block_size(data.draw(st.integers(1, 70)), 6 * data.draw(st.integers(1, 6))))
+    want = wanted(block, cast(args, torch.float64))
+    for got, y in zip(block.call(args), want, strict=True):
         torch.testing.assert_close(got.double(), y.double(), rtol=1e-4, atol=1e-4)
 
 

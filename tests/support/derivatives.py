@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from slipstream import ops
 from slipstream.kernels.conv import op as conv_op
-from tests.support.blocks import BLOCKS, Block
-from tests.support.operators import OPERATORS, Operator, Size, flat, leaves, widen
+from slipstream.tools.catalog import Sample
+from tests.support.operators import FIXED, TESTED, Size, block_size, leaves
 
 Args = dict[str, Any]
 
@@ -38,8 +38,7 @@ class Case:
     def flat(self) -> tuple[Run, list[Tensor]]:
         """The call as a function of its floating tensors alone, and these."""
         args = self.inputs()
-        fixed = {name: args[name] for name in ("cos", "sin") if name in args}
-        given, inputs = leaves({name: x for name, x in args.items() if name not in fixed})
+        given, inputs = leaves(args)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest = iter(tensors)
@@ -49,66 +48,41 @@ class Case:
                     return tuple(next_of(y) for y in x)
                 return next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-            return tuple(self.call({**{name: next_of(x) for name, x in given.items()}, **fixed}))
+            return tuple(self.call({n: x if n in FIXED else next_of(x) for n, x in given.items()}))
 
         return run, [x.detach() for x in inputs]
 
 
-SMALL = Size(B=1, T=5, H=1, HV=2, K=3, V=2, M=3)
+SMALL = Size(B=1, T=5, H=1, HV=2, K=3, V=2, M=3, dtype=torch.float64)
 
 
-def _of_operator(op: Operator) -> Case:
-    return Case(op.name, lambda args: flat(op(args)), lambda: op.inputs(SMALL, torch.float64))
+def _of_row(row: Sample) -> Case:
+    linear = row.op.startswith(("chunk_", "fused_recurrent_"))
+    size = SMALL if linear else block_size(5, 6, torch.float64)
+    return Case(row.name, row.call, lambda: row.inputs(size))
 
 
-def _of_block(block: Block) -> Case:
-    return Case(block.name, block, lambda: widen(block.inputs(5, 6)))
-
-
-def _product(T: int, D: int) -> Args:
-    more = {"bias": torch.randn(3), "residual": torch.randn(T, 3)}
-    return {"a": torch.randn(T, D), "b": torch.randn(D, 3), **more}
-
-
-def _teach(student: Tensor, student_weight: Tensor, student_bias: Tensor, **options: Any) -> Tensor:
-    like = {"dtype": student.dtype, "device": student.device}
-    teacher = torch.linspace(-1, 1, 2 * student.shape[0], **like).view(-1, 2)
-    weight = torch.linspace(1, -2, 10, **like).view(5, 2)
-    given = (student, student_weight, teacher, weight)
-    return ops.linear_kl_div(*given, student_bias=student_bias, **options)
-
-
-def _student(T: int, D: int) -> Args:
-    weight = {"student_weight": torch.randn(5, D), "student_bias": torch.randn(5)}
-    return {"student": torch.randn(T, D), **weight}
-
-
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, **_: Any) -> Tensor:
+def _convolved(args: Args) -> list[Tensor]:
     """The operator of the Triton kernel, by plain torch; nothing is contiguous."""
-    return conv_op.convolution(x.mT, weight.mT, bias, None, state, None, True, "eager")
+    x, weight = args["x"].mT, args["weight"].mT
+    return [conv_op.convolution(x, weight, args["bias"], None, args["state"], None, True, "eager")]
 
 
-def _square(T: int, D: int) -> Args:
-    return {name: torch.randn(2, T, 2, D) for name in "qkv"}
+def _convolution() -> Args:
+    shapes = {"x": (1, 6, 5), "weight": (3, 6), "bias": (6,), "state": (1, 6, 3)}
+    return {name: torch.randn(x, dtype=torch.float64) for name, x in shapes.items()}
 
 
-def _refer(*_: Any, **__: Any) -> Any:
-    raise AssertionError("these rows have no reference")
+def _square() -> Args:
+    return {name: torch.randn(2, 5, 2, 6, dtype=torch.float64) for name in "qkv"}
 
 
-MORE = [
-    Block("matmul", ops.matmul, _refer, _product),
-    Block("matmul-silu", ops.matmul, _refer, _product, {"activation": "silu"}),
-    *[Block(f"linear_kl_div-{r}", _teach, _refer, _student, {"reduction": r})
-      for r in ("mean", "none")],
-    Block("short_convolution-operator", _convolved, _refer,
-          lambda T, D: {"x": torch.randn(1, D, T), "weight": torch.randn(3, D),
-                        "bias": torch.randn(D), "state": torch.randn(1, D, 3)}),
-    Block("attention-square", ops.attention, _refer, _square),
-]  # fmt: skip
-
-
-CASES = [*map(_of_operator, OPERATORS), *map(_of_block, (*BLOCKS, *MORE))]
+CASES = [
+    *map(_of_row, TESTED),
+    Case("short_convolution-operator", _convolved, _convolution),
+    # heads and widths for which torch's own attention is taken
+    Case("attention-square", lambda args: [ops.attention(**args)], _square),
+]
 
 
 class Problem:

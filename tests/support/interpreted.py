@@ -8,15 +8,16 @@ TRITON_INTERPRET=1 python -m tests.support.interpreted rms_norm l2_norm      row
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.blocks import BLOCKS, Block, cast, leaves
+from slipstream.tools.catalog import Sample
+from tests.support.formulas import wanted
+from tests.support.operators import BLOCKS, block_size, cast, with_grads
 
 SIZES = ((1, 6), (7, 12), (37, 30), (0, 6))
 # Of the largest value, outputs and gradients; the interpreter cuts 16-bit results off, which is
@@ -44,15 +45,6 @@ def run(*names: str, script: str = "tests.support.interpreted") -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-def with_grads(run: Callable, args: dict) -> tuple[list[Tensor], list[Tensor]]:
-    args, inputs = leaves(args)
-    outputs = run(args)
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
-    total = sum(((x.double() * w).sum() for x, w in zip(outputs, weights)), torch.zeros(()))
-    return [x.detach() for x in outputs], list(torch.autograd.grad(total, inputs))
-
-
 def error(got: Tensor, want: Tensor) -> float:
     """The largest one, of the largest value or of one."""
     if got.shape != want.shape:
@@ -63,14 +55,13 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(off.nan_to_num(float("inf")))
 
 
-def check(block: Block, T: int, D: int, dtype: torch.dtype) -> list[str]:
-    args = cast(block.inputs(T, D), dtype)
-    ours = replace(block, options={**block.options, "impl": "triton"})
-    found = with_grads(ours, args)
-    wanted = with_grads(block.want, cast(args, torch.float64))
+def check(block: Sample, T: int, D: int, dtype: torch.dtype) -> list[str]:
+    args = block.inputs(block_size(T, D, dtype))
+    found = with_grads(partial(block.call, impl="triton"), args)
+    right = with_grads(partial(wanted, block), cast(args, torch.float64))
     return [
         f"{block.name} {T, D} {dtype} {what} {i}: {e:.1e} > {limit:.1e}"
-        for what, limit, got, want in zip(("output", "gradient"), LIMITS[dtype], found, wanted)
+        for what, limit, got, want in zip(("output", "gradient"), LIMITS[dtype], found, right)
         for i, (x, y) in enumerate(zip(got, want, strict=True))
         if not (e := error(x, y)) <= limit
     ]
@@ -78,8 +69,8 @@ def check(block: Block, T: int, D: int, dtype: torch.dtype) -> list[str]:
 
 def main() -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
-    rows = [block for block in BLOCKS if block.name.split("-")[0] in sys.argv[1:]]
-    assert {block.name.split("-")[0] for block in rows} == {*sys.argv[1:]}
+    rows = [block for block in BLOCKS if block.op in sys.argv[1:]]
+    assert {block.op for block in rows} == {*sys.argv[1:]}
     torch.manual_seed(0)
     faults = [
         fault

@@ -34,6 +34,7 @@ def raw(out: Path, **sections: dict) -> dict[str, Any]:
         "training": {
             "max_steps": STEPS,
             "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 256,
             "save_steps": 2,
             "save_total_limit": 5,
             "eval_strategy": "no",

@@ -7,6 +7,7 @@ script.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,16 +22,8 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.dispatch import Candidate
-from tests.support.operators import (
-    OPERATORS,
-    Operator,
-    Size,
-    flat,
-    leaves,
-    packed,
-    relative_error,
-    widen,
-)
+from slipstream.tools.catalog import Sample, flat
+from tests.support.operators import LINEAR, Size, cast, leaves, packed, relative_error
 
 SIZES = {
     "one token": Size(B=2, T=1, H=2, HV=4, K=20, V=40),
@@ -38,13 +31,13 @@ SIZES = {
     "seventeen": Size(B=1, T=17, H=1, HV=2, K=33, V=12),
     "packed": packed(Size(H=1, HV=1, K=30, V=12), 3, 0, 7, 1, 2, 0),
 }
-RECURRENT = [op for op in OPERATORS if "recurrent" in op.name and "hgrn" not in op.name]
+RECURRENT = [op for op in LINEAR if "recurrent" in op.name and "hgrn" not in op.name]
 GATED = next(op for op in RECURRENT if op.name == "fused_recurrent_gated_delta_rule")
 # Whatever the chunk kernels refuse: up to STEP_TOKENS tokens the step kernel takes it all.
 ANY_TERMS = (Candidate("triton", "of any terms"), Candidate("reference", "the oracle"))
 
 
-def run_forward(op: Operator, args: Any, impl: str) -> list[Tensor]:
+def run_forward(op: Sample, args: Any, impl: str) -> list[Tensor]:
     with torch.no_grad():
         return flat(op(args, impl=impl))
 
@@ -52,8 +45,8 @@ def run_forward(op: Operator, args: Any, impl: str) -> list[Tensor]:
 def check_operators() -> None:
     for op in RECURRENT:
         for label, size in SIZES.items():
-            args = op.inputs(size, gate="mixed", state=label != "three")
-            want = run_forward(op, widen(args), "reference")
+            args = op.inputs(replace(size, gate="mixed", state=label != "three"))
+            want = run_forward(op, cast(args, torch.float64), "reference")
             with mock.patch.object(dispatch, "CANDIDATES", ANY_TERMS):
                 got = run_forward(op, args, "triton")
             for i, (x, y) in enumerate(zip(got, want, strict=True)):
@@ -76,11 +69,15 @@ def check_v_first() -> None:
 def check_gradients() -> None:
     """Forward by tokens, backward by chunks, or by tokens where chunks have no form."""
     for op in RECURRENT:
-        if op.name not in ("fused_recurrent_retention", "fused_recurrent_gla", f"{GATED.name}-all"):
+        if op.name not in (
+            "fused_recurrent_retention",
+            "fused_recurrent_gla-values",
+            f"{GATED.name}-all",
+        ):
             continue
         args, inputs = leaves(op.inputs(SIZES["seventeen"]))
         got = flat(op(args, impl="triton"))
-        wide, wide_inputs = leaves(widen(args))
+        wide, wide_inputs = leaves(cast(args, torch.float64))
         want = flat(op(wide, impl="reference"))
         weights = [torch.randn(x.shape) for x in want]
         loss = torch.stack([(x * w).sum() for x, w in zip(got, weights)]).sum()
@@ -122,8 +119,8 @@ def check_strides() -> None:
 
 
 def check_float16() -> None:
-    args = GATED.inputs(SIZES["seventeen"], torch.float16)
-    want = run_forward(GATED, widen(args), "reference")
+    args = GATED.inputs(replace(SIZES["seventeen"], dtype=torch.float16))
+    want = run_forward(GATED, cast(args, torch.float64), "reference")
     for x, y in zip(run_forward(GATED, args, "triton"), want):
         assert relative_error(x, y) <= 1e-3
 

@@ -11,7 +11,15 @@ from tests.support.interpreted import error, run
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_triton_pointwise_matches_reference() -> None:
-    run("rotary", "swiglu", "geglu", "sigmoid_glu", "squared_relu", "glu_linear", "token_shift")
+    run(
+        "rotary_embedding",
+        "swiglu",
+        "geglu",
+        "sigmoid_glu",
+        "squared_relu",
+        "glu_linear",
+        "token_shift",
+    )
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

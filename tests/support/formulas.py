@@ -1,0 +1,198 @@
+"""What each operator around the linear family computes, under its own name, in any dtype.
+
+Those of the linear family are slipstream/kernels/linear/reference.py and recurrences.py here.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.attention.reference import attention_reference, visibility
+from slipstream.kernels.conv.reference import conv_reference
+from slipstream.kernels.loss.reference import LossInputs, rows_reference
+from slipstream.kernels.norm.reference import layer_reference, rms_reference
+from slipstream.kernels.pointwise.rotary import rotary_reference
+from slipstream.kernels.pointwise.token_shift import shift_reference
+from slipstream.tools.catalog import Sample, flat
+
+EPS = 1e-5
+
+
+def has_formula(row: Sample) -> bool:
+    return hasattr(sys.modules[__name__], row.op)
+
+
+def wanted(row: Sample, args: dict[str, Any]) -> list[Tensor]:
+    return flat(getattr(sys.modules[__name__], row.op)(**args, **row.options))
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+    prenorm: bool = False,
+) -> Any:
+    h = x if residual is None else x + residual
+    if weight is not None and zero_centered:
+        weight = weight + 1
+    y = rms_reference(h, weight, EPS)
+    y = y if bias is None else y + bias
+    return (y, h) if prenorm else y
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer_reference(x, weight, bias, EPS)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, num_groups: int, bias: Tensor | None = None, rms: bool = False
+) -> Tensor:
+    groups = x.unflatten(-1, (num_groups, -1))
+    y = rms_reference(groups, None, EPS) if rms else layer_reference(groups, None, None, EPS)
+    y = y.flatten(-2) * weight
+    return y if bias is None else y + bias
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+) -> Tensor:
+    f = torch.sigmoid if activation == "sigmoid" else F.silu
+    if not norm_before_gate:
+        x = x * f(gate)
+    size = group_size or x.shape[-1]
+    y = rms_reference(x.unflatten(-1, (-1, size)), None, EPS).flatten(-2) * weight
+    return y * f(gate) if norm_before_gate else y
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    y, state = conv_reference(x, weight, initial_state, cu_seqlens)
+    y = y if bias is None else y + bias
+    y = y if activation is None else F.silu(y)
+    y = y if residual is None else y + residual
+    return y, state if output_final_state else None
+
+
+def short_convolution_update(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor, activation: str
+) -> Tensor:
+    assert activation == "silu"
+    y, _ = conv_reference(x[:, None], weight, state, None)
+    return F.silu(y + bias)[:, 0]
+
+
+def rotary_embedding(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
+) -> Tensor:
+    cos, sin = (table[positions][:, :, None] for table in (cos, sin))
+    return rotary_reference(x, cos, sin, interleaved)
+
+
+def token_shift(
+    x: Tensor, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Any:
+    return shift_reference(x, initial_state, cu_seqlens)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def sigmoid_glu(gate: Tensor, up: Tensor) -> Tensor:
+    return up / (1 + torch.exp(-gate))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return x * x * (x > 0)
+
+
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "swiglu",
+) -> Tensor:
+    if up is None:
+        return F.linear(squared_relu(gate), weight, bias)
+    f = geglu if activation == "geglu" else swiglu
+    return F.linear(f(gate, up), weight, bias)
+
+
+def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    return weight[input_ids]
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, reduction: str = "mean", **options: Any
+) -> Tensor:
+    rows = rows_reference(logits, target, LossInputs(**options))
+    if reduction == "none":
+        return rows
+    return rows.sum() / (target != -100).sum().clamp(min=1) if reduction == "mean" else rows.sum()
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return cross_entropy(F.linear(hidden, weight, bias), target, **options)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    window_size: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """Sequence by sequence."""
+    if cu_seqlens is not None:
+        bounds = list(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]))
+        parts = [(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in bounds]
+        if key_lengths is not None:
+            parts = [(q[:, a:b], k[n : n + 1], v[n : n + 1]) for n, (a, b) in enumerate(bounds)]
+        joined = 1
+    else:
+        parts = [(q[n : n + 1], k[n : n + 1], v[n : n + 1]) for n in range(q.shape[0])]
+        joined = 0
+    right = 0 if causal else -1 if window_size is None else window_size - 1
+    window = (-1 if window_size is None else window_size - 1, right)
+    outputs = []
+    for n, (qn, kn, vn) in enumerate(parts):
+        if key_lengths is not None:
+            kn, vn = kn[:, : key_lengths[n]], vn[:, : key_lengths[n]]
+        S, T = kn.shape[1], qn.shape[1]
+        if S == 0:
+            outputs.append(vn.new_zeros(1, T, q.shape[2], v.shape[3]))
+            continue
+        seen = visibility(torch.arange(S - T, S), torch.arange(S), window, None)
+        outputs.append(attention_reference(qn, kn, vn, q.shape[-1] ** -0.5, seen[None]))
+    return torch.cat(outputs, dim=joined)
