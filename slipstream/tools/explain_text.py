@@ -1,6 +1,7 @@
 """What explain prints about one operator."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from slipstream.compiler import toolchain
 from slipstream.compiler.aot import Job
@@ -19,7 +20,7 @@ def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
     """Raises ValueError for a letter or a dtype that is none."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
-    sizes = {}
+    sizes: dict[str, Any] = dict(flags)
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in ("B", "T", "H", "K", "V") or not value.isdecimal():
@@ -27,7 +28,7 @@ def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
                 f"--shape: want B=2,T=4096,H=8,K=128,V=128 or some of it, got {part!r}"
             )
         sizes[name] = int(value)
-    return Shape(dtype=DTYPES[dtype], **sizes, **flags)
+    return Shape(dtype=DTYPES[dtype], **sizes)
 
 
 def lines(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
