@@ -62,6 +62,7 @@ lint: venv
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
 	$(RUN) tools/sizes.py
+	git ls-files -z | xargs -0 $(VENV)/bin/codespell
 
 check: lint test
 
