@@ -1,4 +1,4 @@
-"""Comba: the gated delta rule that erases under a key of its own."""
+"""Comba: a decay and, under a key of its own, an erase of what the state held before it."""
 
 from torch import Tensor
 
@@ -27,10 +27,13 @@ def chunk_comba(
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Comba, chunkwise: what is erased is what the state holds under the auxiliary key p.
+    """Comba, chunkwise: a decay, and an erase of what the state holds under the auxiliary key p.
 
-        S_t = (I - beta_t k_t p_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T
+        S_t = (exp(g_t) I - beta_t k_t p_t^T) S_{t-1} + beta_t k_t v_t^T
         o_t = scale * S_t^T q_t
+
+    What is erased is read before the decay, not after it as in chunk_gated_delta_rule. The paper
+    has p = b k, with b a number for each head, and reads the state under q - d k.
 
     Arguments have to be named: orders with p before v and after it are both in use, and mixing
     them up goes unnoticed.
@@ -39,7 +42,7 @@ def chunk_comba(
         q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
         v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k, p of head
             hv // (HV // H).
-        p: auxiliary keys [B, T, H, K], often k times a number for each head; k if None.
+        p: auxiliary keys [B, T, H, K]; k if None.
         g: log decay [B, T, HV], at most 0, float32.
         beta: how much of the old value to replace [B, T, HV], in (0, 1), or (0, 2); 1 if None.
         scale: factor on the output; K^-0.5 if None.
@@ -60,7 +63,8 @@ def chunk_comba(
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
     Cost: for chunks of C, 2 T HV (3 K V + C (3 K + 2 V) / 2) flops; state HV K V floats.
-    Source: Hu and others, "Comba: Improving Bilinear RNNs with Closed-loop Control" (2025).
+    Source: Hu and others, "Comba: Improving Bilinear RNNs with Closed-loop Control" (2025), the
+    scalar plus low rank form.
     """
     return run(
         _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
@@ -114,7 +118,9 @@ def _terms(
     beta = beta_or_ones(beta, v)
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     q, k = maybe_l2_norm(l2_norm, q=q, k=k)
-    if p is not None:
+    if p is None:
+        p = k
+    else:
         (p,) = maybe_l2_norm(l2_norm, p=p)
     return LinearInputs(
         q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens

@@ -31,7 +31,7 @@ def recurrent_step(
     """The recurrence of every fused_recurrent operator, on a pool of states updated in place.
 
         S <- exp(g_t) S exp(gv_t)
-        x_t = v_t, or beta_t (v_t - p_t^T S)
+        x_t = v_t, or beta_t (v_t - k_t^T S), or with p: beta_t (v_t - p_t^T S_{t-1})
         S <- S + b_t (a_t^T S_{t-1}) + k_t x_t^T
         o_t = scale * q_t^T S, or with u: scale * (q_t^T S_{t-1} + (q_t . u k_t) x_t)
 
@@ -58,7 +58,8 @@ def recurrent_step(
         g: log decay, at most 0, of the state [B, T, HV] or of its rows [B, T, HV, K].
         gv: log decay of its columns [B, T, HV, V].
         beta: how much of the old value to replace [B, T, HV], or [B, T, HV, V] for each column.
-        p: keys that the old value is read under [B, T, H, K]; k if None.
+        p: keys that the old value is read under, before the decay [B, T, H, K]; if None it is
+            read under k, after it.
         a, b: read and write directions of the free transition [B, T, H, K].
         u: bonus of the current token [HV, K], which is then read before the state decays.
         scale: factor on the output; K^-0.5 if None.

@@ -19,6 +19,7 @@ from tests.support.recurrences import (
     T,
     V,
     beta,
+    comba,
     gated_delta_product,
     householder,
     log_decay,
@@ -119,12 +120,37 @@ def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
 
 
 @pytest.mark.parametrize("fns", list(zip(both("comba"), both("gated_delta_rule"))))
-def test_comba_without_auxiliary_key_is_the_gated_delta_rule(fns: tuple) -> None:
+def test_comba_without_auxiliary_key_erases_under_k(fns: tuple) -> None:
     args = MAPPINGS["gated_delta_rule"][0]()
-    near(fns[0](**args, p=None)[0], fns[1](**args)[0])
+    near(fns[0](**args, p=None)[0], fns[0](**args, p=args["k"])[0])
+    none = {**args, "g": torch.zeros_like(args["g"])}
+    near(fns[0](**none, p=None)[0], fns[1](**none)[0])
     ones = {**args, "beta": torch.ones_like(args["beta"])}
     args.pop("beta")
-    near(fns[0](**args, p=args["k"])[0], fns[1](**ones)[0])
+    near(fns[0](**args, p=None)[0], fns[0](**ones, p=None)[0])
+
+
+@pytest.mark.parametrize("fn", both("comba"))
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("low", [-1.0, -20.0, -1e4, -torch.inf])
+def test_comba_erases_what_was_there_before_the_decay(fn: Callable, impl: str, low: float) -> None:
+    """Also of a state that then decays to nothing, where dividing p by the decay has no answer."""
+    args = MAPPINGS["comba"][0]()
+    args["g"] = torch.where(torch.rand(SCALAR) < 0.3, low, args["g"])
+    args["initial_state"] = randn(B, HV, K, V)
+    inputs = [x.requires_grad_() for x in args.values()]
+    S, rest = args["initial_state"], {x: y for x, y in args.items() if x != "initial_state"}
+    o, state = trace(comba(**rest, S=S))
+    want = K**-0.5 * o, state
+    found = fn(**args, output_final_state=True, impl=impl)
+    same(found, want, 1e-10)
+    weights = [randn(*x.shape) for x in want]
+    for got, wanted in zip(
+        torch.autograd.grad(found, inputs, weights),
+        torch.autograd.grad(want, inputs, weights),
+        strict=True,
+    ):
+        near(got, wanted, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["dplr_delta_rule", "rwkv7"])

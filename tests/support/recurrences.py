@@ -127,9 +127,14 @@ def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> 
 
 
 def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    """S_t = S_{t-1} (alpha_t I - beta_t p_t k_t^T) + beta_t v_t k_t^T, states [V, K]."""
     q, k, p = grouped(q, k, p)
-    alpha = g.exp()[..., None, None]
-    return transitions(q, k, v, lambda t: alpha[:, t] * erase(k, p, beta, t), beta, S)
+    S = S.mT
+    for t in range(q.shape[1]):
+        bt = beta[:, t, :, None, None]
+        alpha = g[:, t].exp()[..., None, None]
+        S = S @ (alpha * eye() - bt * outer(p[:, t], k[:, t])) + bt * outer(v[:, t], k[:, t])
+        yield (S @ q[:, t, :, :, None])[..., 0], S.mT
 
 
 def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, S: Tensor) -> Trace:

@@ -6,8 +6,11 @@
 Which terms are given says which instance it is; None means the term is absent.
 
     transition  none   beta and a absent
-                delta  beta given: a_t = D_t p_t, b_t = -beta_t k_t, writes beta_t k_t v_t^T, so
-                       S_t = D_t S_{t-1} + k_t (beta_t (v_t - p_t^T D_t S_{t-1}))^T; p = k if None
+                delta  beta given: b_t = -beta_t k_t, writes beta_t k_t v_t^T. What it erases is
+                       what the state holds under k_t after the decay, a_t = D_t k_t:
+                       S_t = D_t S_{t-1} + k_t (beta_t (v_t - k_t^T D_t S_{t-1}))^T
+                       or, with p given, under p_t before it, a_t = p_t:
+                       S_t = D_t S_{t-1} + k_t (beta_t (v_t - p_t^T S_{t-1}))^T
                 dplr   a and b given, free
     decay       none   g absent
                 scalar g [B, T, HV]

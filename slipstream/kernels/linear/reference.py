@@ -66,9 +66,9 @@ def _run(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
         if gv is not None:
             S = S * gv[:, t, :, None, :].exp()
         if beta is not None:
-            pt = kt if p is None else p[:, t, :, :, None]
+            held = kt * S if p is None else p[:, t, :, :, None] * before
             bt = beta[:, t, :, None, None] if beta.dim() == 3 else beta[:, t, :, None, :]
-            vt = bt * (vt - (pt * S).sum(-2, keepdim=True))
+            vt = bt * (vt - held.sum(-2, keepdim=True))
         if a is not None and b is not None:
             S = S + b[:, t, :, :, None] * (a[:, t, :, :, None] * before).sum(-2, keepdim=True)
         S = S + kt * vt

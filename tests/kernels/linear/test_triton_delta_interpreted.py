@@ -34,7 +34,7 @@ CASES = {
             (size, "mixed", False, "float32", True)
             for size in ("one token", "odd", "grouped", "packed")
         ),
-        *(("odd", gate, True, "float32", False) for gate in GATES if gate != "mixed"),
+        *(("odd", gate, True, "float32", False) for gate in GATES),
         ("odd", "weak", True, "float16", True),
     ],
     "further": [

@@ -2,13 +2,14 @@
 
     transition  reads   writes   values
     none        q       k        v
-    delta       q, p    k        x,    x_i = beta_i (v_i - p_i^T D_i S_{i-1})
+    delta       q, k    k        x,    x_i = beta_i (v_i - k_i^T D_i S_{i-1})
+                q, p    k        x,    x_i = beta_i (v_i - p_i^T S_{i-1})
     dplr        q, a    k, b     v, x, x_i = a_i^T S_{i-1}
 
 Inside a chunk x depends on itself. With S the state before the chunk and M the scores of the second
 read against the write that carries x,
 
-    delta       (I + beta M) x = beta (v - from_state(p) S)
+    delta       (I + beta M) x = beta (v - from_state(p) S)    p = k if there is none
     dplr        (I - M) x      = scores(a, k) v + from_state(a) S
 
 so x = rest + right S, where rest and right come from the inverse of a unit lower triangular matrix,
@@ -135,18 +136,14 @@ def _split_gates(
 ) -> tuple[NoGate | ScalarGate | ChannelGate, ValueGate | None]:
     kinds = ("after",) if terms.u is None else ("before",)
     if terms.transition != "none":
-        kinds += ("strict",) if terms.a is None else ("before",)
+        kinds += ("strict",) if terms.a is None and terms.p is None else ("before",)
     value_gate = None
     if terms.gv is not None:
         value_gate = ValueGate(span.split(terms.gv).clamp_(min=LOWEST_GATE))
     if terms.g is None:
         return NoGate(kinds), value_gate
     g = span.split(terms.g).clamp_(min=LOWEST_GATE)
-    if g.dim() == 2 and "before" not in kinds:
-        return ScalarGate(g, kinds), value_gate
-    if g.dim() == 2:
-        g = g[:, :, None].expand(-1, -1, terms.q.shape[-1]).contiguous()
-    return ChannelGate(g, kinds), value_gate
+    return (ScalarGate if g.dim() == 2 else ChannelGate)(g, kinds), value_gate
 
 
 def _inverse(scores: Tensor, beta: Tensor | None) -> Tensor:

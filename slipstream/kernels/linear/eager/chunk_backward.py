@@ -172,8 +172,7 @@ def _by_term(terms: LinearInputs, inputs: InputGrads, grads: dict[str, Tensor]) 
     elif terms.beta is not None:
         grads["k"] = inputs.writes[0] + inputs.reads[1]
     if terms.g is not None and inputs.g is not None:
-        # a scalar gate that had to be spread over the channels is summed again
-        grads["g"] = inputs.g.sum(-1) if terms.g.dim() == inputs.g.dim() else inputs.g
+        grads["g"] = inputs.g
 
 
 def _add_bonus(terms: LinearInputs, f: Forward, do: Tensor, grads: dict[str, Tensor]) -> None:

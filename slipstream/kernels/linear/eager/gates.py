@@ -92,22 +92,30 @@ class NoGate:
 
 
 class ScalarGate:
-    """One decay a token, g [n, C]; reads of kind "before" are the channel gate's."""
+    """One decay a token, g [n, C]."""
 
     def __init__(self, g: Tensor, kinds: tuple[str, ...]) -> None:
-        assert "before" not in kinds
         self.kinds = kinds
         n, C = g.shape
         scan = ChannelScan(g[:, :, None])
-        self.decay = g.new_zeros(n, C, C)  # exp(G_i - G_j), j <= i, by squares as in ChannelGate
-        self.decay.diagonal(dim1=1, dim2=2).fill_(1.0)
+        # By "before" or not: exp(G_{i-1} - G_j), j < i, and exp(G_i - G_j), j <= i, by squares as
+        # in ChannelGate; and the factors of what a token reads of the state before the chunk.
+        self.decay = {kind == "before": g.new_zeros(n, C, C) for kind in kinds}
+        if False in self.decay:
+            self.decay[False].diagonal(dim1=1, dim2=2).fill_(1.0)
         for side, seam in scan.up():
-            torch.mul(seam.after, seam.rest.mT, out=squares_of(self.decay, side))
-        self.from_start, self.to_end = scan.from_start(), scan.to_end()
+            for before, decay in self.decay.items():
+                later = seam.before if before else seam.after
+                torch.mul(later, seam.rest.mT, out=squares_of(decay, side))
+        self.from_start = {
+            before: scan.from_start_before() if before else scan.from_start()
+            for before in self.decay
+        }
+        self.to_end = scan.to_end()
         self.total = scan.total().exp()  # [n, 1]
 
     def _decayed(self, scores: Tensor, kind: str) -> Tensor:
-        scores.mul_(self.decay)
+        scores.mul_(self.decay[kind == "before"])
         if kind == "strict":
             scores.diagonal(dim1=1, dim2=2).zero_()
         return scores
@@ -121,20 +129,25 @@ class ScalarGate:
 
     def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
         """As NoGate's; a matrix from the left takes the factors, being the smaller of the two."""
-        return read * self.from_start if left is None else (left * self.from_start.mT) @ read
+        factor = self.from_start[self.kinds[r] == "before"]
+        return read * factor if left is None else (left * factor.mT) @ read
 
     def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:
         C = reads[0].shape[1]
         assert d.log_total is not None
-        # P[i, j]: what scaling the decay from j to i would do; g_t is in those with i >= t > j.
-        P = _sum([x * y for dx, xs in zip(d.scores, intra.scores) for x, y in zip(dx, xs)])
-        ones = torch.ones(C, C, dtype=self.decay.dtype, device=self.decay.device)
-        dg = torch.matmul(ones.triu(), P).mul_(ones.tril(-1)).sum(-1)
-        dg += d.log_total.sum(-1, keepdim=True)
-        leaving = [x.mul_(self.from_start) * read for x, read in zip(d.from_state, reads)]
+        ones = torch.ones(C, C, dtype=reads[0].dtype, device=reads[0].device)
         entering = [x.mul_(self.to_end) * write for x, write in zip(d.to_state, writes)]
-        leave, enter = _sum(leaving).sum(-1), _sum(entering).sum(-1)
-        dg += leave @ ones.tril() + enter @ ones.triu(1)  # i >= t, and j < t
+        dg = _sum(entering).sum(-1) @ ones.triu(1)  # j < t
+        dg += d.log_total.sum(-1, keepdim=True)
+        for before, factor in self.from_start.items():
+            own = [r for r, kind in enumerate(self.kinds) if (kind == "before") == before]
+            first = 1 if before else 0
+            # P[i, j]: what scaling the decay from j to i would do; g_t is in those with j < t <= i,
+            # or t < i where the read is before i's decay.
+            P = _sum([x * y for r in own for x, y in zip(d.scores[r], intra.scores[r])])
+            dg += torch.matmul(ones.triu(first), P).mul_(ones.tril(-1)).sum(-1)
+            leave = _sum([d.from_state[r].mul_(factor) * reads[r] for r in own]).sum(-1)
+            dg += leave @ ones.tril(-first)
         for kind, row in zip(self.kinds, d.scores):
             for scores in row:
                 self._decayed(scores, kind)

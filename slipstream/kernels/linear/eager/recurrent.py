@@ -75,6 +75,7 @@ def step(tok: Tokens, S: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor]:
     """One token: the state before it [G, K, V] to (o / scale [G, 1, V], the state after it)."""
     o = None if tok.u is None else torch.bmm(tok.q.mT, S)
     read = None if tok.a is None else torch.bmm(tok.a.mT, S)
+    held = None if tok.p is None else torch.bmm(tok.p.mT, S)
     out = S if in_place else torch.empty_like(S)
     if tok.g is not None:
         torch.mul(S, tok.g, out=out)
@@ -84,8 +85,8 @@ def step(tok: Tokens, S: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor]:
         out.mul_(tok.gv)
     v = tok.v
     if tok.beta is not None:
-        k = tok.k if tok.p is None else tok.p
-        v = torch.baddbmm(v, k.mT, out, alpha=-1).mul_(tok.beta)
+        v = torch.baddbmm(v, tok.k.mT, out, alpha=-1) if held is None else v - held
+        v = v.mul_(tok.beta)
     if tok.b is not None and read is not None:
         out.baddbmm_(tok.b, read)
     out.baddbmm_(tok.k, v)

@@ -69,10 +69,9 @@ def _step_backward(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens
     if tok.gv is not None:
         decay = tok.gv if decay is None else decay * tok.gv
     decayed = S if decay is None else S * decay
-    p = tok.k if tok.p is None else tok.p
     error = x = tok.v
     if tok.beta is not None:
-        error = tok.v - _dot(p, decayed)
+        error = tok.v - (_dot(tok.k, decayed) if tok.p is None else _dot(tok.p, S))
         x = tok.beta * error
     through = None  # what reaches the state before the decay
     if tok.u is None:
@@ -97,8 +96,14 @@ def _step_backward(tok: Tokens, S: Tensor, do: Tensor, dS: Tensor, grads: Tokens
         dbeta = dx * error
         grads.beta.add_(dbeta.sum(-1, keepdim=True) if tok.beta.shape[-1] == 1 else dbeta)
         dx = tok.beta * dx
-        (grads.k if grads.p is None else grads.p).sub_(decayed @ dx.mT)
-        ddecayed = dS - p * dx
+        if tok.p is None:
+            grads.k.sub_(decayed @ dx.mT)
+            ddecayed = dS - tok.k * dx
+        else:
+            assert grads.p is not None
+            grads.p.sub_(S @ dx.mT)
+            erased = -tok.p * dx
+            through = erased if through is None else through + erased
     grads.v.add_(dx)
     if tok.a is not None and tok.b is not None:
         assert grads.a is not None and grads.b is not None

@@ -1,7 +1,7 @@
 """The whole linear family token by token, in one launch: decoding, and short sequences.
 
     S <- exp(g_t) S exp(gv_t)                        g_t a number or [K], down the rows; gv_t [V]
-    x_t = v_t, or beta_t (v_t - p_t^T S)             after the decay
+    x_t = v_t, or beta_t (v_t - k_t^T S), or with p: beta_t (v_t - p_t^T S_{t-1})
     S <- S + b_t (a_t^T S_{t-1}) + k_t x_t^T
     o_t = scale * q_t^T S, or with a bonus u: scale * (q_t^T S_{t-1} + (q_t . u k_t) x_t)
 
@@ -115,6 +115,11 @@ def linear_decode_kernel(
             b_a = _row(a_ptr + t * row_a + i_k, o_k, m_k)
             b_b = _row(b_ptr + t * row_b + i_k, o_k, m_k)
             b_read = tl.sum(b_a[:, None] * b_s, 0)  # [BV]
+        if p_ptr is not None:
+            b_p = _row(p_ptr + t * row_p + i_k, o_k, m_k)
+            if L2_NORM:
+                b_p = _unit(b_p)
+            b_x -= tl.sum(b_p[:, None] * b_s, 0)
         if u_ptr is not None:
             b_u = _row(u_ptr + i_h * K, o_k, m_k)
             b_o = tl.sum(b_q[:, None] * b_s, 0)
@@ -126,12 +131,8 @@ def linear_decode_kernel(
         if gv_ptr is not None:
             b_s *= tl.exp(_row(gv_ptr + t * row_gv + i_h * V, o_v, m_v))[None, :]
         if beta_ptr is not None:
-            b_p = b_k
-            if p_ptr is not None:
-                b_p = _row(p_ptr + t * row_p + i_k, o_k, m_k)
-                if L2_NORM:
-                    b_p = _unit(b_p)
-            b_x -= tl.sum(b_p[:, None] * b_s, 0)
+            if p_ptr is None:
+                b_x -= tl.sum(b_k[:, None] * b_s, 0)
             if PER_COLUMN:
                 b_x *= _row(beta_ptr + t * row_beta + i_h * V, o_v, m_v)
             else:

@@ -2,17 +2,18 @@
 
 With S [K, V] the state before a chunk and R from solve_tril.py, what is written is x = beta w,
 
-    w = R (v - (p exp(G)) S)
+    w = R (v - (k exp(G)) S)
     o = scale ((q exp(G)) S + tril(q k^T decay) x)            S <- exp(G_C) S + (k exp(G_C - G))^T x
 
 and back, with dS' the gradient of the state after the chunk and A = scale tril(q k^T decay),
 
     dv = R^T beta (A^T do + (k exp(G_C - G)) dS')
-    dS = exp(G_C) dS' + (q exp(G))^T scale do - (p exp(G))^T dv
+    dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
-Columns of V are independent: BV of them a program. All of it is computed transposed, V as the rows:
-the state, v - p S and w go from product to product as left operands, which tensor cores take from
-registers, and what is on the right was loaded.
+With p, which reads before the decay, p exp(G_prev) stands for k exp(G): sums up to the token before
+each. Columns of V are independent: BV of them a program. All of it is computed transposed, V as the
+rows: the state, v - p S and w go from product to product as left operands, which tensor cores take
+from registers, and what is on the right was loaded.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments, a program
 each. A segment makes M S + E of the state S it meets. A first walk leaves M, the end of the
@@ -26,7 +27,11 @@ each time rounds. FINE then takes w, x and R as pairs of 16 bits.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import decay_between, load_gates
+from slipstream.kernels.linear.triton.delta.solve_tril import (
+    decay_between,
+    load_gates,
+    load_gates_before,
+)
 from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment, load_rows, store_block
 
 
@@ -249,7 +254,11 @@ def delta_chunk_fwd_kernel(
                 b_o *= b_start[None, :]
         b_w = tl.dot(b_sb, tl.trans(b_p), input_precision=PRECISION)  # [BV, C]
         if HAS_GATE:
-            b_w *= b_start[None, :]
+            if HAS_P:
+                b_B, _ = load_gates_before(p_rows, o_c, C, False)
+                b_w *= tl.exp2(b_B)[None, :]
+            else:
+                b_w *= b_start[None, :]
         if ENDS:
             b_v = tl.where(of_v, b_v, 0.0)
         b_w = _solved(b_v - b_w, tl.trans(b_r), b_k.dtype, PRECISION, FINE)  # [BV, C]
@@ -387,7 +396,11 @@ def delta_chunk_dstate_kernel(
             store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
         b_left = -b_dv
         if HAS_GATE:
-            b_left *= b_start[None, :]
+            if HAS_P:
+                b_B, _ = load_gates_before(p_rows, o_c, C, False)
+                b_left *= tl.exp2(b_B)[None, :]
+            else:
+                b_left *= b_start[None, :]
         b_s = _times(b_left, b_p, b_s, PRECISION, FINE)
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

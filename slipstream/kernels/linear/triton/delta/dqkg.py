@@ -3,16 +3,20 @@
 With S before the chunk, dS' after it, x = beta w, dv (chunk.py), decay[i, j] = exp(G_i - G_j),
 
     dq  = scale (exp(G) (do S^T) + (tril(do x^T) decay) k)
-    dp  =      - exp(G) (dv S^T) - (stril(dv x^T) decay) k
+    dp  =      - exp(G) (dv S^T) - (stril(dv x^T) decay) k         p = k if there is none
     dk' = exp(G_C - G) (w dS'^T) + (scale tril(do w^T) decay)^T q - (stril(dv w^T) decay)^T p
     dk  = beta dk'                 dbeta = k . dk'
 
-for k_j and beta_j are met only in k_j beta_j w_j^T.
+for k_j and beta_j are met only in k_j beta_j w_j^T. With p, which reads before the decay, G_{i-1}
+stands for G_i wherever dv_i does.
 
 The gradient of g_t is what the pairs i >= t > j add to the loss, j also in the chunks before and i
 in those after. With the pairs (i, i) left out of dq and dk, e = k . beta exp(G_C - G) (w dS'^T),
 
     dg_t = sum over i >= t of (q . dq + p . dp - k . dk)_i + sum of all e + exp(G_C) sum(S * dS')
+
+Where p reads before the decay, (p . dp)_t is left out of its own sum, and the pairs (i, i - 1),
+which no gate is between, out of dp and dk.
 
 First sum(S * dS'), then the four triangles (of do w^T and dv w^T, and of their transposes), then BK
 channels of K at a time. The loads of the loops feed products only, else they are not made in
@@ -24,7 +28,9 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import (
     decay_between,
+    decay_until,
     load_gates,
+    load_gates_before,
     locate_chunk,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block, load_rows, store_rows
@@ -233,10 +239,16 @@ def delta_dqkg_kernel(
         b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
         b_decay = decay_between(b_G, b_low, earlier, EXACT)
         b_a *= b_decay
-        b_m *= b_decay
+        if HAS_P:
+            b_B, b_lowB = load_gates_before(p_rows, o_c, C, EXACT)
+            b_m *= decay_until(b_B, b_lowB, b_G, b_low, earlier, EXACT)
+            b_mt *= decay_until(-b_G, -b_low, -b_B, -b_lowB, later, EXACT)
+        else:
+            b_m *= b_decay
         b_decay = decay_between(-b_G, -b_low, later, EXACT)
         b_at *= b_decay
-        b_mt *= b_decay
+        if not HAS_P:
+            b_mt *= b_decay
     else:
         b_a = tl.where(earlier, b_a, 0.0)
         b_m = tl.where(earlier, b_m, 0.0)
@@ -247,8 +259,17 @@ def delta_dqkg_kernel(
     b_at = (b_at * scale).to(dtype)
     b_mt = (-b_mt).to(dtype)
 
+    if HAS_GATE and HAS_P:
+        next_to = o_c[:, None] == o_c[None, :] + 1
+        b_mn = tl.where(next_to, b_m, 0.0)
+        b_m = tl.where(next_to, 0.0, b_m)
+        next_to = o_c[:, None] + 1 == o_c[None, :]
+        b_mtn = tl.where(next_to, b_mt, 0.0)
+        b_mt = tl.where(next_to, 0.0, b_mt)
     b_sum = tl.zeros((C,), tl.float32)  # k . dk'
     b_row = tl.zeros((C,), tl.float32)  # q . dq + p . dp - k . dk
+    if HAS_GATE and HAS_P:
+        b_before = tl.zeros((C,), tl.float32)  # p . dp
     e = 0.0
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + o_n
@@ -266,7 +287,10 @@ def delta_dqkg_kernel(
         if HAS_GATE:
             b_start = tl.exp2(b_G)[:, None]
             b_dq *= b_start
-            b_dp *= b_start
+            if HAS_P:
+                b_dp *= tl.exp2(b_B)[:, None]
+            else:
+                b_dp *= b_start
             b_dk *= tl.exp2((G_C - b_G) + (low_C - b_low))[:, None]
             e += tl.sum(tl.reshape(b_dk * b_k * b_beta[:, None], (C * BK,)), 0)
         b_dq = tl.dot(b_a, b_k, b_dq, input_precision=PRECISION) * scale
@@ -275,6 +299,10 @@ def delta_dqkg_kernel(
         b_dk = tl.dot(b_mt, b_p, b_dk, input_precision=PRECISION)
         if HAS_GATE:
             b_row += tl.sum(b_dq * b_q + b_dp * b_p - b_dk * b_beta[:, None] * b_k, 1)
+            if HAS_P:
+                b_before += tl.sum(b_dp * b_p, 1)
+                b_dp -= tl.dot(b_mn, b_k, input_precision=PRECISION)
+                b_dk = tl.dot(b_mtn, b_p, b_dk, input_precision=PRECISION)
         b_dk += b_own[:, None] * b_q
         b_sum += tl.sum(b_dk * b_k, 1)
         b_dk *= b_beta[:, None]
@@ -289,5 +317,8 @@ def delta_dqkg_kernel(
     o_t = (row + o_c) * HV + i_h
     if HAS_GATE:
         z = e + z * tl.exp2(G_C)
-        tl.store(dg_ptr + o_t, tl.cumsum(b_row, 0, reverse=True) + z, mask=m_c)
+        b_dg = tl.cumsum(b_row, 0, reverse=True) + z
+        if HAS_P:
+            b_dg -= b_before
+        tl.store(dg_ptr + o_t, b_dg, mask=m_c)
     tl.store(dbeta_ptr + o_t, b_sum, mask=m_c)

@@ -1,6 +1,8 @@
 """Delta rule, no decay or one a token: the inverse of every chunk's triangle, all at once.
 
-    L[i, j] = [i = j] + [i > j] (p_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
+    L[i, j] = [i = j] + [i > j] (k_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
+
+or with p, which reads the state before the decay, (p_i . k_j) exp(G_{i-1} - G_j) beta_j,
 
 so that R w is what each token has yet to write, before beta: backward needs it where beta is 0 too.
 
@@ -62,12 +64,39 @@ def load_gates(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def load_gates_before(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
+    """G of the token before each, 0 for the first, and the rest of it."""
+    b_B = tl.load(p + C + o_c - 1, mask=o_c > 0, other=0.0)
+    if EXACT:
+        b_low = tl.load(p + 2 * C + o_c - 1, mask=o_c > 0, other=0.0)
+    else:
+        b_low = tl.zeros_like(b_B)
+    return b_B, b_low
+
+
+@triton.jit
 def decay_between(b_G, b_low, seen, EXACT: tl.constexpr):
     """exp(G_i - G_j) where seen [i, j], else 0."""
     between = b_G[:, None] - b_G[None, :]
     if EXACT:
         between += b_low[:, None] - b_low[None, :]
     return tl.exp2(tl.where(seen, between, float("-inf")))
+
+
+@triton.jit
+def decay_until(b_B, b_lowB, b_G, b_low, seen, EXACT: tl.constexpr):
+    """exp(B_i - G_j) where seen [i, j], else 0."""
+    between = b_B[:, None] - b_G[None, :]
+    if EXACT:
+        between += b_lowB[:, None] - b_low[None, :]
+    return tl.exp2(tl.where(seen, between, float("-inf")))
+
+
+@triton.jit
+def _before(b_x, o_c):
+    """b_x of the token before each, 0 for the first, [C]."""
+    previous = o_c[:, None] == o_c[None, :] + 1
+    return tl.sum(tl.where(previous, b_x[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -177,7 +206,11 @@ def delta_solve_tril_kernel(
     seen = o_c[:, None] > o_c[None, :]
     if HAS_GATE:
         b_G, b_low, _, _ = load_chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
-        b_a *= decay_between(b_G, b_low, seen, EXACT)
+        if HAS_P:
+            b_B = _before(b_G, o_c)
+            b_a *= decay_until(b_B, _before(b_low, o_c), b_G, b_low, seen, EXACT)
+        else:
+            b_a *= decay_between(b_G, b_low, seen, EXACT)
         tl.store(p_rows + C, b_G)
         if EXACT:
             tl.store(p_rows + 2 * C, b_low)
