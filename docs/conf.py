@@ -23,8 +23,9 @@ extensions = [
     "docstrings",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "_ext", "log.md"]
+exclude_patterns = ["_build", "_ext"]
 nitpicky = True
+smartquotes = False  # --option is not a dash
 
 # docstrings state shapes and dtypes; annotations would repeat "Tensor" for every argument
 autodoc_typehints = "none"

@@ -120,7 +120,9 @@ def ratio(above: Cell, below: Cell) -> Cell:
 def pair(first: Cell, second: Cell) -> Cell:
     if not first.text and not second.text:
         return Cell("")
-    return Cell(f"{first.text or '-'} / {second.text or '-'}", first.sources + second.sources)
+    # the spaces do not break, so that a pair stays on one line of a narrow column
+    text = f"{first.text or '-'}\u00a0/\u00a0{second.text or '-'}"
+    return Cell(text, first.sources + second.sources)
 
 
 def label(text: str) -> Cell:

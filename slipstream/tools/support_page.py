@@ -258,9 +258,9 @@ def _general(reason: str) -> str:
 _PLAIN = ("torch", "plain torch")
 _HEAD = """# What runs where
 
-Written by `slipstream matrix --record` (docs/matrix.md): every kernel of every operator, forward
-and backward, for sample shapes, compiled ahead of time without a GPU. An operator has the worst of
-its kernels.
+Written by `slipstream matrix --record` (docs/tools/matrix.md): every kernel of every operator,
+forward and backward, for sample shapes, compiled ahead of time without a GPU. An operator has the
+worst of its kernels.
 
 - ok: compiles, fits into shared memory, hardly spills, uses the tensor cores.
 - slow: compiles and fits, and runs slower than it could, for the reason noted.

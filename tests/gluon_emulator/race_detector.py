@@ -13,7 +13,7 @@ A read that has not seen the last write, a write that has not seen the last writ
 since, and a product or copy out of what was stored without a fence are errors. Within a part there
 is one order: barriers between its threads are Triton's, which puts them where they are wanted.
 compute-sanitizer's racecheck has an arrival speak for the thread that arrives alone
-(docs/facts.md), ours speak for their part, whose threads have met before.
+(docs/dev/facts.md), ours speak for their part, whose threads have met before.
 """
 
 import sys

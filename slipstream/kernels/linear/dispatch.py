@@ -25,7 +25,7 @@ CANDIDATES = (
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
-# Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/log.md).
+# Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/dev/log/cpu.md).
 DEFAULT_CHUNK = 32
 _PLANS = ValidationCache()
 

@@ -29,7 +29,8 @@ from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, regis
 from slipstream.runtime.gradient import set_gradient
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
-# in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda): docs/log.md.
+# in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
+# docs/dev/log/runtime.md.
 MAX_STEP_TOKENS = 16
 
 # Arguments of linear_backward, but for the states between spans.

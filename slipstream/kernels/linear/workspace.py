@@ -50,14 +50,14 @@ LITTLE, COUNT = 1 << 26, 8
 MIN_SLICE_TOKENS_GROUPED = 256
 # Of grouped heads, which leave so much that they would be cut most: tokens of a span times value
 # heads, at least, of a row and of packed sequences, whose spans take longer to begin. A span costs
-# a tenth of the time then (docs/log.md).
+# a tenth of the time then (docs/dev/log/runtime.md).
 GROUPED, PACKED = 160_000, 800_000
 # Tokens a chunk, at most, and those of spans long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
 MIN_ACTIVE_PROGRAMS = 128
 # Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192
-# with 32 heads take a tenth longer than two (docs/log.md).
+# with 32 heads take a tenth longer than two (docs/dev/log/runtime.md).
 MAX_UNSLICED_CALL = 48
 _SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
 

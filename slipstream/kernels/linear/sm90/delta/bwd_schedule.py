@@ -31,7 +31,8 @@ MAX_WORKSPACE_PCT = 24.9
 # Where no parts are that short: of the least, what shorter ones are not worth if that is LITTLE.
 SMALL_CALL_BYTES = 0.15
 MEMORY_SLACK = 0.125  # by which segments may grow so that they have a whole number of parts
-# Microseconds for a chunk there and back, and for a part's beginning and end (docs/log.md).
+# Microseconds for a chunk there and back, and for a part's beginning and end
+# (docs/dev/log/delta.md).
 OF_CHUNK, OF_PART = 11.4, 9.0
 # Parts that a sequence is tried in.
 SEGMENT_COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))

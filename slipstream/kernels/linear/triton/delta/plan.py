@@ -23,7 +23,7 @@ from slipstream.kernels.linear.triton.scalar_decay.launch import (
 from slipstream.kernels.linear.triton.scalar_decay.tiles import MIN_PROGRAMS_PER_SM
 from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
 
-# Widths of K up to which products of the walks take pairs of bf16 (docs/log.md).
+# Widths of K up to which products of the walks take pairs of bf16 (docs/dev/log/delta.md).
 MIN_SPLIT_BF16_WIDTH = 32
 # Width of K up to which rows of p come in as many stages as those of k.
 MAX_M_OFFSET_WIDTH = 128

@@ -1,0 +1,65 @@
+"""Which part of the package may import which: docs/architecture.md, "Layer rule"."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import slipstream
+
+ROOT = Path(str(slipstream.__file__)).parent
+# from the top; a part may import its own level and those below
+LEVELS = (
+    {"cli"},
+    {"tools", "training", "integrations"},
+    {"models"},
+    {"layers"},
+    {"nn"},
+    {"ops"},
+    {"kernels"},
+    {"runtime"},
+    {"compiler"},
+    {"common"},
+)
+LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
+# atomic writes, which the verdicts about compilers need
+EXCEPTIONS = {("compiler", "slipstream.runtime.files")}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Names of our modules that a file imports, wherever the statement stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            if node.module == "slipstream":
+                yield from (f"slipstream.{x.name}" for x in node.names)
+            elif node.module.startswith("slipstream."):
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (x.name for x in node.names if x.name.startswith("slipstream."))
+
+
+def test_parts_import_only_what_is_below() -> None:
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0]
+        for module in imports(path):
+            other = module.split(".")[1]
+            above = other in LEVEL and LEVEL.get(part, -1) > LEVEL[other]
+            if above and (part, module) not in EXCEPTIONS:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_families_do_not_import_each_other() -> None:
+    wrong = []
+    for path in (ROOT / "kernels").rglob("*.py"):
+        family = path.relative_to(ROOT / "kernels").parts[0]
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[1] == "kernels" and len(parts) > 2 and parts[2] not in (family, "primitives"):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_every_part_has_a_level() -> None:
+    parts = {x.name for x in ROOT.iterdir() if x.is_dir() and (x / "__init__.py").exists()}
+    assert parts == set(LEVEL)
