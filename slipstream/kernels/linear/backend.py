@@ -12,12 +12,12 @@ class BackendCapabilities:
     Attributes:
         writes_out: forward and backward take `out`, the memory of their results, so that a long
             call can be computed in slices.
-        checkpoints: forward takes `marks`, and leaves there the states between slices.
+        checkpoints: forward takes `checkpoints`, and leaves there the states between slices.
         skips_empty: both take `active`, how many of the packed sequences have tokens in a slice.
         fp32_out: forward takes `dtype`, that of o.
-        overwrites_q: backward takes `spends_q`: q's memory may become a gradient's.
+        overwrites_q: backward takes `overwrite_q`: q's memory may become a gradient's.
         skips_gate_grad: backward takes `gate_gradient`; False leaves the gate's gradient out.
-        saves_wy: there is `forward_saving`, which also returns what backward takes as `kept`.
+        saves_wy: there is `forward_saving`, which also returns what backward takes as `saved`.
     """
 
     writes_out: bool = False

@@ -108,20 +108,20 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], the final state, and those between spans."""
     *tensors, scale, chunk, impl, spans = args
     given = Steps(*tensors)
-    o, final, marks = _like(given, spans)
+    o, final, checkpoints = _like(given, spans)
     before = given.state
     if before is None and spans > 1:  # alone, a walk may still read it where another has written
         before = final.zero_()
     cuts = workspace.time_slices(given.q.shape[1], spans)
     for i, tokens in enumerate(cuts):
-        after = final if i == len(cuts) - 1 else marks[i]
+        after = final if i == len(cuts) - 1 else checkpoints[i]
         tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
         terms = given.terms(tokens, before, impl)
         wide, *_ = op.forward_impl(*terms, scale, chunk, impl, False, 1, out=(None, after))
         deinterleave(wide, None, given.n, o[:, tokens], None, impl)
         before = after
         del terms, wide  # before there are the next span's
-    return o, final, marks
+    return o, final, checkpoints
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,9 +130,9 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(*args: Any) -> list[Tensor]:
     """Gradients of q, k, v, beta, that of g and of the state: where there is none, of a zero."""
-    *tensors, marks, do, dfinal, scale, chunk, impl = args
+    *tensors, checkpoints, do, dfinal, scale, chunk, impl = args
     given = Steps(*tensors)
-    n, cuts = given.n, workspace.time_slices(given.q.shape[1], marks.shape[0] + 1)
+    n, cuts = given.n, workspace.time_slices(given.q.shape[1], checkpoints.shape[0] + 1)
     grads = dict(zip(Steps._fields, _fake_backward(*args)))
     beta = given.beta  # its gradient is rounded once, at the end
     exact = torch.float32 if beta.element_size() < 4 else beta.dtype
@@ -143,11 +143,11 @@ def _backward(*args: Any) -> list[Tensor]:
         after, met = (zeros if x is None else x for x in (after, met))
     for i, tokens in reversed(list(enumerate(cuts))):
         tokens = slice(tokens.start, min(tokens.stop, given.q.shape[1]))
-        terms, d = given.laid(tokens, marks[i - 1] if i else met, impl, do)
+        terms, d = given.laid(tokens, checkpoints[i - 1] if i else met, impl, do)
         out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
         out["initial_state"] = grads["state"]
         found = op.backward_impl(
-            terms, d, after, scale, chunk, impl, True, None, out, spends_q=True
+            terms, d, after, scale, chunk, impl, True, None, out, overwrite_q=True
         )
         g, g_to = (found["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
         deinterleave(found["q"], g, n, grads["q"][:, tokens], g_to, impl)
@@ -173,7 +173,7 @@ _forward_op = register_op(
 )
 _backward_op = register_op(
     "steps_backward",
-    f"({_TENSORS}, Tensor marks, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
+    f"({_TENSORS}, Tensor checkpoints, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -187,10 +187,10 @@ class _Steps(Function):
 
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
-        o, final, marks = _call_forward(
+        o, final, checkpoints = _call_forward(
             *tensors, *options, num_slices(Steps(*tensors), options[-1])
         )
-        ctx.save_for_backward(*tensors, marks)
+        ctx.save_for_backward(*tensors, checkpoints)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return o, final

@@ -77,13 +77,13 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     *tensors, scale, chunk, first, second, spans, keep = args
     given = GSAInputs(*tensors)
     o, p, *states = _like(given, spans, keep)
-    final, marks = states[:2], states[2:]
+    final, checkpoints = states[:2], states[2:]
     before = [given.keys, given.values]
     if spans > 1:
         before = [y.zero_() if x is None else x for x, y in zip(before, final)]
     cuts = workspace.time_slices(given.q.shape[1], spans)
     for i, tokens in enumerate(cuts):
-        after = final if i == len(cuts) - 1 else [x[i] for x in marks]
+        after = final if i == len(cuts) - 1 else [x[i] for x in checkpoints]
         part = _slice(given, tokens, *before)
         here = o[:, tokens]
         out = _workspace_bytes(here, part.s), after[0]
@@ -95,7 +95,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         op.forward_impl(*two, 1.0, chunk, second, False, 1, out=(here, after[1]))
         del one, two  # before the next span's
         before = after
-    return o, *final, p, *marks
+    return o, *final, p, *checkpoints
 
 
 def _workspace_bytes(o: Tensor, s: Tensor) -> Tensor | None:
@@ -125,10 +125,10 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(*args: Any) -> list[Tensor]:
     """Gradients of q, k, v, s, g and the states before the first token, in float32."""
-    *tensors, p, first_marks, second_marks, do, dkeys, dvalues = args[: len(_NAMES) + 6]
+    *tensors, p, first_checkpoints, second_checkpoints, do, dkeys, dvalues = args[: len(_NAMES) + 6]
     scale, chunk, first, second = args[len(_NAMES) + 6 :]
     given = GSAInputs(*tensors)
-    spans = first_marks.shape[0] + 1
+    spans = first_checkpoints.shape[0] + 1
     grads = _fake_backward(*args)
     dstates = grads[5:]
     after, before = [dkeys, dvalues], [given.keys, given.values]
@@ -139,7 +139,7 @@ def _backward(*args: Any) -> list[Tensor]:
         before = [y if x is None else x for x, y in zip(before, zeros)]
     cuts = workspace.time_slices(given.q.shape[1], spans)
     for i, tokens in reversed(list(enumerate(cuts))):
-        met = [first_marks[i - 1], second_marks[i - 1]] if i else before
+        met = [first_checkpoints[i - 1], second_checkpoints[i - 1]] if i else before
         part = _slice(given, tokens, *met)
         one, two = part.first(), part.second(p[:, tokens])
         here = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
@@ -228,7 +228,7 @@ _forward_op = register_op(
 )
 _backward_op = register_op(
     "slots_backward",
-    f"({_TENSORS}, Tensor p, Tensor first_marks, Tensor second_marks, Tensor? dout, "
+    f"({_TENSORS}, Tensor p, Tensor first_checkpoints, Tensor second_checkpoints, Tensor? dout, "
     f"Tensor? dkeys, Tensor? dvalues, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,

@@ -77,3 +77,18 @@ class LinearInputs(NamedTuple):
 
 # In the order of Terms: those that have a gradient.
 DIFFERENTIABLE = LinearInputs._fields[:-1]
+
+
+def contiguous(terms: LinearInputs) -> LinearInputs:
+    """q, k, v and the state as kernels index them; g has strides, which count in 32 bits."""
+    state, g = terms.initial_state, terms.g
+    if g is not None and sum((n - 1) * s for n, s in zip(g.shape, g.stride())) >= 2**31:
+        g = g.contiguous()
+    return terms._replace(
+        q=terms.q.contiguous(),
+        k=terms.k.contiguous(),
+        v=terms.v.contiguous(),
+        g=g,
+        initial_state=None if state is None else state.contiguous(),
+        cu_seqlens=None if terms.cu_seqlens is None else terms.cu_seqlens.contiguous(),
+    )

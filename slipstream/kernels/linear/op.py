@@ -21,6 +21,7 @@ from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.sm90.plan import per_channel
 from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime import guarded_launch
@@ -110,13 +111,15 @@ def _forward_sliced(
     cut = spans > 1 or (can.writes_out and out is None)  # with out it is a slice already
     parts = workspace.fwd_slices(terms, spans) if cut else [workspace.WHOLE]
     if spans > 1 and terms.cu_seqlens is None and can.checkpoints:
-        marks = terms.v.new_empty(workspace.checkpoints_shape(terms, spans), dtype=torch.float32)
-        o, final, *kept = forward(terms, scale, marks=marks)
-        return o, final, marks, *(kept[0] if kept else ())
+        checkpoints = terms.v.new_empty(
+            workspace.checkpoints_shape(terms, spans), dtype=torch.float32
+        )
+        o, final, *saved = forward(terms, scale, checkpoints=checkpoints)
+        return o, final, checkpoints, *(saved[0] if saved else ())
     if len(parts) == 1 and out is None:
-        o, final, *kept = forward(terms, scale, **more)
-        marks = final.new_empty(workspace.checkpoints_shape(terms, spans))
-        return o, final, marks, *(kept[0] if kept else ())
+        o, final, *saved = forward(terms, scale, **more)
+        checkpoints = final.new_empty(workspace.checkpoints_shape(terms, spans))
+        return o, final, checkpoints, *(saved[0] if saved else ())
     forward = workspace.with_active_count(forward, terms, parts, can)
     run = forward if can.writes_out else partial(_into_out, forward)
     dtype = torch.float32 if wide else None
@@ -140,19 +143,22 @@ def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
         return decode_launch
     if impl == "sm90":
         if terms.transition == "none" and schedule.takes(terms):
-            from slipstream.kernels.linear.sm90.vector_decay import backend as channel_sm90
+            from slipstream.kernels.linear.sm90.vector_decay import backend as vector_decay_sm90
 
-            return channel_sm90
+            return vector_decay_sm90
         if terms.transition == "none":
-            from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_decay_backend
+            from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_decay_sm90
 
-            return scalar_decay_backend
-        from slipstream.kernels.linear.sm90.delta import backend as sm90_backend
+            return scalar_decay_sm90
+        if per_channel(terms):
+            from slipstream.kernels.linear.sm90.dplr import backend as dplr_sm90
 
-        return sm90_backend
+            return dplr_sm90
+        from slipstream.kernels.linear.sm90.delta import backend as delta_sm90
+
+        return delta_sm90
     assert impl == "triton", impl
-    channel = terms.transition == "delta" and terms.decay == "channel"
-    if channel or terms.transition == "dplr":
+    if per_channel(terms):
         from slipstream.kernels.linear.triton.dplr import backend
 
         return backend
@@ -164,9 +170,9 @@ def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
         from slipstream.kernels.linear.triton.vector_decay import backend as vector_decay_backend
 
         return vector_decay_backend
-    from slipstream.kernels.linear.triton.scalar_decay import launch
+    from slipstream.kernels.linear.triton.scalar_decay import backend as scalar_decay_backend
 
-    return launch
+    return scalar_decay_backend
 
 
 def _with_fp32_operands(
@@ -191,7 +197,7 @@ def _empty_forward(terms: LinearInputs, wide: bool) -> tuple[Tensor, Tensor]:
 
 def _backward(*args: Any) -> list[Tensor]:
     *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:NUM_BACKWARD_ARGS]
-    marks, kept = (
+    checkpoints, saved = (
         args[NUM_BACKWARD_ARGS] if len(args) > NUM_BACKWARD_ARGS else None,
         args[NUM_BACKWARD_ARGS + 1 :],
     )
@@ -202,7 +208,7 @@ def _backward(*args: Any) -> list[Tensor]:
             grads["initial_state"].copy_(dfinal)
     else:
         options = scale, chunk, impl, gate_gradient
-        grads = backward_impl(terms, dout, dfinal, *options, marks, kept=kept)
+        grads = backward_impl(terms, dout, dfinal, *options, checkpoints, saved=saved)
     return [grads[name] for name in _grad_names(terms, gate_gradient)]
 
 
@@ -214,16 +220,16 @@ def backward_impl(
     chunk: int,
     impl: str,
     gate_gradient: bool,
-    marks: Tensor | None,
+    checkpoints: Tensor | None,
     out: Mapping[str, Tensor] | None = None,
-    kept: Sequence[Tensor] = (),
-    spends_q: bool = False,
+    saved: Sequence[Tensor] = (),
+    overwrite_q: bool = False,
 ) -> dict[str, Tensor]:
     """By the name of the term; those of `out` are there, and the others anywhere.
 
     Args:
-        marks, kept: of spans_forward.
-        spends_q: nobody wants q afterwards, so that its memory may take a gradient.
+        checkpoints, saved: of forward_impl.
+        overwrite_q: nobody wants q afterwards, so that its memory may take a gradient.
     """
     impl, _, rest = impl.partition("|")
     if impl == "eager" or only_by_token(terms):
@@ -240,23 +246,23 @@ def backward_impl(
         if wider and do is not None:
             do = do.float()
         whole = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(wide))
-        parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, marks)
+        parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, checkpoints)
         more = {"out": out} if can.writes_out and out is not None else {}
-        left = kept if can.saves_wy else ()
+        left = saved if can.saves_wy else ()
         if len(parts) == 1:
-            more |= {"kept": left} if left else {}
-            more |= {"spends_q": True} if spends_q and can.overwrites_q else {}
+            more |= {"saved": left} if left else {}
+            more |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
             grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
         else:
             run = workspace.with_active_count(launches.backward, terms, parts, can)
-            grads = workspace.backward(run, wide, do, dfinal, scale, parts, marks, left)
+            grads = workspace.backward(run, wide, do, dfinal, scale, parts, checkpoints, left)
         if wider:
             grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
         return workspace.copy_into(grads, out)
 
     def instead() -> dict[str, Tensor]:
-        given = terms, dout, dfinal, scale, chunk, rest, gate_gradient, marks, out, kept
-        return backward_impl(*given, spends_q)
+        given = terms, dout, dfinal, scale, chunk, rest, gate_gradient, checkpoints, out, saved
+        return backward_impl(*given, overwrite_q)
 
     return guarded_launch.run_guarded(
         lambda: kind(terms, impl),
@@ -311,7 +317,7 @@ _spans_op: Callable = register_op(
 _backward_op: Callable = register_op(
     "linear_backward",
     f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
-    "Tensor? marks=None) -> Tensor[]",
+    "Tensor? checkpoints=None) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -344,26 +350,26 @@ class _Linear(Function):
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
         terms = LinearInputs(*given)
-        spans, kept = workspace.num_slices(terms, impl), []
+        spans, saved = workspace.num_slices(terms, impl), []
         if impl.startswith("sm90") and terms.transition == "delta" and is_plain_call(terms.q):
-            o, final, *kept = _call_forward_saving(*given, scale, chunk, impl, wide, spans)
+            o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, spans)
         elif spans > 1 or workspace.fwd_unsliced(terms, impl):
-            o, final, *kept = _call_spans(*given, scale, chunk, impl, wide, spans)
+            o, final, *saved = _call_spans(*given, scale, chunk, impl, wide, spans)
         else:
             o, final = _call_forward_training(*given, scale, chunk, impl, wide)
-        ctx.save_for_backward(*given, *kept)
+        ctx.save_for_backward(*given, *saved)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
-        given, kept = saved[: len(LinearInputs._fields)], saved[len(LinearInputs._fields) :]
+        given, saved = saved[: len(LinearInputs._fields)], saved[len(LinearInputs._fields) :]
         if dout is None and dfinal is None:
             return (None,) * (4 + len(given))
         terms = LinearInputs(*given)
         gate_gradient = ctx.needs_input_grad[4 + LinearInputs._fields.index("g")]
-        args = (*given, dout, dfinal, *ctx.options, gate_gradient, *kept)
-        if len(kept) <= 1:
+        args = (*given, dout, dfinal, *ctx.options, gate_gradient, *saved)
+        if len(saved) <= 1:
             grads = _call_backward(*args)
         else:
             grads = _call_backward_saved(*args)

@@ -17,13 +17,13 @@ class VarlenSlices(NamedTuple):
     def save_carry(self, states: Tensor, mark: Tensor, i: int) -> None:
         mark.copy_(states.index_select(0, self.crossing[i : i + 1]))
 
-    def load_carry(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
+    def load_carry(self, met: Tensor, begins: Tensor | None, checkpoints: Tensor, i: int) -> None:
         if i + 1 < len(self.local):
             n = self.crossing[i + 1 : i + 2]
             state = torch.zeros_like(met[:1]) if begins is None else begins.index_select(0, n)
             met.index_copy_(0, n, state.to(met.dtype))
         if i > 0:
-            met.index_copy_(0, self.crossing[i : i + 1], marks[i - 1])
+            met.index_copy_(0, self.crossing[i : i + 1], checkpoints[i - 1])
 
 
 def make_varlen_slices(cu_seqlens: Tensor, spans: Sequence[slice]) -> VarlenSlices:

@@ -2,7 +2,7 @@
 
 A slice is a few rows of the batch, or a span of the tokens of a single row. From span to span the
 state goes on: forward it is what the next span begins with, backward its gradient is what the span
-before ends with. Backward also needs the states that forward met at the borders: `marks`. What
+before ends with. Backward also needs the states at the borders from forward, the checkpoints. What
 takes little memory anyway stays whole.
 
 A span of packed sequences is a packed call itself (triton/varlen_slices.py), in which most of the N
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.sm90.plan import num_segments, uses_fused_bwd
+from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
 
 # Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
 # promised; the rest is for spans that end where a chunk does.
@@ -81,7 +81,7 @@ def num_slices(terms: LinearInputs, impl: str) -> int:
 
 def bwd_unsliced(terms: LinearInputs) -> bool:
     """Whether sm90/delta/bwd_fused_launch.py takes a call, and cuts it itself."""
-    return num_segments(terms) > 1 or uses_fused_bwd(terms)
+    return num_fused_bwd(terms) > 1 or uses_fused_bwd(terms)
 
 
 def fwd_unsliced(terms: LinearInputs, impl: str) -> bool:
@@ -98,11 +98,11 @@ def fwd_slices(terms: LinearInputs, spans: int = 0) -> list[BatchTimeSlice]:
     return _make_slices(terms, spans if spans > 1 else _num_slices(terms, False))
 
 
-def bwd_slices(terms: LinearInputs, marks: Tensor | None) -> list[BatchTimeSlice]:
-    """marks: of forward, which went in one span more."""
+def bwd_slices(terms: LinearInputs, checkpoints: Tensor | None) -> list[BatchTimeSlice]:
+    """checkpoints: of forward, which went in one span more."""
     if terms.q.shape[0] > 1:
         return _make_slices(terms, _num_slices(terms, True))
-    return _make_slices(terms, 1 if marks is None else marks.shape[0] + 1)
+    return _make_slices(terms, 1 if checkpoints is None else checkpoints.shape[0] + 1)
 
 
 def forward(
@@ -128,8 +128,8 @@ def forward(
     """
     o = reuse_or_empty(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
     final = reuse_or_empty(out[1], terms.state_shape, torch.float32, terms.v.device)
-    marks = final.new_empty(checkpoints_shape(terms, spans))
-    state, kept = terms.initial_state, []
+    checkpoints = final.new_empty(checkpoints_shape(terms, spans))
+    state, saved = terms.initial_state, []
     goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
     if borders is not None and state is not None:
         state = final.copy_(state)
@@ -137,18 +137,18 @@ def forward(
         state = final.zero_()
     for i, (rows, tokens) in enumerate(slices):
         marked = spans > 1 and i < len(slices) - 1
-        after = marks[i] if marked and borders is None else final[rows]
+        after = checkpoints[i] if marked and borders is None else final[rows]
         met = None if state is None else state[rows]
         part = slice_inputs(terms, rows, tokens, met)
         if borders is not None:
             part = part._replace(cu_seqlens=borders.local[i])
         found = run(part, scale, out=(o[rows, tokens], after))
-        kept += found[2] if len(found) > 2 else []
+        saved += found[2] if len(found) > 2 else []
         if borders is not None and marked:
-            borders.save_carry(final, marks[i], i + 1)
+            borders.save_carry(final, checkpoints[i], i + 1)
         elif goes_on:
             state = after
-    return o, final, marks, *kept
+    return o, final, checkpoints, *saved
 
 
 def backward(
@@ -158,8 +158,8 @@ def backward(
     dfinal: Tensor | None,
     scale: float,
     slices: Sequence[BatchTimeSlice],
-    marks: Tensor | None,
-    kept: Sequence[Tensor] = (),
+    checkpoints: Tensor | None,
+    saved: Sequence[Tensor] = (),
     plain: bool = False,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term.
@@ -167,8 +167,8 @@ def backward(
     Args:
         run: called as run(terms, dout, dfinal, scale, out=grads), of one slice; what it leaves
             elsewhere is copied to where grads say.
-        marks: of forward, where the slices are spans.
-        kept: what forward left, which run takes of each slice: of tokens, then of chunks; of packed
+        checkpoints: of forward, where the slices are spans.
+        saved: what forward left, which run takes of each slice: of tokens, then of chunks; packed
             sequences slice after slice.
         plain: of forward.
     """
@@ -199,19 +199,19 @@ def backward(
         met = None if state is None else state[rows]
         part = slice_inputs(terms, rows, tokens, met)
         if borders is not None:
-            assert state is not None and marks is not None
-            borders.load_carry(state, begins, marks, i)
+            assert state is not None and checkpoints is not None
+            borders.load_carry(state, begins, checkpoints, i)
             part = part._replace(cu_seqlens=borders.local[i])
         elif spans and i:
-            assert marks is not None
-            part = part._replace(initial_state=marks[i - 1])
+            assert checkpoints is not None
+            part = part._replace(initial_state=checkpoints[i - 1])
         here = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
         if dstate is not None:
             here["initial_state"] = dstate[rows]
         do = None if dout is None else dout[rows, tokens]
         after = None if dfinal is None else dfinal[rows]
         packed = borders is not None
-        more = {"kept": _saved(kept, slices, i, packed)} if kept and spans else {}
+        more = {"saved": _saved(saved, slices, i, packed)} if saved and spans else {}
         copy_into(run(part, do, after, scale, out=here, **more), here)
         if spans:
             dfinal = dstate
@@ -221,17 +221,17 @@ def backward(
 
 
 def iter_slices(
-    terms: LinearInputs, o: Tensor, final: Tensor, marks: Tensor | None
+    terms: LinearInputs, o: Tensor, final: Tensor, checkpoints: Tensor | None
 ) -> Iterator[tuple[slice, LinearInputs, Tensor, Tensor]]:
-    """The spans of a walk that leaves the states between them: tokens, the terms of each with the
-    state that it meets, where o goes, and where the state goes. One where there are no marks."""
-    if marks is None:
+    """Slices of tokens, of a pass that leaves the states between them: the tokens, the terms with
+    the state before them, and where o and the state after them go. One without checkpoints."""
+    if checkpoints is None:
         yield WHOLE.tokens, terms, o, final
         return
     state = final.zero_() if terms.initial_state is None else terms.initial_state
-    cuts = time_slices(terms.q.shape[1], marks.shape[0] + 1)
+    cuts = time_slices(terms.q.shape[1], checkpoints.shape[0] + 1)
     for i, tokens in enumerate(cuts):
-        after = final if i == len(cuts) - 1 else marks[i]
+        after = final if i == len(cuts) - 1 else checkpoints[i]
         yield tokens, slice_inputs(terms, WHOLE.rows, tokens, state), o[:, tokens], after
         state = after
 
@@ -289,13 +289,13 @@ def _borders(terms: LinearInputs, slices: Sequence[BatchTimeSlice], plain: bool)
 
 
 def _saved(
-    kept: Sequence[Tensor], slices: Sequence[BatchTimeSlice], i: int, packed: bool
+    saved: Sequence[Tensor], slices: Sequence[BatchTimeSlice], i: int, packed: bool
 ) -> list[Tensor]:
     """Of slice i: packed ones have been left one after the other."""
     if packed:
-        each = len(kept) // len(slices)
-        return list(kept[i * each : (i + 1) * each])
-    tokens, (first, *rest) = slices[i].tokens, kept
+        each = len(saved) // len(slices)
+        return list(saved[i * each : (i + 1) * each])
+    tokens, (first, *rest) = slices[i].tokens, saved
     return [first[:, tokens], *(x[slice_chunks(tokens, first.shape[-1])] for x in rest)]
 
 
@@ -390,10 +390,10 @@ def _workspace_bytes(terms: LinearInputs, grads: bool) -> int:
     more = 1 if terms.transition == "delta" else 2
     if not grads:
         return (2 + more) * W * E + more * C * E + 4 * V + _segment_bytes(terms)
-    kept = 2 * more * C * E + V * E + K * V * E // C
+    saved = 2 * more * C * E + V * E + K * V * E // C
     if terms.cu_seqlens is not None:
-        kept += 2 * W * E  # of more chunks than their gradients have room for
-    return kept + more * W * E + max(4 * V, V * E + K * V * E // C)
+        saved += 2 * W * E  # of more chunks than their gradients have room for
+    return saved + more * W * E + max(4 * V, V * E + K * V * E // C)
 
 
 def _segment_bytes(terms: LinearInputs) -> int:

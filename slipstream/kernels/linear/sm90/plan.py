@@ -3,6 +3,7 @@
 import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK
 from slipstream.kernels.linear.sm90.scalar_decay import schedule
 from slipstream.kernels.linear.sm90.vector_decay import schedule as vector_decay_schedule
 from slipstream.kernels.linear.triton.plan import kind
@@ -11,13 +12,6 @@ from slipstream.runtime.backends import sm90_unsupported
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
-CHUNK = 64
-TILE_V = 64
-# Value heads of all sequences from which on the delta rule goes back in one walk, a program each.
-FUSED_BWD_MIN_HEADS = 96
-# Where they are fewer, segments of all heads that go back at once, one a multiprocessor, and chunks
-# of one, at least.
-PROGRAMS, LEAST = 132, 2
 
 
 def per_channel(terms: LinearInputs) -> bool:
@@ -48,25 +42,3 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
     if not tokens or (tokens + CHUNK * terms.sequences) * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
     return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)
-
-
-def uses_fused_bwd(terms: LinearInputs) -> bool:
-    """Whether these kernels take a delta rule's backward in one walk of whole sequences
-    (delta/bwd_fused.py)."""
-    if terms.transition != "delta" or terms.decay == "channel":
-        return False
-    HV, V = terms.v.shape[2:]
-    return V <= 128 and HV * terms.sequences >= FUSED_BWD_MIN_HEADS
-
-
-def num_segments(terms: LinearInputs) -> int:
-    """How many segments of a sequence, about, these kernels take a delta rule's backward in, each
-    in one walk (delta/bwd_schedule.py); 1 where they don't."""
-    if terms.transition != "delta" or terms.decay == "channel":
-        return 1
-    T, HV, V = terms.v.shape[1:]
-    heads = HV * terms.sequences
-    if V != 2 * TILE_V or not 0 < heads < FUSED_BWD_MIN_HEADS:
-        return 1
-    chunks = T // CHUNK // (1 if terms.cu_seqlens is None else terms.sequences)
-    return max(1, min(PROGRAMS // heads, chunks // LEAST))

@@ -64,7 +64,7 @@ def save_carry_kernel(
 def load_carry_kernel(
     met_ptr,  # [N, size]
     begins_ptr,  # [N, size]
-    marks_ptr,  # [spans - 1, size]
+    checkpoints_ptr,  # [spans - 1, size]
     crossing_ptr,  # [spans]
     i,
     spans,
@@ -89,7 +89,7 @@ def load_carry_kernel(
     if i > 0:
         row = tl.load(crossing_ptr + i).to(tl.int64) * size
         at = (i - 1).to(tl.int64) * size
-        tl.store(met_ptr + row + o, tl.load(marks_ptr + at + o, mask=m), mask=m)
+        tl.store(met_ptr + row + o, tl.load(checkpoints_ptr + at + o, mask=m), mask=m)
 
 
 class TritonVarlenSlices(NamedTuple):
@@ -105,18 +105,18 @@ class TritonVarlenSlices(NamedTuple):
         with device_of(mark.device):
             launch(states, mark, self.crossing, i, size, BLOCK=BLOCK, num_warps=4)
 
-    def load_carry(self, met: Tensor, begins: Tensor | None, marks: Tensor, i: int) -> None:
+    def load_carry(self, met: Tensor, begins: Tensor | None, checkpoints: Tensor, i: int) -> None:
         """met [N, HV, K, V], which span i + 1 has met, becomes what span i meets.
 
         Args:
             begins: what the sequences begin with, zeros if None.
-            marks: of keep, of all borders.
+            checkpoints: of keep, of all borders.
         """
         spans, size = len(self.local), met[0].numel()
         launch: Any = cached(load_carry_kernel)[(-(-size // BLOCK),)]
         flags: dict[str, Any] = {"HAS_BEGINS": begins is not None, "BLOCK": BLOCK, "num_warps": 4}
         with device_of(met.device):
-            launch(met, begins, marks, self.crossing, i, spans, size, **flags)
+            launch(met, begins, checkpoints, self.crossing, i, spans, size, **flags)
 
 
 def make_varlen_slices(cu_seqlens: Tensor, spans: Sequence[slice]) -> TritonVarlenSlices:

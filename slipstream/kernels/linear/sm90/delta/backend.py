@@ -1,46 +1,39 @@
-"""The delta rule and free a and b on sm_90: all but a few small kernels are here.
+"""The delta rule's stages on sm_90 (kernels/linear/delta.py has their order).
 
-Portable are the gradients of the scores, where gates are per channel or a and b free; and those of
-q, k, a and b without a gate per channel.
-
-The portable walk that keeps states fits a multiprocessor twice without gates, this one once: that
-one is taken where there are more programs than multiprocessors.
+Triton's chunk_fwd that writes states fits a multiprocessor twice without gates, this one's once:
+Triton's is taken where there are more programs than multiprocessors.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from math import isqrt
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.delta import NO_OUTPUTS, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
-from slipstream.kernels.linear.sm90.delta import launch as sm90
+from slipstream.kernels.linear.segments import (
+    NUM_SMS,
+    TILE_V,
+    Segments,
+    delta_sm90,
+    num_sequences,
+)
+from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, launch
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
     BackwardSchedule,
     choose_schedule,
     empty_checkpoints,
 )
-from slipstream.kernels.linear.sm90.dplr import backend
-from slipstream.kernels.linear.sm90.plan import CHUNK, TILE_V, per_channel
-from slipstream.kernels.linear.triton.delta import backend as portable
-from slipstream.kernels.linear.triton.delta.plan import (
-    is_oversubscribed,
-    num_segments_and_sequences,
-)
-from slipstream.kernels.linear.triton.dplr import backend as dplr_portable
-from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, split_into_segments
+from slipstream.kernels.linear.sm90.delta.launch import Checkpoints
+from slipstream.kernels.linear.triton.delta import backend as triton
+from slipstream.kernels.linear.triton.delta.plan import is_oversubscribed
 
 CAPABILITIES = BackendCapabilities(
     writes_out=True, checkpoints=True, skips_empty=True, overwrites_q=True, saves_wy=True
 )
-NUM_SMS = 132  # multiprocessors: a walk's program takes one
-MIN_SEGMENT_CHUNKS = 8  # chunks of a segment
-MIN_CHUNKS_SAVED = 18  # chunks that a split has to take off a walk: about 30 us
 # Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
 HEADS_PER_SEMAPHORE = 4
 
@@ -49,36 +42,32 @@ def forward(
     terms: LinearInputs,
     scale: float,
     out: tuple[Tensor, Tensor] | None = None,
-    marks: Tensor | None = None,
+    checkpoints: Tensor | None = None,
     active: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the portable one.
+    """o and the final state, as DeltaBackend.forward.
 
     Args:
         active: how many packed sequences have tokens, about; the others' states stay where they
             are. None: all.
     """
-    if per_channel(terms):
-        return dplr_portable.forward(align_for_tma(terms), scale, backend, out, marks)
-    return portable.forward(align_for_tma(terms), scale, _backend(active), out, marks)
+    return Sm90Delta(active).forward(align_for_tma(terms), scale, out, checkpoints)[:2]
 
 
 def forward_saving(
     terms: LinearInputs,
     scale: float,
     out: tuple[Tensor, Tensor] | None = None,
-    marks: Tensor | None = None,
+    checkpoints: Tensor | None = None,
     active: int | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Those, and what backward takes as `kept`: empty where it would take nothing."""
-    if per_channel(terms):
-        return *forward(terms, scale, out, marks), []
-    own, left = _backend(active), []
-    if marks is None and (cut := _choose_segments(terms, active)):
-        left = [empty_checkpoints(terms, cut)]
-        own = own._replace(walk=partial(_chunk_fwd, parts=(cut.every, left[0])))
-    o, final, solved = portable.forward_with_wy(align_for_tma(terms), scale, own, out, marks)
-    return o, final, [x for x in (*solved, *left) if x is not None]
+    """Those, and what backward takes as `saved`."""
+    backend, saved = Sm90Delta(active), []
+    if checkpoints is None and (schedule := _schedule(terms, active)):
+        saved = [empty_checkpoints(terms, schedule)]
+        backend = replace(backend, checkpoints=Checkpoints(schedule.every, saved[0]))
+    o, final, wy = backend.forward(align_for_tma(terms), scale, out, checkpoints)
+    return o, final, [x for x in (*wy, *saved) if x is not None]
 
 
 def backward(
@@ -86,26 +75,24 @@ def backward(
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
-    kept: Sequence[Tensor] = (),
-    out: Mapping[str, Tensor] = MappingProxyType({}),
+    saved: Sequence[Tensor] = (),
+    out: Mapping[str, Tensor] = NO_OUTPUTS,
     active: int | None = None,
-    spends_q: bool = False,
+    overwrite_q: bool = False,
 ) -> dict[str, Tensor]:
-    """As the portable one; active as forward has it.
+    """Gradients by the name of the term, as DeltaBackend.backward; active as forward has it.
 
     Args:
-        spends_q: the gradient of q may take q's memory, where heads are not grouped.
+        saved: of forward_saving.
+        overwrite_q: the gradient of q may take q's memory, where heads are not grouped.
     """
-    dout = None if dout is None else align16(dout)
-    if per_channel(terms):
-        return dplr_portable.backward(align_for_tma(terms), dout, dfinal, scale, backend, out)
-    own, terms, count = _backend(active), align_for_tma(terms), 2 if terms.g is None else 3
-    solved = portable.WYFactors(*kept[:count]) if kept else None
-    if cut := _choose_segments(terms, active):
-        own = own._replace(back=partial(_bwd_fused, cut=cut, left=kept[count:]))
-    if spends_q and terms.q.shape[2] == terms.v.shape[2]:
+    dout, terms = None if dout is None else align16(dout), align_for_tma(terms)
+    num_factors = 2 if terms.g is None else 3
+    wy = WYFactors(*saved[:num_factors]) if saved else None
+    backend = Sm90Delta(active, _schedule(terms, active), saved=tuple(saved[num_factors:]))
+    if overwrite_q and terms.q.shape[2] == terms.v.shape[2]:
         out = {**out, "q": terms.q}
-    return portable.backward(terms, dout, dfinal, scale, own, solved, out)
+    return backend.backward(terms, dout, dfinal, scale, wy, out)
 
 
 def align_for_tma(terms: LinearInputs) -> LinearInputs:
@@ -119,142 +106,147 @@ def align16(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
-def _chunk_fwd(
-    terms: LinearInputs,
-    solved: portable.WYFactors,
-    scale: float,
-    o: Tensor,
-    *,
-    states: Tensor | None = None,
-    s_in: Tensor | None = None,
-    s_out: Tensor | None = None,
-    split: Segments | None = None,
-    active: int | None = None,
-    parts: tuple[int, Tensor] | None = None,
-) -> None:
-    ends: dict[str, Any] = {"states": states, "s_in": s_in, "s_out": s_out}
-    skip = active is not None and split is None
-    slots = num_segments_and_sequences(terms, split) if active is None else active
-    if states is not None and terms.g is None and is_oversubscribed(terms, slots):
-        portable.launch_chunk_fwd(terms, solved, scale, o, **ends, split=split)
-    elif split is None and _use_2tile(terms, active):
-        sm90.chunk_fwd_2tile(terms, solved.r, solved.rows, scale, o, **ends, skip=skip, parts=parts)
-    else:
-        more = {"segment": _segment(split), "skip": skip, "parts": parts}
-        sm90.chunk_fwd(terms, solved.r, solved.rows, scale, o, **ends, **more)
-
-
-def _use_2tile(terms: LinearInputs, active: int | None = None) -> bool:
-    """Whether a program takes two tiles of V: with one each they would not run all at once."""
-    HV, V = terms.v.shape[2:]
-    programs = V // TILE_V * HV * (terms.sequences if active is None else active)
-    return V % (2 * TILE_V) == 0 and programs > NUM_SMS
-
-
-def _chunk_dstate(
-    terms: LinearInputs,
-    do: Tensor,
-    solved: portable.WYFactors,
-    scale: float,
-    dv: Tensor,
-    dstates: Tensor,
-    s_in: Tensor | None,
-    s_out: Tensor | None,
-    split: Segments | None,
-    active: int | None = None,
-) -> None:
-    ends = {"s_in": s_in, "s_out": s_out, "segment": _segment(split)}
-    skip = active is not None and split is None
-    sm90.chunk_dstate(terms, do, solved.r, solved.rows, scale, dv, dstates, **ends, skip=skip)
-
-
-def _bwd_fused(
-    terms: LinearInputs,
-    do: Tensor,
-    dfinal: Tensor | None,
-    solved: portable.WYFactors,
-    scale: float,
-    dstate: Tensor | None,
-    out: Mapping[str, Tensor],
-    cut: BackwardSchedule,
-    left: Sequence[Tensor],
-) -> dict[str, Tensor]:
-    def forward(o: Tensor, marks: Tensor) -> None:
-        own = _BACKEND._replace(walk=partial(_chunk_fwd, parts=(cut.every, marks)))
-        portable.run_chunks(terms, solved, scale, o, None, own)
-
-    return bwd_fused_launch.backward(
-        terms, do, dfinal, solved, scale, dstate, out,
-        cut=cut, together=_heads_per_semaphore(terms), forward=forward, left=left,
-    )  # fmt: skip
-
-
-def _choose_segments(terms: LinearInputs, active: int | None) -> BackwardSchedule | None:
-    """What a whole call goes back through at a time, where it goes back in one walk."""
-    return choose_schedule(terms) if active is None else None
-
-
-def _heads_per_semaphore(terms: LinearInputs) -> int:
-    """A divisor of how many share q and k."""
-    share = terms.v.shape[2] // terms.q.shape[2]
-    return max(n for n in range(1, HEADS_PER_SEMAPHORE + 1) if share % n == 0)
-
-
-def _segment(split: Segments | None) -> tuple[int, int] | None:
-    return None if split is None else (split.tokens, split.slots)
-
-
-def _segments(terms: LinearInputs) -> Segments | None:
-    """By shapes alone: as many segments as find a multiprocessor for each of their programs.
-
-    Where states do not decay their ends take two walks' time at most, for two segments one.
+@dataclass(frozen=True)
+class Sm90Delta(DeltaBackend):
     """
-    T, HV, V = terms.v.shape[1:]
-    programs = V // TILE_V * HV * terms.sequences
-    packed = terms.cu_seqlens is not None
-    chunks = T // CHUNK // (terms.sequences if packed else 1)  # packed ones have so many on average
-    wanted = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
-    if wanted < 2 or chunks - chunks // wanted < MIN_CHUNKS_SAVED:
-        return None
-    return split_into_segments(terms, -(-chunks // wanted) * CHUNK)
+    Attributes:
+        active: of forward.
+        schedule: what backward goes through at a time, where one kernel is all of it.
+        checkpoints: where chunk_fwd leaves the states that backward begins with.
+        saved: those, where forward left them.
+    """
+
+    active: int | None = None
+    schedule: BackwardSchedule | None = None
+    checkpoints: Checkpoints | None = None
+    saved: tuple[Tensor, ...] = ()
+
+    reuses_w = True
+
+    def num_chunks(self, terms: LinearInputs) -> int:
+        return triton.TritonDelta().num_chunks(terms)
+
+    def choose_segments(self, terms: LinearInputs) -> Segments | None:
+        return delta_sm90(terms)
+
+    def heads_per_sum(self, terms: LinearInputs) -> int:
+        """A divisor of how many share q and k."""
+        share = terms.v.shape[2] // terms.q.shape[2]
+        return max(n for n in range(1, HEADS_PER_SEMAPHORE + 1) if share % n == 0)
+
+    def solve_tril(self, terms: LinearInputs) -> WYFactors:
+        return launch.solve_tril(terms, triton.empty_factors(terms))
+
+    def chunk_fwd(
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        scale: float,
+        out: Tensor,
+        *,
+        states: Tensor | None = None,
+        s_in: Tensor | None = None,
+        s_out: Tensor | None = None,
+        segments: Segments | None = None,
+    ) -> None:
+        ends: dict[str, Any] = {"states": states, "s_in": s_in, "s_out": s_out}
+        sequences = num_sequences(terms, segments) if self.active is None else self.active
+        if states is not None and terms.g is None and is_oversubscribed(terms, sequences):
+            triton.TritonDelta().chunk_fwd(terms, wy, scale, out, **ends, segments=segments)
+            return
+        ends |= {"skip_empty": self.active is not None and segments is None}
+        ends |= {"checkpoints": self.checkpoints}
+        if segments is None and self._use_2tile(terms):
+            launch.chunk_fwd_2tile(terms, wy, scale, out, **ends)
+        else:
+            launch.chunk_fwd(terms, wy, scale, out, **ends, segments=segments)
+
+    def _use_2tile(self, terms: LinearInputs) -> bool:
+        """Whether a program takes two tiles of V: with one each they would not all run at once."""
+        HV, V = terms.v.shape[2:]
+        sequences = terms.sequences if self.active is None else self.active
+        return V % (2 * TILE_V) == 0 and V // TILE_V * HV * sequences > NUM_SMS
+
+    def chunk_dstate(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        scale: float,
+        dv: Tensor,
+        dstates: Tensor,
+        *,
+        s_in: Tensor | None,
+        s_out: Tensor | None,
+        segments: Segments | None,
+    ) -> None:
+        skip = self.active is not None and segments is None
+        ends: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "segments": segments}
+        launch.chunk_dstate(terms, do, wy, scale, dv, dstates, **ends, skip_empty=skip)
+
+    def chunk_dqkg(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        w: Tensor,
+        dv: Tensor,
+        states: Tensor,
+        dstates: Tensor,
+        scale: float,
+        grads: dict[str, Tensor],
+    ) -> None:
+        launch.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
+
+    def entry_states(
+        self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
+    ) -> EntryStates:
+        state = terms.initial_state
+        transition = launch.segment_transition(terms, wy, state, segments)
+        E = transition[0]
+        return EntryStates(
+            launch.state_passing(terms, E, *transition, state, segments), transition, final
+        )
+
+    def entry_dstates(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        scale: float,
+        dfinal: Tensor | None,
+        transition: tuple[Tensor, Tensor],
+        segments: Segments,
+        dstate: Tensor | None,
+    ) -> EntryStates:
+        dE = launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
+        states = launch.state_passing(terms, dE, *transition, dfinal, segments, reverse=True)
+        return EntryStates(states, transition, dstate)
+
+    def gradients(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        dfinal: Tensor | None,
+        wy: WYFactors,
+        scale: float,
+        dstate: Tensor | None,
+        out: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        if self.schedule is None:
+            return super().gradients(terms, do, dfinal, wy, scale, dstate, out)
+        grads = bwd_fused_launch.empty_grads(terms, do, out, self.heads_per_sum(terms))
+        if self.saved:
+            checkpoints = self.saved[0]
+        else:
+            checkpoints = empty_checkpoints(terms, self.schedule)
+            forward = Sm90Delta(checkpoints=Checkpoints(self.schedule.every, checkpoints))
+            forward.run_chunks(terms, wy, scale, grads["v"], None)
+        return bwd_fused_launch.backward(
+            terms, do, dfinal, wy, scale, dstate, out, self.schedule, grads, checkpoints
+        )
 
 
-def _state_passing(
-    terms: LinearInputs, solved: portable.WYFactors, split: Segments
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    segment = (split.tokens, split.slots)
-    made = sm90.segment_transition(terms, solved, terms.initial_state, segment)
-    return sm90.state_passing(terms, made[0], *made, terms.initial_state, segment), made
-
-
-def _state_passing_bwd(
-    terms: LinearInputs,
-    do: Tensor,
-    solved: portable.WYFactors,
-    scale: float,
-    dfinal: Tensor | None,
-    made: tuple[Tensor, Tensor],
-    split: Segments,
-) -> Tensor:
-    segment = (split.tokens, split.slots)
-    ends = sm90.segment_transition_bwd(terms, do, solved, scale, dfinal, segment)
-    return sm90.state_passing(terms, ends, *made, dfinal, segment, back=True)
-
-
-def _backend(active: int | None) -> portable.DeltaBackend:
-    if active is None:
-        return _BACKEND
-    walks = {"walk": _chunk_fwd, "walk_back": _chunk_dstate}
-    return _BACKEND._replace(**{name: partial(x, active=active) for name, x in walks.items()})
-
-
-_BACKEND = portable.DeltaBackend(
-    sm90.solve_tril,
-    _chunk_fwd,
-    _chunk_dstate,
-    sm90.chunk_dqkg,
-    _heads_per_semaphore,
-    _segments,
-    _state_passing,
-    _state_passing_bwd,
-)
+def _schedule(terms: LinearInputs, active: int | None) -> BackwardSchedule | None:
+    """Slices of packed sequences, which are active in part, go back in two kernels."""
+    return choose_schedule(terms) if active is None else None

@@ -1,28 +1,25 @@
-"""The delta rule's backward in one walk on sm_90: its launches.
+"""Launches of the delta rule's backward in one kernel on sm_90.
 
-It leaves S of chunks in memory and nothing else: dv comes where w was. How much of S there is at a
-time says bwd_schedule.py. Forward leaves S before each part, or walks here once more.
+It leaves the states of chunks in memory and nothing else: dv comes where w was. How many states
+there are at a time says bwd_schedule.py. Forward leaves the state before each part of a sequence,
+or runs once more before this.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90.delta import launch as sm90
+from slipstream.kernels.linear.segments import CHUNK, NUM_SMS
+from slipstream.kernels.linear.sm90.delta import launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
-    NUM_SMS,
-    BackwardSchedule,
-    empty_checkpoints,
-)
+from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
 from slipstream.kernels.linear.sm90.delta.launch import TILE_K, scalar_args, tma_descriptor
-from slipstream.kernels.linear.sm90.plan import CHUNK
 from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
 from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
-from slipstream.kernels.linear.triton.delta.backend import WYFactors
 from slipstream.kernels.linear.workspace import reuse_or_empty
 from slipstream.runtime.launch_cache import cached
 
@@ -38,103 +35,97 @@ def backward(
     terms: LinearInputs,
     do: Tensor,
     dfinal: Tensor | None,
-    solved: WYFactors,
+    wy: WYFactors,
     scale: float,
     dstate: Tensor | None,
     out: Mapping[str, Tensor],
-    *,
-    cut: BackwardSchedule,
-    together: int,
-    forward: Callable[[Tensor, Tensor], None],
-    left: Sequence[Tensor] = (),
+    schedule: BackwardSchedule,
+    grads: dict[str, Tensor],
+    checkpoints: Tensor,
 ) -> dict[str, Tensor]:
-    """As portable.backward has them, into dstate too.
+    """As DeltaBackend.gradients.
 
     Args:
-        together: value heads whose gradients of q and k are added up at once.
-        forward: called as forward(o, marks) leaves S before each part.
-        left: that, where forward did.
+        grads: of empty_grads.
+        checkpoints: the states before each part of a sequence, as forward left them.
     """
-    made = _results(terms, do, out, together)
-    marks = left[0] if left else empty_checkpoints(terms, cut)
-    if not left:
-        forward(made["v"], marks)
-    after = dfinal
-    if cut.slots:
-        segment = cut.tokens, cut.slots
-        M, far = sm90.segment_transition(terms, solved, None, segment, alone=True)
-        dE = sm90.segment_transition_bwd(terms, do, solved, scale, dfinal, segment)
-        after = sm90.state_passing(terms, dE, M, far, dfinal, segment, back=True)
+    ds_in = dfinal
+    if schedule.segments is not None:
+        segments = schedule.segments
+        M, m_is_zero = launch.segment_transition(terms, wy, None, segments, alone=True)
+        dE = launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
+        ds_in = launch.state_passing(terms, dE, M, m_is_zero, dfinal, segments, reverse=True)
         del M, dE
-    launch_bwd_fused(terms, do, solved, scale, marks, made, cut, s_in=after, s_out=dstate)
+    ends = {"s_in": ds_in, "s_out": dstate}
+    launch_bwd_fused(terms, do, wy, scale, checkpoints, grads, schedule, **ends)
     H = terms.q.shape[2]
-    return made | {name: reduce_grouped_heads(made[name], H, out.get(name)) for name in "qk"}
+    return grads | {name: reduce_grouped_heads(grads[name], H, out.get(name)) for name in "qk"}
 
 
-def _results(
-    terms: LinearInputs, do: Tensor, out: Mapping[str, Tensor], together: int
+def empty_grads(
+    terms: LinearInputs, do: Tensor, out: Mapping[str, Tensor], heads_per_sum: int
 ) -> dict[str, Tensor]:
+    """Memory for the gradients; that of v also holds w meanwhile."""
     B, T, HV = terms.v.shape[:3]
-    like = (B, T, HV // together, terms.q.shape[3]), do.dtype, do.device
-    made = {name: reuse_or_empty(out.get(name), *like) for name in "qk"}
+    like = (B, T, HV // heads_per_sum, terms.q.shape[3]), do.dtype, do.device
+    grads = {name: reuse_or_empty(out.get(name), *like) for name in "qk"}
     for name in ("beta", "g"):
         if getattr(terms, name) is not None:
-            made[name] = reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
-    made["v"] = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device)
-    return made
+            grads[name] = reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
+    grads["v"] = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device)
+    return grads
 
 
 def launch_bwd_fused(
     terms: LinearInputs,
     do: Tensor,
-    solved: WYFactors,
+    wy: WYFactors,
     scale: float,
-    marks: Tensor,
-    made: dict[str, Tensor],
-    cut: BackwardSchedule,
+    checkpoints: Tensor,
+    grads: dict[str, Tensor],
+    schedule: BackwardSchedule,
     *,
     s_in: Tensor | None,
     s_out: Tensor | None,
 ) -> None:
-    """What sm90.walk_back and sm90.grads do. Into made, as those have it.
+    """Into grads.
 
     Args:
-        marks: of marks_like.
-        s_in: gradients of the states after sequences; after segments, in float32, which are
-            spent.
+        s_in: gradients of the states after sequences; those after segments, in float32, are
+            overwritten.
     """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    heads, w, rows = made["q"].shape[2], made["v"], solved.rows
-    segment = (cut.tokens, cut.slots) if cut.slots else None
-    programs = cut.programs(terms)
-    slots, turns = min(programs, NUM_SMS), rows.shape[0] * heads if heads < HV else 0
-    states = w.new_empty(slots * max(cut.every - 2, 1), V, K)
-    launch: Any = cached(delta_chunk_bwd_sm90_kernel)[(programs,)]
-    launch(
+    heads, w, beta_gate = grads["q"].shape[2], grads["v"], wy.beta_gate
+    segments, programs = schedule.segments, schedule.programs(terms)
+    workspaces = min(programs, NUM_SMS)
+    semaphores = beta_gate.shape[0] * heads if heads < HV else 0
+    states = w.new_empty(workspaces * max(schedule.every - 2, 1), V, K)
+    run: Any = cached(delta_chunk_bwd_sm90_kernel)[(programs,)]
+    run(
         *(tma_descriptor(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
         *(tma_descriptor(x, HV * V, CHUNK, V) for x in (terms.v, do)),
-        tma_descriptor(solved.r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
         tma_descriptor(w, HV * V, CHUNK, V),
-        *(tma_descriptor(x, K, V, K) for x in (states, marks)),
-        *(tma_descriptor(made[name], heads * K, CHUNK, K) for name in "qk"),
-        made["q"],
-        made["k"],
+        *(tma_descriptor(x, K, V, K) for x in (states, checkpoints)),
+        *(tma_descriptor(grads[name], heads * K, CHUNK, K) for name in "qk"),
+        grads["q"],
+        grads["k"],
         w,
-        None if segment else rows.new_empty(slots, V, K),
-        rows,
-        made["beta"],
-        made.get("g"),
+        None if segments else beta_gate.new_empty(workspaces, V, K),
+        beta_gate,
+        grads["beta"],
+        grads.get("g"),
         s_in,
         s_out,
         terms.cu_seqlens,
-        zero_counters(slots + turns, w),
+        zero_counters(workspaces + semaphores, w),
         scale,
         *scalar_args(terms, None)[:4],
         HV // heads,
-        scalar_args(terms, segment)[4],
-        cut.every,
-        slots,
+        scalar_args(terms, segments)[4],
+        schedule.every,
+        workspaces,
         K=K,
         V=V,
         BK=TILE_K,
@@ -145,7 +136,7 @@ def launch_bwd_fused(
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,
         PACKED=terms.cu_seqlens is not None,
-        SPLIT=segment is not None,
+        SPLIT=segments is not None,
         SHARED=heads < HV,
         **BWD_OPTIONS[V],
     )

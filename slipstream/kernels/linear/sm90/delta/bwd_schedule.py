@@ -19,12 +19,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90.plan import CHUNK, num_segments, uses_fused_bwd
+from slipstream.kernels.linear.segments import (
+    CHUNK,
+    NUM_SMS,
+    Segments,
+    num_fused_bwd,
+    num_sequences,
+    split_into_segments,
+    uses_fused_bwd,
+)
 from slipstream.kernels.linear.workspace import LITTLE
 
-# Programs that run at a time: multiprocessors. A few more wait for others' memory; were there many,
-# those that have it might wait for the turns of those that have not (bwd_fused.py).
-NUM_SMS = 132
 # Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
 # not counted.
 MAX_WORKSPACE_PCT = 24.9
@@ -39,32 +44,34 @@ SEGMENT_COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 
 
 class BackwardSchedule(NamedTuple):
-    """every: chunks of a part. marks: parts of all sequences, or more. tokens: of a segment, and
-    slots: how many there are, 0 where none is cut."""
+    """
+    Attributes:
+        every: chunks of a part.
+        checkpoints: parts of all sequences, or more.
+        segments: None where sequences are whole.
+    """
 
     every: int
-    marks: int
-    tokens: int = 0
-    slots: int = 0
+    checkpoints: int
+    segments: Segments | None = None
 
     def programs(self, terms: LinearInputs) -> int:
-        return terms.v.shape[2] * (self.slots or terms.sequences)
+        return terms.v.shape[2] * num_sequences(terms, self.segments)
 
 
 def make_schedule(terms: LinearInputs, every: int, parts: int = 0) -> BackwardSchedule:
-    """parts: of a segment; 0 where none is cut."""
-    (B, T), N = terms.v.shape[:2], terms.sequences
-    packed = terms.cu_seqlens is not None
-    tokens, segment = every * CHUNK, every * CHUNK * parts
-    marks, slots = (T // x + N if packed else B * -(-T // x) for x in (tokens, segment or 1))
-    return BackwardSchedule(every, marks, segment, slots if parts else 0)
+    """parts: of a segment; 0 where sequences are whole."""
+    tokens = every * CHUNK
+    split = [split_into_segments(terms, x) for x in (tokens, tokens * parts or None)]
+    assert split[0] is not None
+    return BackwardSchedule(every, split[0].count, split[1])
 
 
 def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
     """So that what there is beyond arguments and results stays below MOST percent of those, in
     as little time as that lets it take; if none are short enough, about as little as can be. None:
     in two kernels, which leave S, dS' and w of all chunks, where heads and all that are few."""
-    count = num_segments(terms)
+    count = num_fused_bwd(terms)
     B, T, HV, V = terms.v.shape
     K, E = terms.q.shape[3], terms.q.element_size()
     if count == 1 and not uses_fused_bwd(terms):
@@ -84,20 +91,24 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
         split = -(-chunks // every) if count > 1 else 0
         if split * every > (1 + MEMORY_SLACK) * chunks:
             continue
-        cut = make_schedule(terms, every, split)
+        schedule = make_schedule(terms, every, split)
         parked = 0 if split else 4
-        run = min(cut.programs(terms), NUM_SMS) * K * V * (E * max(every - 2, 0) + parked)
-        ends = HV * cut.slots * 4 * K
-        sizes[cut] = cut.marks * HV * K * V * E + ends * V + max(run, ends * (K + V))
-        times[cut] = OF_CHUNK * max(split * every, chunks) + OF_PART * -(-chunks // every)
+        run = min(schedule.programs(terms), NUM_SMS) * K * V * (E * max(every - 2, 0) + parked)
+        ends = HV * (schedule.segments.count if schedule.segments else 0) * 4 * K
+        sizes[schedule] = (
+            schedule.checkpoints * HV * K * V * E + ends * V + max(run, ends * (K + V))
+        )
+        times[schedule] = OF_CHUNK * max(split * every, chunks) + OF_PART * -(-chunks // every)
     least = min(sizes.values())
     if least + kept <= LITTLE:
         least = int((1 + SMALL_CALL_BYTES) * least)
     enough = max(allowed - kept, least)
-    return min((cut for cut, size in sizes.items() if size <= enough), key=lambda x: times[x])
+    return min(
+        (schedule for schedule, size in sizes.items() if size <= enough), key=lambda x: times[x]
+    )
 
 
-def empty_checkpoints(terms: LinearInputs, cut: BackwardSchedule) -> Tensor:
+def empty_checkpoints(terms: LinearInputs, schedule: BackwardSchedule) -> Tensor:
     """S before each part."""
     K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
-    return terms.v.new_empty(cut.marks, HV, V, K)
+    return terms.v.new_empty(schedule.checkpoints, HV, V, K)

@@ -1,15 +1,17 @@
-"""Launches of the delta rule's kernels on sm_90, in the place of the portable delta_launch's.
+"""Launches of the delta rule's kernels on sm_90.
 
-They leave and take the same R and rows, and the same segments, so that either can be used with the
-other's. Nothing depends on device values.
+They leave and take the WY factors and segments that the Triton back end's do, so that either can be
+used with the other's. Nothing depends on device values.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, num_sequences
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
@@ -20,9 +22,7 @@ from slipstream.kernels.linear.sm90.delta.segment_transition import (
 )
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
-from slipstream.kernels.linear.sm90.plan import CHUNK, TILE_V
 from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
-from slipstream.kernels.linear.triton.delta.backend import WYFactors
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
 
@@ -34,20 +34,30 @@ SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def solve_tril(terms: LinearInputs, r: Tensor, rows: Tensor) -> WYFactors:
-    """r [B, T, HV, C] and rows [chunks, HV, 1 or 2, C] are written."""
-    growth = None if terms.g is None else rows.new_empty(*rows.shape[:2], CHUNK // BASE)
+class Checkpoints(NamedTuple):
+    """States that chunk_fwd leaves for backward, one before every so many chunks."""
+
+    every: int
+    states: Tensor
+
+
+def solve_tril(terms: LinearInputs, wy: WYFactors) -> WYFactors:
+    """wy's r and beta_gate are written; with a gate, transition_lognorm is made too."""
+    r, beta_gate, _ = wy
+    lognorm = None
+    if terms.g is not None:
+        lognorm = beta_gate.new_empty(*beta_gate.shape[:2], CHUNK // BASE)
     T, HV = terms.v.shape[1:3]
     H, K = terms.q.shape[2:]
-    launch: Any = cached(delta_solve_tril_sm90_kernel)[(rows.shape[0] * HV,)]
+    launch: Any = cached(delta_solve_tril_sm90_kernel)[(beta_gate.shape[0] * HV,)]
     launch(
         tma_descriptor(terms.k, H * K, CHUNK, K),
         tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
         r,
         terms.g,
         terms.beta,
-        rows,
-        growth,
+        beta_gate,
+        lognorm,
         terms.cu_seqlens,
         T,
         terms.sequences,
@@ -60,69 +70,66 @@ def solve_tril(terms: LinearInputs, r: Tensor, rows: Tensor) -> WYFactors:
         PACKED=terms.cu_seqlens is not None,
         **SOLVE,
     )
-    return WYFactors(r, rows, growth)
+    return WYFactors(r, beta_gate, lognorm)
 
 
 def chunk_fwd(
     terms: LinearInputs,
-    r: Tensor,
-    rows: Tensor,
+    wy: WYFactors,
     scale: float,
     out: Tensor,
     *,
     states: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
-    segment: tuple[int, int] | None = None,
-    skip: bool = False,
-    parts: tuple[int, Tensor] | None = None,
+    segments: Segments | None = None,
+    skip_empty: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
-    """out: o, or w where states are wanted. segment: tokens of one, and how many there are.
+    """As DeltaBackend.chunk_fwd.
 
-    skip: s_out is s_in, or there is none, and most sequences have no tokens. parts: chunks of those
-    that backward takes, and where S before each of them goes.
+    skip_empty: s_out is s_in, or there is none, and most sequences have no tokens.
     """
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = cached(delta_chunk_fwd_sm90_kernel)[_grid(terms, segment)]
+    launch: Any = cached(delta_chunk_fwd_sm90_kernel)[_grid(terms, segments)]
     launch(
         tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
         tma_descriptor(terms.k, H * K, CHUNK, K),
         tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
         tma_descriptor(out, HV * V, CHUNK, TILE_V),
         None if states is None else tma_descriptor(states, K, TILE_V, K),
-        None if parts is None else tma_descriptor(parts[1], K, TILE_V, K),
+        None if checkpoints is None else tma_descriptor(checkpoints.states, K, TILE_V, K),
         out,
-        rows,
+        wy.beta_gate,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *scalar_args(terms, segment),
-        0 if parts is None else parts[0],
+        *scalar_args(terms, segments),
+        0 if checkpoints is None else checkpoints.every,
         KEEP=states is not None,
         **_flags(terms, s_in, s_out),
-        SPLIT=segment is not None,
-        SKIP=skip,
-        PARTS=parts is not None,
+        SPLIT=segments is not None,
+        SKIP=skip_empty,
+        PARTS=checkpoints is not None,
     )
 
 
 def chunk_fwd_2tile(
     terms: LinearInputs,
-    r: Tensor,
-    rows: Tensor,
+    wy: WYFactors,
     scale: float,
     out: Tensor,
     *,
     states: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
-    skip: bool = False,
-    parts: tuple[int, Tensor] | None = None,
+    skip_empty: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
-    """As walk, of whole sequences, two tiles of V a program."""
+    """As chunk_fwd, of whole sequences, two tiles of V a program."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     launch: Any = cached(delta_chunk_fwd_2tile_sm90_kernel)[_grid(terms, None, 2 * TILE_V)]
@@ -130,160 +137,164 @@ def chunk_fwd_2tile(
         tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
         tma_descriptor(terms.k, H * K, CHUNK, K),
         tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
         tma_descriptor(out, HV * V, CHUNK, TILE_V),
         None if states is None else tma_descriptor(states, K, TILE_V, K),
-        None if parts is None else tma_descriptor(parts[1], K, TILE_V, K),
+        None if checkpoints is None else tma_descriptor(checkpoints.states, K, TILE_V, K),
         out,
-        rows,
+        wy.beta_gate,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
         *scalar_args(terms, None)[:4],
-        0 if parts is None else parts[0],
+        0 if checkpoints is None else checkpoints.every,
         KEEP=states is not None,
         **_flags(terms, s_in, s_out),
-        SKIP=skip,
-        PARTS=parts is not None,
+        SKIP=skip_empty,
+        PARTS=checkpoints is not None,
     )
 
 
 def chunk_dstate(
     terms: LinearInputs,
     do: Tensor,
-    r: Tensor,
-    rows: Tensor,
+    wy: WYFactors,
     scale: float,
     dv: Tensor,
     dstates: Tensor,
     *,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
-    segment: tuple[int, int] | None = None,
-    skip: bool = False,
+    segments: Segments | None = None,
+    skip_empty: bool = False,
 ) -> None:
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    launch: Any = cached(delta_chunk_dstate_sm90_kernel)[_grid(terms, segment)]
+    launch: Any = cached(delta_chunk_dstate_sm90_kernel)[_grid(terms, segments)]
     launch(
         tma_descriptor(terms.q, H * K, CHUNK, K),
         tma_descriptor(terms.k, H * K, CHUNK, K),
         tma_descriptor(do, HV * V, CHUNK, TILE_V),
-        tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
         tma_descriptor(dv, HV * V, CHUNK, TILE_V),
         tma_descriptor(dstates, K, TILE_V, K),
         dv,
-        rows,
+        wy.beta_gate,
         s_in,
         s_out,
         terms.cu_seqlens,
         scale,
-        *scalar_args(terms, segment),
+        *scalar_args(terms, segments),
         **_flags(terms, s_in, s_out),
-        SPLIT=segment is not None,
-        SKIP=skip,
+        SPLIT=segments is not None,
+        SKIP=skip_empty,
     )
 
 
 def segment_transition(
     terms: LinearInputs,
-    solved: WYFactors,
+    wy: WYFactors,
     s_in: Tensor | None,
-    segment: tuple[int, int],
+    segments: Segments,
     alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """E and M of segments [slots, HV, K, V + K], or M alone [slots, HV, K, K], and where M counts
-    as zero [slots, HV]."""
+    """E and M of segments [count, HV, K, V + K], or M alone [count, HV, K, K], and where M counts
+    as zero [count, HV]."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     wide = K if alone else V + K
-    made = solved.rows.new_empty(segment[1], HV, K, wide)
-    far = made.new_empty(segment[1], HV, dtype=torch.int32)
-    launch: Any = cached(delta_segment_transition_sm90_kernel)[(wide // TILE_V * HV * segment[1],)]
+    transition = wy.beta_gate.new_empty(segments.count, HV, K, wide)
+    m_is_zero = transition.new_empty(segments.count, HV, dtype=torch.int32)
+    launch: Any = cached(delta_segment_transition_sm90_kernel)[
+        (wide // TILE_V * HV * segments.count,)
+    ]
     launch(
         tma_descriptor(terms.k, H * K, CHUNK, K),
         tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-        tma_descriptor(solved.r, HV * CHUNK, CHUNK, CHUNK),
-        solved.rows,
-        solved.growth,
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        wy.beta_gate,
+        wy.transition_lognorm,
         s_in,
-        made,
-        far,
+        transition,
+        m_is_zero,
         terms.cu_seqlens,
-        *scalar_args(terms, segment),
+        *scalar_args(terms, segments),
         **{**_segment_transition_flags(terms, s_in), "V": wide - K},
     )
-    return made, far
+    return transition, m_is_zero
 
 
 def segment_transition_bwd(
     terms: LinearInputs,
     do: Tensor,
-    solved: WYFactors,
+    wy: WYFactors,
     scale: float,
     s_in: Tensor | None,
-    segment: tuple[int, int],
+    segments: Segments,
 ) -> Tensor:
-    """dE of segments [slots, HV, K, V]."""
+    """dE of segments [count, HV, K, V]."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
-    made = solved.rows.new_empty(segment[1], HV, K, V)
-    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[_grid(terms, segment)]
+    dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
+    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[_grid(terms, segments)]
     launch(
         tma_descriptor(terms.q, H * K, CHUNK, K),
         tma_descriptor(terms.k, H * K, CHUNK, K),
         tma_descriptor(do, HV * V, CHUNK, TILE_V),
-        tma_descriptor(solved.r, HV * CHUNK, CHUNK, CHUNK),
-        solved.rows,
-        solved.growth,
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        wy.beta_gate,
+        wy.transition_lognorm,
         s_in,
-        made,
+        dE,
         terms.cu_seqlens,
         scale,
-        *scalar_args(terms, segment),
+        *scalar_args(terms, segments),
         **_segment_transition_flags(terms, s_in),
     )
-    return made
+    return dE
 
 
 def state_passing(
     terms: LinearInputs,
-    made: Tensor,
+    E: Tensor,
     m: Tensor,
-    far: Tensor,
+    m_is_zero: Tensor,
     s_in: Tensor | None,
-    segment: tuple[int, int],
-    back: bool = False,
+    segments: Segments,
+    reverse: bool = False,
 ) -> Tensor:
-    """The state that each segment meets [slots, HV, K, V], of what ends, or ends_back, made."""
+    """The state before each segment [count, HV, K, V]; reverse: the gradient of that after it.
+
+    E: of segment_transition, beside M, or of segment_transition_bwd. s_in: before or after all.
+    """
     HV, V = terms.v.shape[2:]
     K = terms.q.shape[-1]
-    met = made.new_empty(segment[1], HV, K, V)
-    T, N, *_ = scalar_args(terms, segment)
-    launch: Any = cached(delta_state_passing_sm90_kernel)[_grid(terms, segment)]
+    entry = E.new_empty(segments.count, HV, K, V)
+    T, N, *_ = scalar_args(terms, segments)
+    launch: Any = cached(delta_state_passing_sm90_kernel)[_grid(terms, segments)]
     launch(
-        made,
+        E,
         m,
-        far,
+        m_is_zero,
         s_in,
-        met,
+        entry,
         terms.cu_seqlens,
         T,
         N,
         HV,
-        segment[0],
+        segments.tokens,
         K=K,
         V=V,
         BV=TILE_V,
         BESIDE=m.shape[-1] - K,
-        BACK=back,
+        BACK=reverse,
         HAS_S_IN=s_in is not None,
         PACKED=terms.cu_seqlens is not None,
         num_warps=8,
         num_stages=1,
     )
-    return met
+    return entry
 
 
 def _segment_transition_flags(terms: LinearInputs, s_in: Tensor | None) -> dict[str, Any]:
@@ -305,32 +316,31 @@ def _segment_transition_flags(terms: LinearInputs, s_in: Tensor | None) -> dict[
 def chunk_dqkg(
     terms: LinearInputs,
     do: Tensor,
-    rows: Tensor,
+    wy: WYFactors,
     w: Tensor,
     dv: Tensor,
     states: Tensor,
     dstates: Tensor,
     scale: float,
-    made: dict[str, Tensor],
+    grads: dict[str, Tensor],
 ) -> None:
-    """Into made: those of q and k [B, T, HV / G, K], of G heads together (plan.together); of beta
-    and, with gates, of g [B, T, HV]."""
+    """As DeltaBackend.chunk_dqkg."""
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
-    heads = made["q"].shape[2]
+    heads = grads["q"].shape[2]
     launch: Any = cached(delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
     launch(
         *(tma_descriptor(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
         *(tma_descriptor(x, HV * V, CHUNK, V) for x in (do, w, dv)),
         *(tma_descriptor(x, K, V, TILE_K) for x in (states, dstates)),
-        *(tma_descriptor(made[name], heads * K, CHUNK, TILE_K) for name in "qk"),
-        made["q"],
-        made["k"],
-        rows,
-        made["beta"],
-        made.get("g"),
+        *(tma_descriptor(grads[name], heads * K, CHUNK, TILE_K) for name in "qk"),
+        grads["q"],
+        grads["k"],
+        wy.beta_gate,
+        grads["beta"],
+        grads.get("g"),
         terms.cu_seqlens,
-        dq_semaphores(rows, heads, HV),
+        dq_semaphores(wy.beta_gate, heads, HV),
         scale,
         T,
         terms.sequences,
@@ -348,22 +358,22 @@ def chunk_dqkg(
     )
 
 
-def dq_semaphores(rows: Tensor, heads: int, HV: int) -> Tensor | None:
+def dq_semaphores(beta_gate: Tensor, heads: int, HV: int) -> Tensor | None:
     """How many value heads have added up a chunk's gradients of q and k: none yet."""
     if heads == HV:
         return None
-    return zero_counters(rows.shape[0] * heads, rows)
+    return zero_counters(beta_gate.shape[0] * heads, beta_gate)
 
 
-def _grid(terms: LinearInputs, segment: tuple[int, int] | None, tile: int = TILE_V) -> tuple[int]:
+def _grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
     HV, V = terms.v.shape[2:]
-    return (V // tile * HV * (terms.sequences if segment is None else segment[1]),)
+    return (V // tile * HV * num_sequences(terms, segments),)
 
 
-def scalar_args(terms: LinearInputs, segment: tuple[int, int] | None) -> tuple[int, ...]:
+def scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[int, ...]:
     """T, N, HV, H, tokens of a segment."""
     T, HV = terms.v.shape[1:3]
-    return T, terms.sequences, HV, terms.q.shape[2], T if segment is None else segment[0]
+    return T, terms.sequences, HV, terms.q.shape[2], T if segments is None else segments.tokens
 
 
 def _flags(terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:

@@ -1,83 +1,125 @@
-"""Launches of per-channel decay, or free a and b, on sm_90, in 16 bits: all but the gradients."""
+"""Per-channel decay, and free a and b, on sm_90 in 16 bits: kernels in the place of Triton's.
 
+Triton's stay for the gradients where supports_dqkg refuses a call, and between segments.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, Segments, dplr_sm90, num_sequences
+from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
+from slipstream.kernels.linear.sm90.dplr import dqkg_launch
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.dqkg_launch import chunk_dqkg as chunk_dqkg
-from slipstream.kernels.linear.sm90.dplr.dqkg_launch import scores as scores
-from slipstream.kernels.linear.sm90.dplr.dqkg_launch import supports_dqkg as supports_dqkg
+from slipstream.kernels.linear.sm90.dplr.dqkg_launch import supports_dqkg
 from slipstream.kernels.linear.sm90.dplr.intra_safe import (
     FLAGS_PER_LOAD,
     dplr_intra_safe_sm90_kernel,
 )
-from slipstream.kernels.linear.sm90.dplr.segment_policy import choose_segments as choose_segments
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
-from slipstream.kernels.linear.triton.delta.plan import num_segments_and_sequences
-from slipstream.kernels.linear.triton.scalar_decay.launch import Segments
+from slipstream.kernels.linear.triton.dplr.backend import (
+    NO_OUTPUTS,
+    ChunkStates,
+    ScoreGrads,
+    TritonDplr,
+)
+from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
+from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
-CHUNK = 64
+CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 WY_OPTIONS = {"num_warps": 4, "maxnreg": 168}  # three programs fit a multiprocessor
-# by V: of 8 and 12 warps, what all parts share
+# by V: of 8 and 12 warps, what all partitions share
 CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 168}}
 STAGES = 3
 SAFE_OPTIONS = {"num_warps": 4}
 SAFE_PROGRAMS = 2  # a multiprocessor
 
 
-def wy(
-    given: tuple[Tensor | None, ...],
-    made: tuple[Tensor | None, ...],
-    sizes: tuple[Any, ...],
-    programs: int,
-    flags: dict[str, Any],
+def forward(
+    terms: LinearInputs,
+    scale: float,
+    out: tuple[Tensor, Tensor] | None = None,
+    checkpoints: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o and the final state, as TritonDplr.forward."""
+    return Sm90Dplr().forward(align_for_tma(terms), scale, out, checkpoints)
+
+
+def backward(
+    terms: LinearInputs,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    out: Mapping[str, Tensor] = NO_OUTPUTS,
+) -> dict[str, Tensor]:
+    """Gradients by the name of the term, as TritonDplr.backward."""
+    dout = None if dout is None else align16(dout)
+    return Sm90Dplr().backward(align_for_tma(terms), dout, dfinal, scale, out)
+
+
+def launch_intra_chunk(
+    terms: LinearInputs, scale: float, intra: IntraChunk, for_backward: bool
 ) -> None:
-    """Arguments are those of the portable kernel; made is written, of strong chunks too."""
-    tiles = [None if x is None else _tiles(x, x.shape[2] * x.shape[3], 64) for x in given[:4]]
-    common = {n: flags[n] for n in ("K", "V", "DELTA", "CHANNEL", "PACKED")}
-    launch: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
-    rest = {n: flags[n] for n in ("C", "HAS_GATE", "LIMIT")}
-    launch(*tiles, *given[4:], *made, *sizes, **common, **rest, **WY_OPTIONS)
-    if not flags["HAS_GATE"]:
-        return
-    device: Any = given[4]
-    most = SAFE_PROGRAMS * sm_count(device.device.index)
-    launch = cached(dplr_intra_safe_sm90_kernel)[(min(most, -(-programs // FLAGS_PER_LOAD.value)),)]
-    launch(*given, *made, *sizes[:3], programs, *sizes[3:], **common, **SAFE_OPTIONS)
+    """As TritonDplr.launch_intra_chunk."""
+    T, HV, V = terms.v.shape[1:]
+    H, K = terms.q.shape[2:]
+    rows = (terms.q, terms.k, terms.a, terms.b)
+    tiles = [None if x is None else _tiles(x, x.shape[2] * x.shape[3], 64) for x in rows]
+    rest = (terms.v, terms.g, terms.beta)
+    sizes = (terms.cu_seqlens, scale, int(for_backward))
+    counts = (T, terms.sequences, HV, H)
+    programs = intra.u.shape[0] * HV
+    common = {
+        "K": K,
+        "V": V,
+        "DELTA": terms.beta is not None,
+        "CHANNEL": terms.decay == "channel",
+        "PACKED": terms.cu_seqlens is not None,
+    }
+    options = {"C": CHUNK, "HAS_GATE": terms.g is not None, "LIMIT": ANCHORED_TILES[terms.v.dtype]}
+    run: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
+    run(*tiles, *rest, *intra, *sizes, *counts, **common, **options, **WY_OPTIONS)
+    if terms.g is not None:
+        most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
+        run = cached(dplr_intra_safe_sm90_kernel)[
+            (min(most, -(-programs // FLAGS_PER_LOAD.value)),)
+        ]
+        run(*rows, *rest, *intra, *sizes, programs, *counts, **common, **SAFE_OPTIONS)
 
 
 def chunk_fwd(
     terms: LinearInputs,
-    prepared: Any,
+    intra: IntraChunk,
     *,
-    o: Tensor | None,
-    x: Tensor | None,
-    states: Tensor | None,
-    s_in: Tensor | None,
-    s_out: Tensor | None,
-    m: Tensor | None,
-    split: Segments | None,
+    o: Tensor | None = None,
+    x: Tensor | None = None,
+    states: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    m: Tensor | None = None,
+    segments: Segments | None = None,
 ) -> None:
-    """o; or x and the states before each chunk; or m, with s_out. What is given is written."""
+    """As the Triton kernel's launch."""
     make = "ends" if m is not None else "o" if states is None else "states"
-    q, w, b, k, u, total, qb, qk, *_ = prepared if make == "o" else _unread(prepared)
+    if make != "o":
+        intra = intra._replace(q=None, qb=None, qk=None)  # o alone wants these
+    q, w, b, k, u, total, qb, qk, *_ = intra
     HV, V, K = *terms.v.shape[2:], terms.q.shape[-1]
     v = None if k is None else (terms.v, HV * V, 64)
     tiles = (q, w, b, k, qb, qk, v, None if o is None else (o, HV * V, 64), x, states)
     few = k is not None and (K == 128 or make != "o")
     columns = 1 + -(-K // V) if make == "ends" else 1
-    launch: Any = cached(dplr_chunk_fwd_sm90_kernel)[
-        (columns * HV * num_segments_and_sequences(terms, split),)
-    ]
-    launch(
+    run: Any = cached(dplr_chunk_fwd_sm90_kernel)[(columns * HV * num_sequences(terms, segments),)]
+    run(
         *map(_described, tiles),
         o,
         u,
@@ -85,59 +127,86 @@ def chunk_fwd(
         s_in,
         s_out,
         m,
-        *_tokens(terms, split),
+        *_tokens(terms, segments),
         MAKE=make,
         ST=2 if few else STAGES,
         DELTA=terms.beta is not None,
-        **_flags(terms, s_in, s_out, split),
+        **_flags(terms, s_in, s_out, segments),
     )
-
-
-def _unread(prepared: Any) -> Any:
-    """Without what o alone wants."""
-    return prepared._replace(q=None, qb=None, qk=None)
 
 
 def chunk_dstate(
     terms: LinearInputs,
     do: Tensor,
-    prepared: Any,
-    y: Tensor | None,
-    dstates: Tensor | None,
+    intra: IntraChunk,
     *,
-    s_in: Tensor | None,
-    s_out: Tensor | None,
-    split: Segments | None,
+    y: Tensor | None = None,
+    dstates: Tensor | None = None,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    segments: Segments | None = None,
 ) -> None:
-    """What is given is written: y and dstates, or s_out alone."""
+    """As the Triton kernel's launch."""
     HV, V = terms.v.shape[2:]
-    p = prepared
-    r = None if y is None else p.r
-    launch: Any = cached(dplr_chunk_dstate_sm90_kernel)[
-        (HV * num_segments_and_sequences(terms, split),)
-    ]
-    launch(
-        *map(_described, ((do, HV * V, 64), p.q, p.w, p.b, p.qb, r, y, dstates)),
-        p.total,
+    r = None if y is None else intra.r
+    run: Any = cached(dplr_chunk_dstate_sm90_kernel)[(HV * num_sequences(terms, segments),)]
+    run(
+        *map(_described, ((do, HV * V, 64), intra.q, intra.w, intra.b, intra.qb, r, y, dstates)),
+        intra.total,
         s_in,
         s_out,
-        *_tokens(terms, split),
+        *_tokens(terms, segments),
         ENDS=y is None,
         ST=2,
-        **_flags(terms, s_in, s_out, split),
+        **_flags(terms, s_in, s_out, segments),
     )
 
 
-def _tokens(terms: LinearInputs, split: Segments | None) -> tuple[Any, ...]:
+class Sm90Dplr(TritonDplr):
+    launch_intra_chunk = staticmethod(launch_intra_chunk)
+    chunk_fwd = staticmethod(chunk_fwd)
+    chunk_dstate = staticmethod(chunk_dstate)
+    choose_segments = staticmethod(dplr_sm90)
+
+    def launch_scores(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        intra: IntraChunk,
+        states: ChunkStates,
+        scores: ScoreGrads,
+        dv: Tensor,
+        dbeta: Tensor | None,
+        scale: float,
+    ) -> None:
+        launch = dqkg_launch.scores if supports_dqkg(terms, do) else super().launch_scores
+        launch(terms, do, intra, states, scores, dv, dbeta, scale)
+
+    def launch_dqkg(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        states: ChunkStates,
+        scores: ScoreGrads,
+        strong: Tensor | None,
+        grads: dict[str, Tensor],
+        dbeta: Tensor | None,
+        scale: float,
+    ) -> None:
+        launch = dqkg_launch.chunk_dqkg if supports_dqkg(terms, do) else super().launch_dqkg
+        launch(terms, do, states, scores, strong, grads, dbeta, scale)
+
+
+def _tokens(terms: LinearInputs, segments: Segments | None) -> tuple[Any, ...]:
     """cu to segment."""
     T, HV = terms.v.shape[1:3]
-    return terms.cu_seqlens, T, terms.sequences, HV, T if split is None else split.tokens
+    return terms.cu_seqlens, T, terms.sequences, HV, T if segments is None else segments.tokens
 
 
 def _flags(
-    terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None, split: Segments | None
+    terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None, segments: Segments | None
 ) -> dict[str, Any]:
-    """What both walks are compiled for."""
+    """What both kernels are compiled for."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return {
         "K": K,
@@ -146,7 +215,7 @@ def _flags(
         "HAS_GATE": terms.g is not None,
         "HAS_S_IN": s_in is not None,
         "HAS_S_OUT": s_out is not None,
-        "SPLIT": split is not None,
+        "SPLIT": segments is not None,
         "PACKED": terms.cu_seqlens is not None,
         **CHUNK_OPTIONS[V],
     }

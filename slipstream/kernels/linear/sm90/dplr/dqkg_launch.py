@@ -1,4 +1,4 @@
-"""Launches of the gradients of per-channel decay on sm_90, in the place of the portable ones'."""
+"""Launches of the gradients of per-channel decay on sm_90, in the place of Triton's."""
 
 from typing import Any
 
@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
+from slipstream.kernels.linear.triton.dplr.backend import ChunkStates, ScoreGrads
+from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
-CHUNK = 64
 TILE_K = 64
 WIDE = 2  # warps beside each other, each four rows of them
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -35,31 +37,29 @@ def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
 def scores(
     terms: LinearInputs,
     do: Tensor,
-    prepared: Any,
-    walked: tuple[Tensor, ...],
-    made: list[Tensor | None],
-    own: Tensor,
+    intra: IntraChunk,
+    states: ChunkStates,
+    scores: ScoreGrads,
     dv: Tensor,
     dbeta: Tensor | None,
     scale: float,
 ) -> None:
-    """Into made: the gradients of qb, ab, qk, ak, and into own those of pairs (i, i)."""
+    """As TritonDplr.launch_scores."""
     T, HV, V = terms.v.shape[1:]
     K, delta = terms.q.shape[-1], terms.a is None
-    x, y, _, dstates = walked
+    x, y, _, dstates = states
     launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
     launch(
         *(_tiles(t, HV * V, CHUNK, V) for t in (terms.v, do)),
         *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        _tiles(prepared.k, K, CHUNK, K),
-        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in (prepared.qk, prepared.ak)),
+        _tiles(intra.k, K, CHUNK, K),
+        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in (intra.qk, intra.ak)),
         None if delta else _tiles(dstates, K, V, K),
         _tiles(dv, HV * V, CHUNK, V),
         dv,
         terms.beta,
         dbeta,
-        *made,
-        own,
+        *scores,
         terms.cu_seqlens,
         scale,
         T,
@@ -78,35 +78,33 @@ def scores(
 def chunk_dqkg(
     terms: LinearInputs,
     do: Tensor,
-    walked: tuple[Tensor, ...],
-    scores: list[Tensor | None],
-    strong: Tensor,
-    made: dict[str, Tensor],
+    states: ChunkStates,
+    scores: ScoreGrads,
+    strong: Tensor | None,
+    grads: dict[str, Tensor],
     dbeta: Tensor | None,
     scale: float,
 ) -> None:
-    """Into made: those of q, k, a, b, g [B, T, HV, K]; and into dbeta but for its first.
-
-    strong [chunks, HV]: which chunks are computed again, by levels.
-    """
-    chunk_dqkg_anchored(terms, do, walked, scores, made, dbeta, scale)
-    chunk_dqkg_safe(terms, do, walked, scores, strong, made, dbeta, scale)
+    """As TritonDplr.launch_dqkg."""
+    assert strong is not None
+    chunk_dqkg_anchored(terms, do, states, scores, grads, dbeta, scale)
+    chunk_dqkg_safe(terms, do, states, scores, strong, grads, dbeta, scale)
 
 
 def chunk_dqkg_anchored(
     terms: LinearInputs,
     do: Tensor,
-    walked: tuple[Tensor, ...],
-    scores: list[Tensor | None],
-    made: dict[str, Tensor],
+    states: ChunkStates,
+    scores: ScoreGrads,
+    grads: dict[str, Tensor],
     dbeta: Tensor | None,
     scale: float,
 ) -> None:
     """All chunks, as if none were strong."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
-    x, y, states, dstates = walked
-    chunks, own = x.shape[0], scores[-1]
+    x, y, before, dstates = states
+    chunks = x.shape[0]
     heads = [_tiles(t, H * K, CHUNK, TILE_K) for t in (terms.q, terms.k, terms.a, terms.b)]
     v = None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V)
     programs = min(sm_count(do.device.index), chunks * HV)
@@ -117,11 +115,11 @@ def chunk_dqkg_anchored(
         v,
         _tiles(do, HV * V, CHUNK, V),
         *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        *(_tiles(t, K, V, TILE_K) for t in (states, dstates)),
+        *(_tiles(t, K, V, TILE_K) for t in (before, dstates)),
         *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
         terms.beta,
-        own,
-        *(made.get(name) for name in "qkabg"),
+        scores.diagonal,
+        *(grads.get(name) for name in "qkabg"),
         dbeta,
         terms.cu_seqlens,
         scale,
@@ -147,17 +145,17 @@ def chunk_dqkg_anchored(
 def chunk_dqkg_safe(
     terms: LinearInputs,
     do: Tensor,
-    walked: tuple[Tensor, ...],
-    scores: list[Tensor | None],
-    strong: Tensor,
-    made: dict[str, Tensor],
+    states: ChunkStates,
+    scores: ScoreGrads,
+    strong: Tensor | None,
+    grads: dict[str, Tensor],
     dbeta: Tensor | None,
     scale: float,
 ) -> None:
     """Strong chunks alone."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
-    x, y, states, dstates = walked
+    x, y, before, dstates = states
     launch: Any = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * x.shape[0] * HV,)]
     launch(
         terms.q,
@@ -168,12 +166,12 @@ def chunk_dqkg_safe(
         None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V),
         _tiles(do, HV * V, CHUNK, V),
         *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        *(_tiles(t, K, V, TILE_K) for t in (states, dstates)),
+        *(_tiles(t, K, V, TILE_K) for t in (before, dstates)),
         *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
         strong,
         terms.beta,
-        scores[-1],
-        *(made.get(name) for name in "qkabg"),
+        scores.diagonal,
+        *(grads.get(name) for name in "qkabg"),
         dbeta,
         terms.cu_seqlens,
         scale,

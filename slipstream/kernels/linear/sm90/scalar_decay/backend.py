@@ -1,7 +1,7 @@
-"""Launches of the additive family's walks on sm_90, in the place of the portable launch's.
+"""No transition, one gate a token or none, on sm_90: kernels in the place of Triton's.
 
-They take and leave what the portable walks do, but for dk and dv, which are one walk here.
-Nothing depends on device values.
+They take and leave what Triton's do, but dk and dv are one kernel. Nothing depends on values on the
+device.
 """
 
 from typing import Any
@@ -11,12 +11,15 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK, Segments, num_sequences
 from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
-from slipstream.kernels.linear.sm90.plan import CHUNK
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.triton.scalar_decay import launch as portable
-from slipstream.kernels.linear.triton.scalar_decay.tiles import ANCHOR_INTERVAL
+from slipstream.kernels.linear.triton.scalar_decay.backend import (
+    ChunkLaunch,
+    GateSums,
+    TritonScalarDecay,
+)
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
 
@@ -29,10 +32,10 @@ _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
 
 def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
-    """As the portable one, which it is where o is wanted in float32."""
+    """As Triton's, which it is where o is wanted in float32."""
     if terms.q.dtype not in _TYPES:
-        return portable.forward(terms, scale)
-    return portable.forward(_ready(terms), scale, _BACKEND)
+        return TritonScalarDecay().forward(terms, scale)
+    return Sm90ScalarDecay().forward(_align_for_tma(terms), scale)
 
 
 def backward(
@@ -43,13 +46,12 @@ def backward(
     *,
     gate_gradient: bool = True,
 ) -> dict[str, Tensor]:
-    """As the portable one."""
+    """As Triton's."""
     dout = None if dout is None else align16(dout)
-    over: dict[str, Any] = {"gate_gradient": gate_gradient, "own": _BACKEND}
-    return portable.backward(_ready(terms), dout, dfinal, scale, **over)
+    return Sm90ScalarDecay().backward(_align_for_tma(terms), dout, dfinal, scale, gate_gradient)
 
 
-def _ready(terms: LinearInputs) -> LinearInputs:
+def _align_for_tma(terms: LinearInputs) -> LinearInputs:
     """q, k and v as TMA reads them; the gates of a head side by side."""
     g = terms.g
     if g is not None and g.stride(1) > 1:
@@ -57,18 +59,19 @@ def _ready(terms: LinearInputs) -> LinearInputs:
     return align_for_tma(terms)._replace(g=g)
 
 
-def _chunk_fwd(
-    walk: portable.ChunkLaunch,
+def launch_chunks(
+    chunks: ChunkLaunch,
     terms: LinearInputs,
     scale: float,
-    split: portable.Segments | None,
-    sums: portable.GateSums | None = None,
+    segments: Segments | None = None,
+    sums: GateSums | None = None,
     qk: Tensor | None = None,
 ) -> None:
-    r, w, x, y = walk.r, walk.w, walk.x, walk.y
+    """As TritonScalarDecay.launch_chunks, but where the state alone is wanted."""
+    r, w, x, y = chunks[:4]
     assert y is not None
     X, D = x.shape[-1], r.shape[-1]
-    launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[_grid(terms, split)]
+    launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[_grid(terms, segments)]
     launch(
         _tiles(r, D),
         _tiles(w, D),
@@ -77,84 +80,87 @@ def _chunk_fwd(
         None if sums is None or qk is None else _tiles(qk, HALF),
         y,
         terms.g,
-        walk.s_in,
-        walk.s_out,
+        chunks.s_in,
+        chunks.s_out,
         sums.q_rows if sums else None,
         sums.anchors if sums else None,
         terms.cu_seqlens,
         scale,
-        walk.scale_in,
-        walk.scale_out,
-        *_sizes(terms, (r.shape[2], x.shape[2]), split),
+        chunks.scale_in,
+        chunks.scale_out,
+        *_sizes(terms, (r.shape[2], x.shape[2]), segments),
         *_strides(terms),
         D=D,
         X=X,
         C=CHUNK,
         ST=STAGES,
-        SPAN=_BACKEND.span,
-        TRANSPOSED=walk.transposed,
-        **_flags(walk, terms, split, sums),
+        SPAN=ANCHOR_INTERVAL,
+        TRANSPOSED=chunks.transposed,
+        **_flags(chunks, terms, segments, sums),
     )
 
 
-def _grads(
-    back: portable.ChunkLaunch,
-    dk: Tensor,
-    v: Tensor,
-    terms: LinearInputs,
-    scale: float,
-    split: portable.Segments | None,
-    sums: portable.GateSums | None,
-) -> None:
-    """dk, and what the portable walk `back` gives."""
-    k, q, do, dv = back.r, back.w, back.x, back.y
-    assert dv is not None
-    K, V = k.shape[-1], do.shape[-1]
-    launch: Any = cached(scalar_decay_chunk_bwd_sm90_kernel)[_grid(terms, split)]
-    launch(
-        _tiles(q, K),
-        _tiles(k, K),
-        _tiles(v, HALF),
-        _tiles(do, HALF),
-        _tiles(dk, K),
-        _tiles(dv, HALF),
-        dk,
-        dv,
-        terms.g,
-        back.s_in,
-        back.s_out,
-        sums.k_rows if sums else None,
-        sums.z if sums else None,
-        sums.anchors if sums else None,
-        terms.cu_seqlens,
-        scale,
-        back.scale_in,
-        back.scale_out,
-        *_sizes(terms, (k.shape[2],), split),
-        sums.z.shape[1] if sums else 0,
-        *_strides(terms),
-        K=K,
-        V=V,
-        C=CHUNK,
-        ST=BACK_STAGES,
-        SPAN=_BACKEND.span,
-        **_flags(back, terms, split, sums),
-    )
+class Sm90ScalarDecay(TritonScalarDecay):
+    dk_is_whole = True
+
+    launch_chunks = staticmethod(launch_chunks)
+
+    def launch_dkv(
+        self,
+        chunks: ChunkLaunch,
+        dk: Tensor,
+        v: Tensor,
+        terms: LinearInputs,
+        scale: float,
+        segments: Segments | None,
+        sums: GateSums | None,
+    ) -> None:
+        """As TritonScalarDecay.launch_dkv."""
+        k, q, do, dv = chunks[:4]
+        assert dv is not None
+        K, V = k.shape[-1], do.shape[-1]
+        launch: Any = cached(scalar_decay_chunk_bwd_sm90_kernel)[_grid(terms, segments)]
+        launch(
+            _tiles(q, K),
+            _tiles(k, K),
+            _tiles(v, HALF),
+            _tiles(do, HALF),
+            _tiles(dk, K),
+            _tiles(dv, HALF),
+            dk,
+            dv,
+            terms.g,
+            chunks.s_in,
+            chunks.s_out,
+            sums.k_rows if sums else None,
+            sums.z if sums else None,
+            sums.anchors if sums else None,
+            terms.cu_seqlens,
+            scale,
+            chunks.scale_in,
+            chunks.scale_out,
+            *_sizes(terms, (k.shape[2],), segments),
+            sums.z.shape[1] if sums else 0,
+            *_strides(terms),
+            K=K,
+            V=V,
+            C=CHUNK,
+            ST=BACK_STAGES,
+            SPAN=ANCHOR_INTERVAL,
+            **_flags(chunks, terms, segments, sums),
+        )
 
 
-_BACKEND = portable.ScalarDecayBackend(_chunk_fwd, _grads, parts=1, span=ANCHOR_INTERVAL)
-
-
-def _grid(terms: LinearInputs, split: portable.Segments | None) -> tuple[int]:
-    return (terms.v.shape[2] * (terms.sequences if split is None else split.slots),)
+def _grid(terms: LinearInputs, segments: Segments | None) -> tuple[int]:
+    return (terms.v.shape[2] * num_sequences(terms, segments),)
 
 
 def _sizes(
-    terms: LinearInputs, heads: tuple[int, ...], split: portable.Segments | None
+    terms: LinearInputs, heads: tuple[int, ...], segments: Segments | None
 ) -> tuple[int, ...]:
     """T to segment."""
     B, T, HV, _ = terms.v.shape
-    segment = T if split is None else split.tokens
+    segment = T if segments is None else segments.tokens
     return T, terms.sequences, HV, *heads, B * T, segment
 
 
@@ -163,17 +169,17 @@ def _strides(terms: LinearInputs) -> tuple[int, ...]:
 
 
 def _flags(
-    walk: portable.ChunkLaunch,
+    chunks: ChunkLaunch,
     terms: LinearInputs,
-    split: portable.Segments | None,
-    sums: portable.GateSums | None,
+    segments: Segments | None,
+    sums: GateSums | None,
 ) -> dict[str, Any]:
     return {
         "HAS_GATE": terms.g is not None,
         "HAS_DG": sums is not None,
-        "HAS_S_IN": walk.s_in is not None,
-        "HAS_S_OUT": walk.s_out is not None,
-        "SPLIT": split is not None,
+        "HAS_S_IN": chunks.s_in is not None,
+        "HAS_S_OUT": chunks.s_out is not None,
+        "SPLIT": segments is not None,
         "PACKED": terms.cu_seqlens is not None,
         **_PROGRAM,
     }

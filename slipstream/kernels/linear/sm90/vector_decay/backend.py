@@ -15,12 +15,11 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK
 from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
 from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
 from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.vector_decay.schedule import CHUNK
-from slipstream.kernels.linear.triton.scalar_decay.tiles import ANCHOR_INTERVAL
-from slipstream.kernels.linear.triton.vector_decay import backend as portable
+from slipstream.kernels.linear.triton.vector_decay import backend as triton
 from slipstream.kernels.linear.triton.vector_decay.launch import GateSums, IntraChunk, gate_sums
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import device_of
@@ -37,8 +36,8 @@ _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """As the portable one, which it is where q is float32."""
     if terms.q.dtype == torch.float32:
-        return portable.forward(terms, scale)
-    terms = align_for_tma(portable.to_kernel_layout(terms))
+        return triton.forward(terms, scale)
+    terms = align_for_tma(triton.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     with device_of(o.device):
@@ -54,36 +53,36 @@ def backward(
 ) -> dict[str, Tensor]:
     """As the portable one, which it is where q is float32."""
     if terms.q.dtype == torch.float32:
-        return portable.backward(terms, dout, dfinal, scale)
+        return triton.backward(terms, dout, dfinal, scale)
     given = terms
-    terms = align_for_tma(portable.to_kernel_layout(terms))
-    work = portable.make_problem(terms, terms.v)
+    terms = align_for_tma(triton.to_kernel_layout(terms))
+    problem = triton.make_problem(terms, terms.v)
     if dout is None or scale == 0.0:
         do = torch.zeros_like(terms.v)
     else:
         do = align16(dout.to(terms.v.dtype).contiguous())
-    work, scale = work._replace(do=do), scale or 1.0  # o does not depend on q, k, v then
+    problem, scale = problem._replace(do=do), scale or 1.0  # o does not depend on q, k, v then
     dfinal = None if dfinal is None else dfinal.contiguous()
     shape = (*do.shape[:3], terms.q.shape[-1])
     dq, dk = do.new_empty(shape), do.new_empty(shape)
-    dv, dg = torch.empty_like(do), torch.empty_like(work.g)
+    dv, dg = torch.empty_like(do), torch.empty_like(problem.g)
     state, u, dinitial, du = terms.initial_state, terms.u, None, None
     if state is not None:
         dinitial = state.new_empty(terms.state_shape)
     if u is not None:
-        du = u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
+        du = u.new_empty(problem.chunks, *u.shape, dtype=torch.float32)
     ends: dict[str, Any] = {"scale_in": 1 / scale, "reverse": True}
     with device_of(do.device):
-        sums = gate_sums(work)
+        sums = gate_sums(problem)
         # of slots that no chunk has too, whose part of the gradient of u has to be 0
         make = torch.empty if u is None or terms.cu_seqlens is None else torch.ones
-        decay = make(work.chunks, *shape[2:], dtype=torch.float32, device=do.device)
+        decay = make(problem.chunks, *shape[2:], dtype=torch.float32, device=do.device)
         chunk_dqk(terms, do, dq, state, sums, decay)
         chunk_dqk(terms, do, dk, dfinal, sums, decay, **ends)
         chunk_fwd(terms, do, dv, scale, dfinal, dinitial, **ends, scale_out=scale)
-        made = IntraChunk(None, terms.k, None, decay)
+        intra = IntraChunk(None, terms.k, None, decay)
         more = {"dqs": dq, "dke": dk, "z": sums.z, "dq": dq, "dk": dk, "dg": dg, "du": du}
-        portable.launch_grads(work, made, portable.choose_pairs(work), scale, **more)
+        triton.launch_grads(problem, intra, triton.choose_pairs(problem), scale, **more)
     if terms.q.shape[2] != shape[2]:
         groups = (*terms.q.shape[:3], -1, shape[-1])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -92,7 +91,7 @@ def backward(
         grads["u"] = du.sum(0).to(u.dtype)
     if dinitial is not None:
         grads["initial_state"] = dinitial
-    return portable.to_input_layout(grads, given)
+    return triton.to_input_layout(grads, given)
 
 
 def chunk_fwd(
@@ -186,7 +185,7 @@ def _sizes(terms: LinearInputs) -> tuple[int, ...]:
 
 def _flags(terms: LinearInputs, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:
     return {
-        "BOUND": portable.BOUND[terms.q.dtype],
+        "BOUND": triton.BOUND[terms.q.dtype],
         "REVERSE": reverse,
         "HAS_S_IN": s_in is not None,
         "PACKED": terms.cu_seqlens is not None,

@@ -3,12 +3,11 @@
 import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, scalar_decay_tokens
 from slipstream.kernels.linear.triton.plan import kind
-from slipstream.kernels.linear.triton.scalar_decay.tiles import segment_tokens
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import sm90_unsupported
 
-CHUNK = 64
 WIDTH = 128  # of K and of V: two warpgroups with half of the state each
 
 
@@ -30,9 +29,9 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
     if q.shape[-1] != WIDTH or v.shape[-1] != WIDTH:
         return f"K and V have to be {WIDTH}"
     B, T = q.shape[:2]
-    walks = 2 * v.shape[2] * (B if terms.cu_seqlens is None else 1)  # portable ones, of 64 columns
-    if segment_tokens(walks, T, CHUNK) is not None:
-        return "few heads of long sequences are walked in segments, which it does not"
+    programs = 2 * v.shape[2] * (B if terms.cu_seqlens is None else 1)
+    if scalar_decay_tokens(programs, T, CHUNK) is not None:
+        return "few heads of long sequences are cut into segments, which it does not do"
     tokens = B * T
     if not tokens or tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"

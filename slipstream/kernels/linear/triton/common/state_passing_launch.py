@@ -1,4 +1,4 @@
-"""The launch between the walks of sequences in segments: the state that each segment meets."""
+"""The launch between segments and their sequences: the state before each segment."""
 
 from typing import Any
 
@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.triton.common.state_passing import delta_state_passing_kernel
 from slipstream.kernels.linear.triton.delta.plan import tile_of
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import Segments
 from slipstream.runtime.launch_cache import cached
 
 
 def state_passing(
     terms: LinearInputs,
-    split: Segments,
+    segments: Segments,
     states: Tensor,
     M: Tensor,
     s_in: Tensor | None,
     s_out: Tensor | None,
     reverse: bool = False,
 ) -> None:
-    """states: what each segment adds, becomes what it meets."""
+    """states: what each segment adds becomes the state before it; reverse: their gradients."""
     T, HV, V = terms.v.shape[1:]
     K = terms.q.shape[-1]
     tile, BK = tile_of(terms)
@@ -37,7 +37,7 @@ def state_passing(
         terms.cu_seqlens,
         T,
         HV,
-        split.tokens,
+        segments.tokens,
         K=K,
         V=V,
         BK=BK,

@@ -7,20 +7,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.triton.delta.tiles import (
-    DeltaTile,
-    KernelTile,
-    choose,
-    segment_tokens,
-)
-from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import (
+from slipstream.kernels.linear.segments import (
+    NUM_SMS,
     Segments,
-    family_of,
+    delta_tokens,
     split_into_segments,
-    tma_descriptors,
 )
-from slipstream.kernels.linear.triton.scalar_decay.tiles import MIN_PROGRAMS_PER_SM
+from slipstream.kernels.linear.triton.common.tma import tma_descriptors
+from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, choose
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
 
 # Widths of K up to which products of the walks take pairs of bf16 (docs/dev/log/delta.md).
@@ -45,12 +41,7 @@ def num_chunks(terms: LinearInputs, C: int) -> int:
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
-def states_like(terms: LinearInputs) -> Tensor:
-    K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
-    return terms.v.new_empty(num_chunks(terms, tile_of(terms)[0].C), HV, V, K)
-
-
-def choose_split(terms: LinearInputs) -> Segments | None:
+def choose_segments(terms: LinearInputs) -> Segments | None:
     """Decided by shapes and device."""
     HV, V = terms.v.shape[2:]
     tile, _ = tile_of(terms)
@@ -58,10 +49,10 @@ def choose_split(terms: LinearInputs) -> Segments | None:
 
 
 def segments_for_programs(terms: LinearInputs, programs: int, C: int) -> Segments | None:
-    """Of walks of so many programs. Joining segments takes M and a state in shared memory."""
+    """Of kernels of so many programs. Combining segments takes M and a state in shared memory."""
     tile, BK = tile_of(terms)
     joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.walk.B)
-    tokens = segment_tokens(programs, terms.v.shape[1], C) if joinable else None
+    tokens = delta_tokens(programs, terms.v.shape[1], C) if joinable else None
     return split_into_segments(terms, tokens)
 
 
@@ -69,13 +60,9 @@ def _shared(device: torch.device) -> int:
     return shared_memory_bytes(device.index or 0) if device.type == "cuda" else 1 << 17
 
 
-def num_segments_and_sequences(terms: LinearInputs, split: Segments | None) -> int:
-    return terms.sequences if split is None else split.slots
-
-
-def is_oversubscribed(terms: LinearInputs, slots: int) -> bool:
+def is_oversubscribed(terms: LinearInputs, sequences: int) -> bool:
     """Whether walks with 64 rows a program are more than multiprocessors."""
-    return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * slots > MIN_PROGRAMS_PER_SM // 2
+    return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * sequences > NUM_SMS
 
 
 def uses_split_bf16(terms: LinearInputs) -> bool:

@@ -5,10 +5,8 @@ power of two; the gradients' kernel BK channels of K, and takes V by BV at a tim
 """
 
 from dataclasses import dataclass, replace
-from math import isqrt
 
 from slipstream.kernels.linear.triton.scalar_decay.tiles import (
-    MIN_PROGRAMS_PER_SM,
     NARROWEST,
     ROWS,
     UNPIPELINED,
@@ -126,16 +124,3 @@ def _segment_cost(part: KernelTile, most: int) -> KernelTile:
     """A tile of 64 rows has work for 4 warps of sm_90's tensor cores."""
     warps = part.warps if most >= part.B else max(4, part.warps * most // part.B)
     return KernelTile(min(part.B, most), min(part.warps, warps), part.stages)
-
-
-def segment_tokens(programs: int, T: int, C: int) -> int | None:
-    """Tokens of the segments that sequences are cut into, or None for no cut.
-
-    programs: those of the walk of all sequences. Cut in n the walks take 2.7 / n of the time, for
-    the first of them has twice the rows; joining the segments takes a chunk's time for each.
-    """
-    chunks = T // C
-    wanted = min(MIN_PROGRAMS_PER_SM // max(programs, 1), isqrt(2 * chunks))
-    if wanted < 5 or chunks < 64:
-        return None
-    return -(-chunks // wanted) * C

@@ -1,10 +1,4 @@
-"""Launches of the walks of per-channel decay, and of free a and b, whole or in segments.
-
-Few heads of long sequences are walked in segments (common/state_passing.py). Forward: where each
-ends and what it makes of a state, E and M, then the state that each meets, then all at once.
-Backward the same with M^T, for the gradients of states. Memory beyond results: two states a segment
-and head.
-"""
+"""Launches of the chunk kernels of per-channel decay, and of free a and b."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,11 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
-from slipstream.kernels.linear.triton.delta.plan import (
-    num_segments_and_sequences,
-    segments_for_programs,
-)
+from slipstream.kernels.linear.segments import Segments, num_sequences
 from slipstream.kernels.linear.triton.delta.tiles import KernelTile
 from slipstream.kernels.linear.triton.dplr.chunk import (
     dplr_chunk_dstate_kernel,
@@ -25,7 +15,7 @@ from slipstream.kernels.linear.triton.dplr.chunk import (
 )
 from slipstream.kernels.linear.triton.dplr.tiles import DplrTile, choose
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, family_of
+from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
@@ -44,15 +34,6 @@ class IntraChunk(NamedTuple):
     ak: Tensor | None
     r: Tensor | None
     strong: Tensor | None
-
-
-class EntryStates(NamedTuple):
-    """What both walks of backward begin with, and where the gradient of the initial state goes."""
-
-    split: Segments | None
-    state: Tensor | None
-    dstate: Tensor | None
-    dstate_out: Tensor | None
 
 
 @cache
@@ -79,62 +60,9 @@ def launch_options(terms: LinearInputs, part: KernelTile, walk: bool = False) ->
     }
 
 
-def choose_segments(terms: LinearInputs, own: Any = None) -> Segments | None:
-    """Decided by shapes and device. A program counts as one for 64 columns of V."""
-    if own is not None:
-        return own.choose_segments(terms)
-    HV, V = terms.v.shape[2:]
-    return segments_for_programs(terms, -(-V // 64) * HV * terms.sequences, tile_of(terms)[0].C)
-
-
-def run_segment_ends(
-    terms: LinearInputs, prepared: IntraChunk, o: Tensor, final: Tensor, own: Any = None
-) -> None:
-    """o and the final state are written."""
-    split, state = choose_segments(terms, own), terms.initial_state
-    if split is None:
-        chunk_fwd(terms, prepared, own, o=o, s_in=state, s_out=final)
-        return
-    met, M = _segment_transition(terms, prepared, split, own)
-    state_passing(terms, split, met, M, state, final)
-    chunk_fwd(terms, prepared, own, o=o, s_in=met, split=split)
-
-
-def entry_states(
-    terms: LinearInputs,
-    do: Tensor,
-    prepared: IntraChunk,
-    dfinal: Tensor | None,
-    dstate: Tensor | None,
-    own: Any = None,
-) -> EntryStates:
-    """dstate, where the gradient of the initial state goes, is written if there are segments."""
-    split, state = choose_segments(terms, own), terms.initial_state
-    if split is None:
-        return EntryStates(None, state, dfinal, dstate)
-    met, M = _segment_transition(terms, prepared, split, own)
-    state_passing(terms, split, met, M, state, None)
-    back = torch.empty_like(met)
-    chunk_dstate(terms, do, prepared, own, s_out=back, split=split)
-    state_passing(terms, split, back, M, dfinal, dstate, reverse=True)
-    return EntryStates(split, met, back, None)
-
-
-def _segment_transition(
-    terms: LinearInputs, prepared: IntraChunk, split: Segments, own: Any = None
-) -> tuple[Tensor, Tensor]:
-    """What segments add to the state [slots, HV, K, V], and their factors [slots, HV, K, K]."""
-    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
-    E = prepared.u.new_empty(split.slots, HV, K, V)
-    M = prepared.u.new_empty(split.slots, HV, K, K)
-    chunk_fwd(terms, prepared, own, s_out=E, m=M, split=split)
-    return E, M
-
-
 def chunk_fwd(
     terms: LinearInputs,
-    prepared: IntraChunk,
-    own: Any = None,
+    intra: IntraChunk,
     *,
     o: Tensor | None = None,
     x: Tensor | None = None,
@@ -142,38 +70,33 @@ def chunk_fwd(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     m: Tensor | None = None,
-    split: Segments | None = None,
+    segments: Segments | None = None,
 ) -> None:
-    """o; or x and states; or m."""
-    ends = {"s_in": s_in, "s_out": s_out, "m": m, "split": split}
-    if own is not None:
-        own.chunk_fwd(terms, prepared, o=o, x=x, states=states, **ends)
-        return
+    """What is given is written: o; or x and the states before each chunk; or, of segments, m and
+    what they add to the state, s_out."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     make = "ends" if m is not None else "o" if states is None else "states"
     part = tile.walk if make == "o" else tile.keep
     tiles = -(-V // part.B) + (-(-terms.q.shape[-1] // part.B) if make == "ends" else 0)
-    launch: Any = cached(dplr_chunk_fwd_kernel)[
-        (tiles * HV * num_segments_and_sequences(terms, split),)
-    ]
+    launch: Any = cached(dplr_chunk_fwd_kernel)[(tiles * HV * num_sequences(terms, segments),)]
     launch(
-        None if prepared.k is None else terms.v,
-        prepared.q if make == "o" else None,
-        prepared.w,
-        prepared.b,
-        prepared.k,
-        prepared.u,
+        None if intra.k is None else terms.v,
+        intra.q if make == "o" else None,
+        intra.w,
+        intra.b,
+        intra.k,
+        intra.u,
         x,
-        prepared.total,
-        prepared.qb if make == "o" else None,
-        prepared.qk if make == "o" else None,
+        intra.total,
+        intra.qb if make == "o" else None,
+        intra.qk if make == "o" else None,
         o,
         states,
         s_in,
         s_out,
         m,
-        *_scalar_args(terms, split),
+        *_scalar_args(terms, segments),
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
@@ -183,7 +106,7 @@ def chunk_fwd(
         HAS_GATE=terms.g is not None,
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,
-        SPLIT=split is not None,
+        SPLIT=segments is not None,
         **launch_options(terms, part, walk=make == "o"),
     )
 
@@ -191,38 +114,34 @@ def chunk_fwd(
 def chunk_dstate(
     terms: LinearInputs,
     do: Tensor,
-    prepared: IntraChunk,
-    own: Any = None,
+    intra: IntraChunk,
     *,
     y: Tensor | None = None,
     dstates: Tensor | None = None,
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
-    split: Segments | None = None,
+    segments: Segments | None = None,
 ) -> None:
-    """y and dstates, or s_out alone."""
-    if own is not None:
-        own.chunk_dstate(terms, do, prepared, y, dstates, s_in=s_in, s_out=s_out, split=split)
-        return
+    """What is given is written: y and dstates; or, of segments, s_out alone."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     part = tile.back
     launch: Any = cached(dplr_chunk_dstate_kernel)[
-        (-(-V // part.B) * HV * num_segments_and_sequences(terms, split),)
+        (-(-V // part.B) * HV * num_sequences(terms, segments),)
     ]
     launch(
         do,
-        prepared.q,
-        prepared.w,
-        prepared.b,
-        prepared.total,
-        prepared.qb,
-        None if y is None else prepared.r,
+        intra.q,
+        intra.w,
+        intra.b,
+        intra.total,
+        intra.qb,
+        None if y is None else intra.r,
         y,
         dstates,
         s_in,
         s_out,
-        *_scalar_args(terms, split),
+        *_scalar_args(terms, segments),
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
@@ -231,13 +150,13 @@ def chunk_dstate(
         HAS_GATE=terms.g is not None,
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,
-        SPLIT=split is not None,
+        SPLIT=segments is not None,
         **launch_options(terms, part, walk=True),
     )
 
 
-def _scalar_args(terms: LinearInputs, split: Segments | None) -> tuple[Any, ...]:
+def _scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[Any, ...]:
     """cu to segment."""
     T, HV = terms.v.shape[1:3]
-    segment = T if split is None else split.tokens
-    return terms.cu_seqlens, T, terms.sequences, HV, segment
+    tokens = T if segments is None else segments.tokens
+    return terms.cu_seqlens, T, terms.sequences, HV, tokens

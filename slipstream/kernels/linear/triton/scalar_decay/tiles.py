@@ -6,6 +6,9 @@ test_triton_scalar_decay_compiles.py checks each row against compiler/arch.py).
 """
 
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,6 @@ class Tile:
 NARROWEST = {"sm_90": 64}
 # Triton 3.6 refuses to pipeline a loop with a store by a descriptor there.
 UNPIPELINED = ("sm_100",)
-# Chunks from one anchor of the gate's gradient to the next (chunk.py): an anchor costs as much to
-# write and read as 4 / SPAN of the chunk's tensors at K = V = 128.
-ANCHOR_INTERVAL = 16
-# Programs that fill a device: two for each of 132 multiprocessors.
-MIN_PROGRAMS_PER_SM = 264
-
 # (family, bytes an element, BD) -> Tile; BX is cut to the width there is. Chosen so that the loop
 # does not spill in 16 bits (float32 takes three products for one, and spills); the rows of sm_90
 # with BD = 128 by bench/results/linear_gpu_walk_v_rows.csv: of four tiles, the least product of the
@@ -73,6 +70,11 @@ def family(capability: tuple[int, int]) -> str:
     return "sm_100" if capability[0] in (10, 11) else "sm_86"
 
 
+@cache
+def family_of(device: torch.device) -> str:
+    return family(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "cpu"
+
+
 def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
@@ -90,15 +92,3 @@ def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[T
     # rows that come an element at a time take more registers than 4 warps of sm_90 have
     warps = 8 if family == "sm_90" and min(D, X) * bytes_each < 16 else tile.warps
     return Tile(tile.C, BX, warps, stages, tile.tma), BD
-
-
-def segment_tokens(programs: int, tokens: int, C: int) -> int | None:
-    """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
-
-    programs: those of one sequence's walk. A cut costs a walk more over half of the inputs: made
-    where it at least triples the programs.
-    """
-    wanted, span = MIN_PROGRAMS_PER_SM // max(programs, 1), ANCHOR_INTERVAL * C
-    if wanted < 3 or tokens < 2 * span:
-        return None
-    return -(-tokens // (wanted * span)) * span

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous, family_of
-from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
+from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
@@ -56,7 +55,7 @@ BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MAX_PAIRS_SHARE = 16
-MIN_PROGRAMS_PER_SM = 528
+TARGET_PROGRAMS = 528
 
 
 @cache
@@ -86,20 +85,22 @@ def forward(
 
 
 def _forward(terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> None:
-    work = make_problem(terms, None)
-    wide = o.dtype if terms.gv is not None else work.k.dtype
-    p = _pairs_fit(work, wide) if work.q is None else None
-    made = _intra_chunk(work, fine=wide != work.k.dtype, p=p)
+    problem = make_problem(terms, None)
+    wide = o.dtype if terms.gv is not None else problem.k.dtype
+    p = _pairs_fit(problem, wide) if problem.q is None else None
+    intra = _intra_chunk(problem, fine=wide != problem.k.dtype, p=p)
     state = terms.initial_state
-    walk = ChunkLaunch(made.ke, made.ke, work.v, rest=made.rest, s_in=state, s_out=final)
-    if work.split is not None:
-        walk = entry_states(walk, work, made)._replace(s_out=None)
+    chunks = ChunkLaunch(intra.ke, intra.ke, problem.v, rest=intra.rest, s_in=state, s_out=final)
+    if problem.segments is not None:
+        chunks = entry_states(chunks, problem, intra)._replace(s_out=None)
     if p is None:
-        launch(walk._replace(r=made.qs, y=o, a=made.a, scale=scale), work, made)
+        launch(chunks._replace(r=intra.qs, y=o, a=intra.a, scale=scale), problem, intra)
     else:
-        assert work.do is not None
-        launch(walk._replace(r=work.do, w=work.v, x=made.ke, y=o, rows=True), work, made)
-        launch_grads(work, made, p, scale, dqs=o, dq=o)
+        assert problem.do is not None
+        launch(
+            chunks._replace(r=problem.do, w=problem.v, x=intra.ke, y=o, rows=True), problem, intra
+        )
+        launch_grads(problem, intra, p, scale, dqs=o, dq=o)
 
 
 def backward(
@@ -122,8 +123,8 @@ def backward(
         else dout.to(terms.v.dtype).contiguous()
     )
     scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
-    work = make_problem(terms, do)
-    q, v, over_v, g = work.q, work.v, work.do, work.g
+    problem = make_problem(terms, do)
+    q, v, over_v, g = problem.q, problem.v, problem.do, problem.g
     assert q is not None and over_v is not None
     wide = do.shape[:3]
     shape = (*wide, terms.q.shape[-1])
@@ -139,28 +140,30 @@ def backward(
             out.get("initial_state"), terms.state_shape, state.dtype, state.device
         )
     u = terms.u
-    du = None if u is None else u.new_empty(work.chunks, *u.shape, dtype=torch.float32)
+    du = None if u is None else u.new_empty(problem.chunks, *u.shape, dtype=torch.float32)
     with device_of(do.device):
-        made = _intra_chunk(work, room=dg)
-        assert made.qs is not None
-        kept = ChunkLaunch(made.qs, made.ke, v, s_in=state)
-        back = ChunkLaunch(made.ke, made.qs, over_v, s_out=dinitial, reverse=True)
-        back = back._replace(s_in=None if dfinal is None else dfinal.contiguous())
-        back = back._replace(scale_in=1 / scale, scale_out=scale)
-        if work.split is not None:
-            kept = entry_states(kept, work, made)
-            back = entry_states(back, work, made)._replace(s_out=None)
-        sums = gate_sums(work)
-        dq_walk = kept._replace(r=over_v, w=v, x=made.ke, y=dqs, other=made.qs, rows=True)
-        dk_walk = back._replace(r=v, w=over_v, x=made.qs, y=dk_here, other=made.ke, rows=True)
-        launch(dq_walk, work, made, sums)
-        launch(dk_walk._replace(s_out=None), work, made, sums)
-        launch(back._replace(y=dv_here, a=made.a, scale=scale), work, made)
+        intra = _intra_chunk(problem, memory=dg)
+        assert intra.qs is not None
+        states = ChunkLaunch(intra.qs, intra.ke, v, s_in=state)
+        dv_chunks = ChunkLaunch(intra.ke, intra.qs, over_v, s_out=dinitial, reverse=True)
+        dv_chunks = dv_chunks._replace(s_in=None if dfinal is None else dfinal.contiguous())
+        dv_chunks = dv_chunks._replace(scale_in=1 / scale, scale_out=scale)
+        if problem.segments is not None:
+            states = entry_states(states, problem, intra)
+            dv_chunks = entry_states(dv_chunks, problem, intra)._replace(s_out=None)
+        sums = gate_sums(problem)
+        dq_chunks = states._replace(r=over_v, w=v, x=intra.ke, y=dqs, other=intra.qs, rows=True)
+        dk_chunks = dv_chunks._replace(
+            r=v, w=over_v, x=intra.qs, y=dk_here, other=intra.ke, rows=True
+        )
+        launch(dq_chunks, problem, intra, sums)
+        launch(dk_chunks._replace(s_out=None), problem, intra, sums)
+        launch(dv_chunks._replace(y=dv_here, a=intra.a, scale=scale), problem, intra)
         if terms.gv is not None:
-            launch(kept._replace(y=dq, a=made.a, scale=scale), work, made)
+            launch(states._replace(y=dq, a=intra.a, scale=scale), problem, intra)
         more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
         more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
-        launch_grads(work, made, choose_pairs(work), scale, **more)
+        launch_grads(problem, intra, choose_pairs(problem), scale, **more)
     if terms.q.shape[2] != wide[2]:
         groups = (*terms.q.shape[:3], -1, terms.q.shape[3])
         dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
@@ -201,72 +204,72 @@ def make_problem(terms: LinearInputs, do: Tensor | None) -> VectorDecayProblem:
         q, k, v, g, do = do, v, k, terms.gv, q
     assert g is not None
     tile = _tile(k.device, k.shape[-1], k.element_size())
-    work = VectorDecayProblem(q, k, v, do, g, terms, tile, None)
-    return work._replace(split=choose_segments(work))
+    problem = VectorDecayProblem(q, k, v, do, g, terms, tile, None)
+    return problem._replace(segments=choose_segments(problem))
 
 
 def _intra_chunk(
-    work: VectorDecayProblem,
-    room: Tensor | None = None,
+    problem: VectorDecayProblem,
+    memory: Tensor | None = None,
     fine: bool = False,
     p: Tensor | None = None,
 ) -> IntraChunk:
     """room: a tensor that is free until the gradients are written; fine: ke in two parts; p: memory
     for P, which is made too."""
-    k, g, terms, C = work.k, work.g, work.terms, work.tile.C
+    k, g, terms, C = problem.k, problem.g, problem.terms, problem.tile.C
     HV, K = g.shape[2:]
     free: list[Tensor] = []
-    if room is not None and room.element_size() >= k.element_size():
-        free = [x.view(g.shape) for x in room.view(-1).view(k.dtype).split(g.numel())]
+    if memory is not None and memory.element_size() >= k.element_size():
+        free = [x.view(g.shape) for x in memory.view(-1).view(k.dtype).split(g.numel())]
 
     def like_g() -> Tensor:
         return free.pop() if free else torch.empty(g.shape, dtype=k.dtype, device=k.device)
 
-    has_q = work.q is not None
-    made = IntraChunk(
+    has_q = problem.q is not None
+    intra = IntraChunk(
         like_g() if has_q else None,
         like_g(),
-        k.new_empty(work.chunks, HV, C, C) if has_q else None,
-        k.new_empty(work.chunks, HV, K, dtype=torch.float32),
+        k.new_empty(problem.chunks, HV, C, C) if has_q else None,
+        k.new_empty(problem.chunks, HV, K, dtype=torch.float32),
         like_g() if fine else None,
     )
-    inputs = (work.q, k, g, terms.u if has_q else None)
-    more = (terms.cu_seqlens, *scalar_args(work), k.shape[2])
-    part = work.tile.prepare
-    options: dict[str, Any] = {**_options(work, part), "K": K}
-    outputs = (made.qs, made.ke, made.rest, made.a, made.decay)
-    pairs = (None, None, None) if p is None else (work.v, work.do, p)
-    cached(vector_decay_intra_fwd_kernel)[HV * work.chunks,](
-        *inputs, *outputs, *pairs, *more, work.v.shape[2], **options, **_values(work)
+    inputs = (problem.q, k, g, terms.u if has_q else None)
+    more = (terms.cu_seqlens, *scalar_args(problem), k.shape[2])
+    part = problem.tile.prepare
+    options: dict[str, Any] = {**_options(problem, part), "K": K}
+    outputs = (intra.qs, intra.ke, intra.rest, intra.a, intra.decay)
+    pairs = (None, None, None) if p is None else (problem.v, problem.do, p)
+    cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
+        *inputs, *outputs, *pairs, *more, problem.v.shape[2], **options, **_values(problem)
     )
-    if made.a is not None:
-        total = HV * work.chunks
+    if intra.a is not None:
+        total = HV * problem.chunks
         options |= {
-            **_bound(work),
+            **_bound(problem),
             "LEVELS": C.bit_length() - 1,
             "MOST": MAX_PAIRS_SHARE,
             "num_stages": 1,
         }
         more = (terms.cu_seqlens, total, *more[1:])
         cached(vector_decay_scores_kernel)[_programs(total),](
-            *inputs, made.decay, made.a, *more, **options
+            *inputs, intra.decay, intra.a, *more, **options
         )
-    return made
+    return intra
 
 
-def choose_pairs(work: VectorDecayProblem) -> Tensor:
-    p, part = _pairs_fit(work), work.tile.prepare
+def choose_pairs(problem: VectorDecayProblem) -> Tensor:
+    p, part = _pairs_fit(problem), problem.tile.prepare
     cached(vector_decay_pairs_kernel)[p.shape[0] * p.shape[1],](
-        work.v,
-        work.do,
+        problem.v,
+        problem.do,
         p,
-        work.terms.cu_seqlens,
-        *scalar_args(work),
-        work.v.shape[2],
-        **_values(work),
-        C=work.tile.C,
-        PACKED=work.terms.cu_seqlens is not None,
-        GROUPED=work.v.shape[2] != work.g.shape[2],
+        problem.terms.cu_seqlens,
+        *scalar_args(problem),
+        problem.v.shape[2],
+        **_values(problem),
+        C=problem.tile.C,
+        PACKED=problem.terms.cu_seqlens is not None,
+        GROUPED=problem.v.shape[2] != problem.g.shape[2],
         PRECISION=fp32_dot_precision(),
         num_warps=part.warps,
         num_stages=part.stages,
@@ -274,34 +277,36 @@ def choose_pairs(work: VectorDecayProblem) -> Tensor:
     return p
 
 
-def _pairs_fit(work: VectorDecayProblem, dtype: torch.dtype | None = None) -> Tensor:
-    return work.k.new_empty(work.chunks, work.g.shape[2], work.tile.C, work.tile.C, dtype=dtype)
+def _pairs_fit(problem: VectorDecayProblem, dtype: torch.dtype | None = None) -> Tensor:
+    return problem.k.new_empty(
+        problem.chunks, problem.g.shape[2], problem.tile.C, problem.tile.C, dtype=dtype
+    )
 
 
-def _values(work: VectorDecayProblem) -> dict[str, int]:
-    V = work.v.shape[-1]
-    return {"V": V, "BV": _tile(work.k.device, V, work.k.element_size()).prepare.BK}
+def _values(problem: VectorDecayProblem) -> dict[str, int]:
+    V = problem.v.shape[-1]
+    return {"V": V, "BV": _tile(problem.k.device, V, problem.k.element_size()).prepare.BK}
 
 
 def launch_grads(
-    work: VectorDecayProblem, made: IntraChunk, p: Tensor, scale: float, **named: Tensor | None
+    problem: VectorDecayProblem, intra: IntraChunk, p: Tensor, scale: float, **named: Tensor | None
 ) -> None:
     """named: dqs and dke, and what there is of the other tensors of dqkg.py."""
-    part, K, C = work.tile.grads, work.k.shape[-1], work.tile.C
-    total = -(-K // part.BK) * work.g.shape[2] * work.chunks
+    part, K, C = problem.tile.grads, problem.k.shape[-1], problem.tile.C
+    total = -(-K // part.BK) * problem.g.shape[2] * problem.chunks
     args = (
-        work.q if "dk" in named else None,
-        work.k,
-        work.g,
-        work.terms.u,
+        problem.q if "dk" in named else None,
+        problem.k,
+        problem.g,
+        problem.terms.u,
         p,
         *(named.get(name) for name in ("dqs", "dke", "z", "dq", "dk", "dg", "du")),
-        made.decay,
-        work.terms.cu_seqlens,
+        intra.decay,
+        problem.terms.cu_seqlens,
         scale,
     )
-    more = (*scalar_args(work), work.k.shape[2])
-    options: dict[str, Any] = {**_options(work, part), **_bound(work), "K": K}
+    more = (*scalar_args(problem), problem.k.shape[2])
+    options: dict[str, Any] = {**_options(problem, part), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](*args, *more, **options)
     options |= {"LEVELS": C.bit_length() - 1, "MOST": MAX_PAIRS_SHARE}
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](*args, total, *more, **options)
@@ -309,20 +314,20 @@ def launch_grads(
 
 def _programs(total: int) -> int:
     """Of a kernel whose programs take up to MOST chunks: as many as fill a GPU, if there are."""
-    return max(-(-total // MAX_PAIRS_SHARE), min(total, MIN_PROGRAMS_PER_SM))
+    return max(-(-total // MAX_PAIRS_SHARE), min(total, TARGET_PROGRAMS))
 
 
-def _options(work: VectorDecayProblem, part: KernelTile) -> dict[str, Any]:
-    k = work.k
-    parts = 1 if work.g.dtype == torch.bfloat16 else 2
+def _options(problem: VectorDecayProblem, part: KernelTile) -> dict[str, Any]:
+    k = problem.k
+    parts = 1 if problem.g.dtype == torch.bfloat16 else 2
     if k.dtype == torch.float32:
         parts = 3
     return {
         "BK": part.BK,
-        "C": work.tile.C,
-        "BEFORE": work.terms.u is not None,
-        "PACKED": work.terms.cu_seqlens is not None,
-        "GROUPED": k.shape[2] != work.g.shape[2],
+        "C": problem.tile.C,
+        "BEFORE": problem.terms.u is not None,
+        "PACKED": problem.terms.cu_seqlens is not None,
+        "GROUPED": k.shape[2] != problem.g.shape[2],
         "PARTS": 0 if INTERPRETED else parts,
         "PRECISION": fp32_dot_precision(),
         "num_warps": part.warps,
@@ -330,6 +335,6 @@ def _options(work: VectorDecayProblem, part: KernelTile) -> dict[str, Any]:
     }
 
 
-def _bound(work: VectorDecayProblem) -> dict[str, Any]:
+def _bound(problem: VectorDecayProblem) -> dict[str, Any]:
     """By which a chunk is one safe block, or not."""
-    return {"ALL": power_of_two(work.k.shape[-1]), "BOUND": BOUND[work.k.dtype]}
+    return {"ALL": power_of_two(problem.k.shape[-1]), "BOUND": BOUND[problem.k.dtype]}

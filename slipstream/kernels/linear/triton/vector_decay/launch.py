@@ -1,4 +1,4 @@
-"""Launches of the walks with a decay per channel (chunk.py), for backend.py."""
+"""Launches of the chunk kernel with a decay per channel (chunk.py), for backend.py."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -7,18 +7,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.launch import (
-    Segments,
-    family_of,
-    split_into_segments,
-    tma_descriptors,
-)
-from slipstream.kernels.linear.triton.scalar_decay.tiles import (
+from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
-    Tile,
-    segment_tokens,
+    Segments,
+    num_sequences,
+    scalar_decay_tokens,
+    split_into_segments,
 )
+from slipstream.kernels.linear.triton.common.tma import tma_descriptors
+from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of
 from slipstream.kernels.linear.triton.vector_decay.chunk import (
     vector_decay_chunk_kernel,
     vector_decay_state_passing_kernel,
@@ -38,7 +36,7 @@ class VectorDecayProblem(NamedTuple):
     g: Tensor  # [B, T, HV, K]
     terms: LinearInputs
     tile: VectorDecayTile
-    split: Segments | None
+    segments: Segments | None
 
     @property
     def chunks(self) -> int:
@@ -93,116 +91,126 @@ def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -
     )
 
 
-def choose_segments(work: VectorDecayProblem) -> Segments | None:
+def choose_segments(problem: VectorDecayProblem) -> Segments | None:
     """Decided by shapes alone."""
-    B, T, HV, K = work.g.shape
-    V = work.v.shape[-1]
-    tile, _ = _chunk_tile(work.k.device, K, V, work.k.element_size(), work.tile.C)
-    packed = work.terms.cu_seqlens is not None
+    B, T, HV, K = problem.g.shape
+    V = problem.v.shape[-1]
+    tile, _ = _chunk_tile(problem.k.device, K, V, problem.k.element_size(), problem.tile.C)
+    packed = problem.terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    return split_into_segments(work.terms, segment_tokens(programs, T, work.tile.C))
+    return split_into_segments(problem.terms, scalar_decay_tokens(programs, T, problem.tile.C))
 
 
-def scalar_args(work: VectorDecayProblem) -> tuple[int, int, int]:
-    return work.k.shape[1], work.terms.sequences, work.g.shape[2]
+def scalar_args(problem: VectorDecayProblem) -> tuple[int, int, int]:
+    return problem.k.shape[1], problem.terms.sequences, problem.g.shape[2]
 
 
-def entry_states(walk: ChunkLaunch, work: VectorDecayProblem, made: IntraChunk) -> ChunkLaunch:
-    """The walk with the states that segments meet as s_in; fills s_out where there is one."""
-    split, terms = work.split, work.terms
-    assert split is not None
-    HV, K = work.g.shape[2:]
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": work.k.device}
-    states = torch.empty(split.slots, *terms.state_shape[1:], **wide)
-    total = torch.empty(split.slots, HV, K, **wide)
-    r, w, x, rest = walk[:4]
-    ends = ChunkLaunch(r, w, x, rest, s_out=states, total=total, reverse=walk.reverse)
-    launch(ends, work, made)
+def entry_states(
+    chunks: ChunkLaunch, problem: VectorDecayProblem, intra: IntraChunk
+) -> ChunkLaunch:
+    """The launch with the states before segments as s_in; writes s_out where there is one."""
+    segments, terms = problem.segments, problem.terms
+    assert segments is not None
+    HV, K = problem.g.shape[2:]
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": problem.k.device}
+    states = torch.empty(segments.count, *terms.state_shape[1:], **wide)
+    total = torch.empty(segments.count, HV, K, **wide)
+    r, w, x, rest = chunks[:4]
+    transition = ChunkLaunch(r, w, x, rest, s_out=states, total=total, reverse=chunks.reverse)
+    launch(transition, problem, intra)
     size, block = states[0, 0].numel(), 1024
     cached(vector_decay_state_passing_kernel)[-(-size // block) * HV * terms.sequences,](
         states,
         total,
-        walk.s_in,
-        walk.s_out,
+        chunks.s_in,
+        chunks.s_out,
         terms.cu_seqlens,
-        walk.scale_in,
-        walk.scale_out,
-        *scalar_args(work),
-        split.tokens,
+        chunks.scale_in,
+        chunks.scale_out,
+        *scalar_args(problem),
+        segments.tokens,
         D=K,
         SIZE=size,
         BLOCK=block,
-        REVERSE=walk.reverse,
+        REVERSE=chunks.reverse,
         TRANSPOSED=terms.gv is not None,
         PACKED=terms.cu_seqlens is not None,
         num_warps=4,
     )
-    return walk._replace(s_in=states, scale_in=1.0)
+    return chunks._replace(s_in=states, scale_in=1.0)
 
 
-def gate_sums(work: VectorDecayProblem) -> GateSums:
-    B, T, HV, K = work.g.shape
-    V, span, split = work.v.shape[-1], ANCHOR_INTERVAL * work.tile.C, work.split
-    if split is not None:
-        spans = split.slots * -(-split.tokens // span)
+def gate_sums(problem: VectorDecayProblem) -> GateSums:
+    B, T, HV, K = problem.g.shape
+    V, interval, segments = problem.v.shape[-1], ANCHOR_INTERVAL * problem.tile.C, problem.segments
+    if segments is not None:
+        anchors = segments.count * -(-segments.tokens // interval)
     else:
-        packed = work.terms.cu_seqlens is not None
-        spans = T // span + work.terms.sequences if packed else B * -(-T // span)
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": work.k.device}
-    sums, z = (torch.empty(work.chunks, HV, K, **wide) for _ in range(2))
-    return GateSums(sums, z, torch.empty(spans, HV, K, V, **wide))
+        packed = problem.terms.cu_seqlens is not None
+        anchors = T // interval + problem.terms.sequences if packed else B * -(-T // interval)
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": problem.k.device}
+    sums, z = (torch.empty(problem.chunks, HV, K, **wide) for _ in range(2))
+    return GateSums(sums, z, torch.empty(anchors, HV, K, V, **wide))
 
 
 def launch(
-    walk: ChunkLaunch, work: VectorDecayProblem, made: IntraChunk, sums: GateSums | None = None
+    chunks: ChunkLaunch,
+    problem: VectorDecayProblem,
+    intra: IntraChunk,
+    sums: GateSums | None = None,
 ) -> None:
-    r, w, x, y, terms, split = walk.r, walk.w, walk.x, walk.y, work.terms, work.split
-    T, N, HV = scalar_args(work)
-    HR, HX, D, X, C = r.shape[2], x.shape[2], r.shape[-1], x.shape[-1], work.tile.C
+    r, w, x, y, terms, segments = (
+        chunks.r,
+        chunks.w,
+        chunks.x,
+        chunks.y,
+        problem.terms,
+        problem.segments,
+    )
+    T, N, HV = scalar_args(problem)
+    HR, HX, D, X, C = r.shape[2], x.shape[2], r.shape[-1], x.shape[-1], problem.tile.C
     tile, BD = _chunk_tile(x.device, D, X, x.element_size(), C)
-    rows: list[Any] = [r, w, x, walk.rest, y, walk.other]
-    a, tiles = walk.a, None
+    rows: list[Any] = [r, w, x, chunks.rest, y, chunks.other]
+    a, tiles = chunks.a, None
     if tile.tma and terms.cu_seqlens is None:
-        ke = tile.BX if walk.rows else BD
+        ke = tile.BX if chunks.rows else BD
         tiles = tma_descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
         if tiles is not None and a is not None:
             a = _squares(a)
     r, w, x, rest, y, other = tiles or rows
-    cached(vector_decay_chunk_kernel)[
-        -(-X // tile.BX) * HV * (N if split is None else split.slots),
-    ](
+    cached(vector_decay_chunk_kernel)[-(-X // tile.BX) * HV * num_sequences(terms, segments),](
         r,
         w,
         x,
         rest,
         y,
         a,
-        made.decay,
-        walk.s_in,
-        walk.s_out,
-        walk.total,
+        intra.decay,
+        chunks.s_in,
+        chunks.s_out,
+        chunks.total,
         other,
-        *((sums.sums, sums.z if walk.reverse else None, sums.anchors) if sums else (None,) * 3),
+        *((sums.sums, sums.z if chunks.reverse else None, sums.anchors) if sums else (None,) * 3),
         terms.cu_seqlens,
-        walk.scale,
-        walk.scale_in,
-        walk.scale_out,
+        chunks.scale,
+        chunks.scale_in,
+        chunks.scale_out,
         T,
         N,
         HV,
         HR,
         HX,
-        T if split is None else split.tokens,
+        T if segments is None else segments.tokens,
         D=D,
         X=X,
         BD=BD,
         BX=tile.BX,
         C=C,
         SPAN=ANCHOR_INTERVAL,
-        REVERSE=walk.reverse,
-        ROWS=walk.rows,
-        TRANSPOSED=walk.rows != (terms.gv is not None),
-        SPLIT=split is not None,
+        REVERSE=chunks.reverse,
+        ROWS=chunks.rows,
+        TRANSPOSED=chunks.rows != (terms.gv is not None),
+        SPLIT=segments is not None,
         PACKED=terms.cu_seqlens is not None,
         GROUPED=HR != HV or HX != HV,
         TMA=tiles is not None,

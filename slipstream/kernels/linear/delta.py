@@ -1,0 +1,289 @@
+"""The delta rule in chunks: the order of its stages, for every back end.
+
+    solve_tril     the WY factors of each chunk, R = (I + beta tril(K K^T))^-1
+    chunk_fwd      carries the state from chunk to chunk, and writes o
+    chunk_dstate   carries the state's gradient from the last chunk to the first, and writes dv
+    chunk_dqkg     all other gradients, of all chunks at once, from the states and their gradients
+
+Backward takes R from forward, or solves again, and has chunk_fwd write for each chunk and head the
+state S and w, the values that the chunk writes under its keys. At C = 64 and K = V = 128 in 16 bits
+S is 32 KB and a chunk of w 16 KB; without S the gradients' kernel, which is parallel over chunks,
+would have to go from chunk to chunk too. Memory beyond results, in tensors of the size of v: R is
+C / V of one; w one, S and its gradients K / C each, of one slice at a time (workspace.py); with
+grouped heads the gradients of q, k and p for each value head; for segments two states of each.
+
+Nothing here waits for the device, nor depends on values there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.segments import Segments
+from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
+from slipstream.kernels.linear.workspace import iter_slices, reuse_or_empty, slice_chunks
+from slipstream.runtime.backends import device_of
+
+NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class WYFactors(NamedTuple):
+    """What the chunks have to do with each other's keys.
+
+    Attributes:
+        r: the inverse [B, T, HV, C].
+        beta_gate: beta and, with a gate, its sum since the chunk's beginning, in two parts for
+            float32 [chunks, HV, 1 to 3, C].
+        transition_lognorm: with a gate, how far a chunk's transition decays, by blocks of tokens
+            [chunks, HV, C / 16]; only sm_90's.
+    """
+
+    r: Tensor
+    beta_gate: Tensor
+    transition_lognorm: Tensor | None = None
+
+    def of_tokens(self, tokens: slice) -> "WYFactors":
+        """Those of a slice of tokens of one row."""
+        chunks = slice_chunks(tokens, self.r.shape[-1])
+        lognorm = self.transition_lognorm
+        return WYFactors(
+            self.r[:, tokens],
+            self.beta_gate[chunks],
+            None if lognorm is None else lognorm[chunks],
+        )
+
+
+class EntryStates(NamedTuple):
+    """What segments begin with.
+
+    Attributes:
+        states: the state, or its gradient, that each segment meets [segments, HV, K, V].
+        transition: M, as entry_dstates wants it.
+        end: where chunk_fwd or chunk_dstate still has to write what a sequence ends with.
+    """
+
+    states: Tensor
+    transition: Any
+    end: Tensor | None
+
+
+class DeltaBackend(ABC):
+    """A back end's stages. Tensors are contiguous; what is written is allocated by the caller."""
+
+    # Whether chunk_dqkg reads its own part of w, and of q, before it writes there: then a gradient
+    # takes w's memory.
+    reuses_w = False
+
+    @abstractmethod
+    def solve_tril(self, terms: LinearInputs) -> WYFactors: ...
+
+    @abstractmethod
+    def chunk_fwd(
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        scale: float,
+        out: Tensor,
+        *,
+        states: Tensor | None = None,
+        s_in: Tensor | None = None,
+        s_out: Tensor | None = None,
+        segments: Segments | None = None,
+    ) -> None:
+        """Into out: o, or w if states [chunks, HV, V, K] are wanted, the state before each chunk.
+        s_in, s_out: the states before and after sequences; s_in those before segments, if cut."""
+
+    @abstractmethod
+    def chunk_dstate(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        scale: float,
+        dv: Tensor,
+        dstates: Tensor,
+        *,
+        s_in: Tensor | None,
+        s_out: Tensor | None,
+        segments: Segments | None,
+    ) -> None:
+        """Into dv, and into dstates the gradient of the state after each chunk. s_in is the
+        gradient of the state at the end, s_out that of the state at the beginning."""
+
+    @abstractmethod
+    def chunk_dqkg(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        w: Tensor,
+        dv: Tensor,
+        states: Tensor,
+        dstates: Tensor,
+        scale: float,
+        grads: dict[str, Tensor],
+    ) -> None:
+        """Into grads: q, k and p [B, T, HV / heads_per_sum, K], beta and g [B, T, HV] float32."""
+
+    @abstractmethod
+    def choose_segments(self, terms: LinearInputs) -> Segments | None: ...
+
+    @abstractmethod
+    def entry_states(
+        self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
+    ) -> EntryStates: ...
+
+    @abstractmethod
+    def entry_dstates(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        scale: float,
+        dfinal: Tensor | None,
+        transition: Any,
+        segments: Segments,
+        dstate: Tensor | None,
+    ) -> EntryStates: ...
+
+    @abstractmethod
+    def num_chunks(self, terms: LinearInputs) -> int:
+        """Chunks of all sequences, at most."""
+
+    def heads_per_sum(self, terms: LinearInputs) -> int:
+        """Value heads that share q and k whose gradients chunk_dqkg adds up."""
+        return 1
+
+    def forward(
+        self,
+        terms: LinearInputs,
+        scale: float,
+        out: tuple[Tensor, Tensor] | None = None,
+        checkpoints: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, WYFactors]:
+        """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and what backward
+        need not compute again.
+
+        Args:
+            out: memory for o and the final state.
+            checkpoints: memory for the states between slices of tokens; there is one slice more.
+        """
+        terms = to_kernel_layout(terms)
+        o, final = out or (
+            terms.v.new_empty(terms.v.shape),
+            terms.v.new_empty(terms.state_shape, dtype=torch.float32),
+        )
+        with device_of(o.device):
+            wy = self.solve_tril(terms)
+            for tokens, part, part_o, end in iter_slices(terms, o, final, checkpoints):
+                self.run_chunks(part, wy.of_tokens(tokens), scale, part_o, end)
+        return o, final, wy
+
+    def run_chunks(
+        self, terms: LinearInputs, wy: WYFactors, scale: float, o: Tensor, final: Tensor | None
+    ) -> None:
+        """o and, if it is wanted, the final state are written."""
+        segments, s_in, s_out = self.choose_segments(terms), terms.initial_state, final
+        if segments is not None:
+            s_in, _, s_out = self.entry_states(terms, wy, segments, final)
+        self.chunk_fwd(terms, wy, scale, o, s_in=s_in, s_out=s_out, segments=segments)
+
+    def backward(
+        self,
+        terms: LinearInputs,
+        dout: Tensor | None,
+        dfinal: Tensor | None,
+        scale: float,
+        wy: WYFactors | None = None,
+        out: Mapping[str, Tensor] = NO_OUTPUTS,
+    ) -> dict[str, Tensor]:
+        """Gradients by the name of the term, in its shape and dtype.
+
+        Args:
+            wy: what forward left.
+            out: memory for some of them, which they take if it fits; q's may be q itself where
+                the back end reuses memory and heads are not grouped.
+        """
+        given, terms = terms, to_kernel_layout(terms)
+        do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        dstate = None
+        if terms.initial_state is not None:
+            dstate = out.get("initial_state")
+            if dstate is None:
+                dstate = terms.initial_state.new_empty(terms.state_shape)
+        with device_of(do.device):
+            wy = self.solve_tril(terms) if wy is None else wy
+            grads = self.gradients(terms, do, dfinal, wy, scale, dstate, out)
+        if dstate is not None:
+            grads["initial_state"] = dstate
+        for name in ("g", "beta"):
+            if name in grads:
+                like = getattr(given, name)
+                grads[name] = grads[name].view(like.shape)
+                if name not in out:  # where it is rounded on its way
+                    grads[name] = grads[name].to(like.dtype)
+        return grads
+
+    def gradients(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        dfinal: Tensor | None,
+        wy: WYFactors,
+        scale: float,
+        dstate: Tensor | None,
+        out: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """All but the initial state's, which goes into dstate; those of beta and g in float32."""
+        segments = self.choose_segments(terms)
+        s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
+        if segments is not None:
+            s_in, M, _ = self.entry_states(terms, wy, segments, None)
+            ds_in, _, ds_out = self.entry_dstates(terms, do, wy, scale, dfinal, M, segments, dstate)
+            del M
+        like = do.shape, do.dtype, do.device
+        w = reuse_or_empty(out.get("k") if self.reuses_w else None, *like)
+        dv = reuse_or_empty(out.get("v"), *like)
+        K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
+        states, dstates = (terms.v.new_empty(self.num_chunks(terms), HV, V, K) for _ in range(2))
+        self.chunk_fwd(terms, wy, scale, w, states=states, s_in=s_in, segments=segments)
+        ends = {"s_in": ds_in, "s_out": ds_out, "segments": segments}
+        self.chunk_dstate(terms, do, wy, scale, dv, dstates, **ends)
+        grads = self._empty_grads(terms, do, w, out)
+        self.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
+        for name in grads.keys() & {"q", "k", "p"}:
+            grads[name] = reduce_grouped_heads(grads[name], terms.q.shape[2], out.get(name))
+        return {**grads, "v": dv}
+
+    def _empty_grads(
+        self, terms: LinearInputs, do: Tensor, w: Tensor, out: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Memory for what chunk_dqkg writes."""
+        B, T, HV = terms.v.shape[:3]
+        H, K = terms.q.shape[2:]
+        heads = HV // self.heads_per_sum(terms)
+        memory = {name: out.get(name) for name in "qkp" if getattr(terms, name) is not None}
+        if self.reuses_w and heads == HV and w.shape[-1] == K:
+            memory["k" if H == HV else "q"] = w
+        like = (B, T, heads, K), do.dtype, do.device
+        grads = {name: reuse_or_empty(x, *like) for name, x in memory.items()}
+        for name in ("beta", "g"):
+            if getattr(terms, name) is not None:
+                grads[name] = reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
+        return grads
+
+
+def to_kernel_layout(terms: LinearInputs) -> LinearInputs:
+    """Everything as the kernels index it."""
+    assert terms.beta is not None
+    return contiguous(terms)._replace(
+        p=None if terms.p is None else terms.p.contiguous(),
+        g=None if terms.g is None else terms.g.contiguous(),
+        beta=terms.beta.contiguous(),
+    )

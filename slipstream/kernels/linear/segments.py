@@ -1,0 +1,155 @@
+"""How a long sequence of few heads is cut into segments, each computed by programs of its own.
+
+One program a head and sequence leaves most of a GPU idle where these are few. In segments all
+programs run at once: each leaves its transition, what it makes of the state (M) and what it adds
+to it (E); state passing combines these into the state before each segment; then every segment runs
+as if it were a sequence. The choice looks at shapes and dtypes alone, so that equal shapes give
+equal bits. Each family of kernels has its own costs, and so its own function here:
+
+    scalar_decay_tokens   Triton, no transition: M is one number, or one a channel
+    delta_tokens          Triton, delta rule and DPLR: M is [K, K]
+    delta_sm90            sm_90, delta rule
+    dplr_sm90             sm_90, per-channel decay, and free a and b
+    num_fused_bwd         sm_90, the delta rule's backward in one kernel
+"""
+
+from math import isqrt
+from typing import NamedTuple
+
+from slipstream.kernels.linear.inputs import LinearInputs
+
+NUM_SMS = 132  # multiprocessors of the GPU that these choices were measured on
+# Programs of Triton's chunk kernels that fill it: two on each.
+TARGET_PROGRAMS = 2 * NUM_SMS
+# Chunks from one anchor of the gate's gradient to the next (triton/scalar_decay/chunk.py), a
+# multiple of which is a segment. An anchor costs as much to write and read as 4 / ANCHOR_INTERVAL
+# of the chunk's tensors at K = V = 128.
+ANCHOR_INTERVAL = 16
+CHUNK = 64  # tokens a chunk of every sm_90 kernel
+TILE_V = 64  # columns of V a program of the delta rule's kernels on sm_90
+MIN_SEGMENT_CHUNKS = 8
+# Chunks that a cut has to take off a program's loop: about 30 us, the time of its launches.
+MIN_CHUNKS_SAVED = 18
+# Value heads of all sequences from which on the fused backward takes whole sequences.
+FUSED_BWD_MIN_HEADS = 96
+FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
+# In chunks of a program's loop: combining one more segment with M from memory, and the launches.
+COMBINE_COST, LAUNCH_COST = 4, 18
+
+
+class Segments(NamedTuple):
+    """Sequences cut into `count` segments of `tokens`; the last of a sequence may be shorter."""
+
+    tokens: int
+    count: int
+
+
+def split_into_segments(terms: LinearInputs, tokens: int | None) -> Segments | None:
+    """Segments of so many tokens, of packed sequences as many as there can be; None for none."""
+    if tokens is None:
+        return None
+    B, T = terms.v.shape[:2]
+    packed = terms.cu_seqlens is not None
+    return Segments(tokens, T // tokens + terms.sequences if packed else B * -(-T // tokens))
+
+
+def num_sequences(terms: LinearInputs, segments: Segments | None) -> int:
+    """Sequences, or segments if they are cut: what has a program for each head."""
+    return terms.sequences if segments is None else segments.count
+
+
+def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
+    """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
+
+    programs: those of one sequence. A cut reads half of the inputs once more: made where it at
+    least triples the programs.
+    """
+    wanted, anchor = TARGET_PROGRAMS // max(programs, 1), ANCHOR_INTERVAL * C
+    if wanted < 3 or tokens < 2 * anchor:
+        return None
+    return -(-tokens // (wanted * anchor)) * anchor
+
+
+def delta_tokens(programs: int, T: int, C: int) -> int | None:
+    """Tokens of the segments that sequences are cut into, or None for no cut.
+
+    programs: those of all sequences. Cut in n, the kernels take 2.7 / n of the time, for the first
+    of them has twice the rows; combining the segments takes a chunk's time for each.
+    """
+    chunks = T // C
+    wanted = min(TARGET_PROGRAMS // max(programs, 1), isqrt(2 * chunks))
+    if wanted < 5 or chunks < 64:
+        return None
+    return -(-chunks // wanted) * C
+
+
+def delta_sm90(terms: LinearInputs) -> Segments | None:
+    """As many segments as find a multiprocessor for each of their programs.
+
+    Where states do not decay their transitions take two programs' time at most, for two segments
+    one.
+    """
+    HV, V = terms.v.shape[2:]
+    chunks = _chunks_of_a_sequence(terms)
+    programs = V // TILE_V * HV * terms.sequences
+    wanted = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
+    if wanted < 2 or chunks - chunks // wanted < MIN_CHUNKS_SAVED:
+        return None
+    return split_into_segments(terms, -(-chunks // wanted) * CHUNK)
+
+
+def dplr_sm90(terms: LinearInputs) -> Segments | None:
+    """The number of segments with the least cost, in chunks of a program's loop:
+
+    chunks / n       times how often all multiprocessors are filled by E and M of segments, M as
+                     wide as K, which take no longer for a chunk than o does
+    COMBINE_COST n   from segment to segment, S <- M S + E with M from memory
+    chunks / n       o
+    LAUNCH_COST      the launches
+
+    Backward has the same once more, but for M.
+    """
+    HV, V = terms.v.shape[2:]
+    tiles = 1 + -(-terms.q.shape[-1] // V)
+    chunks = _chunks_of_a_sequence(terms)
+    n = num_dplr_sm90(HV * terms.sequences, tiles, chunks)
+    return split_into_segments(terms, -(-chunks // n) * CHUNK) if n > 1 else None
+
+
+def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
+    """tiles: programs for E and M of a segment and head."""
+    most = min(NUM_SMS // programs, chunks // MIN_SEGMENT_CHUNKS)
+
+    def cost(n: int) -> int:
+        if n == 1:
+            return chunks
+        waves = -(-programs * tiles * n // NUM_SMS)
+        return -(-chunks // n) * (waves + 1) + COMBINE_COST * n + LAUNCH_COST
+
+    return min(range(1, max(1, most) + 1), key=cost)
+
+
+def uses_fused_bwd(terms: LinearInputs) -> bool:
+    """Whether sm_90 has the delta rule's backward of whole sequences in one kernel
+    (sm90/delta/bwd_fused.py)."""
+    if terms.transition != "delta" or terms.decay == "channel":
+        return False
+    HV, V = terms.v.shape[2:]
+    return V <= 128 and HV * terms.sequences >= FUSED_BWD_MIN_HEADS
+
+
+def num_fused_bwd(terms: LinearInputs) -> int:
+    """How many segments of a sequence, about, that backward takes where heads are fewer
+    (sm90/delta/bwd_schedule.py); 1 where it takes none."""
+    if terms.transition != "delta" or terms.decay == "channel":
+        return 1
+    HV, V = terms.v.shape[2:]
+    heads = HV * terms.sequences
+    if V != 2 * TILE_V or not 0 < heads < FUSED_BWD_MIN_HEADS:
+        return 1
+    return max(1, min(NUM_SMS // heads, _chunks_of_a_sequence(terms) // FUSED_BWD_MIN_CHUNKS))
+
+
+def _chunks_of_a_sequence(terms: LinearInputs) -> int:
+    """Of packed sequences: on average."""
+    return terms.q.shape[1] // CHUNK // (1 if terms.cu_seqlens is None else terms.sequences)
