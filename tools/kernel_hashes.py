@@ -10,11 +10,15 @@ multisets of hashes mean equal machine code, so equal numbers and equal speed, w
 
 --level ir    Triton's IR as its front end makes it, with the compiler's options: every compilation
               that the operators trigger, in about a minute. Line numbers are left out.
+--level call  which kernels are compiled for which arguments, with the text of their modules: enough
+              where kernels stay as they are and only what launches them changes. Seconds.
 --level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.
 """
 
 import argparse
+import ast
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -73,11 +77,20 @@ def ptx_text(job: Job) -> str:
     return "\n".join(x for x in lines if x and not x.lstrip().startswith((".loc", ".file")))
 
 
+def call_text(job: Job) -> str:
+    """The compilation, and the code of the module that the kernel is in, without comments."""
+    module = importlib.import_module(job.kernel.partition(":")[0])
+    return f"{job.key}\n{ast.unparse(ast.parse(Path(str(module.__file__)).read_text()))}"
+
+
+LEVELS = {"ir": ir_text, "call": call_text, "ptx": ptx_text}
+
+
 def digest(task: tuple[Job, str]) -> tuple[str, str]:
     """A kernel's name and architecture, and its hash. What the compiler refuses has a hash too."""
     job, level = task
     try:
-        text = ir_text(job) if level == "ir" else ptx_text(job)
+        text = LEVELS[level](job)
     except Exception as error:
         text = f"refused: {type(error).__name__}"
         print(f"{job.arch} {job.name}: {text}: {str(error)[:300]}", file=sys.stderr)
@@ -92,7 +105,7 @@ def write(args: argparse.Namespace) -> None:
         found = find_kernels(chosen(args.operators or None), shapes, arch)
         for failure in found.failures:
             print(failure, file=sys.stderr)
-        variants = "all" if args.level == "ir" else resolved(args.variants, arch)
+        variants = resolved(args.variants, arch) if args.level == "ptx" else "all"
         tasks += [(job, args.level) for job, _ in cover(found.tasks, variants)]
     with ProcessPoolExecutor(args.jobs) as pool:
         rows = sorted(pool.map(digest, tasks, chunksize=8))
@@ -121,7 +134,7 @@ def main() -> None:
     one = commands.add_parser("write", help="hash the kernels of this tree")
     one.add_argument("file", type=Path)
     one.add_argument("operators", nargs="*", help="such as chunk_kda; all of them if none")
-    one.add_argument("--level", choices=("ir", "ptx"), default="ir")
+    one.add_argument("--level", choices=tuple(LEVELS), default="ir")
     one.add_argument("--arch", default="sm_90", help="architectures, separated by commas")
     one.add_argument("--variants", default="auto", help="of --level ptx: auto, few, flags or all")
     one.add_argument("--shapes", type=int, default=7, help="sample shapes, of 12")
