@@ -22,9 +22,8 @@ from record import record
 
 from slipstream import ops
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import Segments, num_dplr_sm90, split_into_segments
 from slipstream.kernels.linear.sm90.dplr import backend
-from slipstream.kernels.linear.sm90.dplr.segment_policy import num_segments
-from slipstream.kernels.linear.triton.scalar_decay.launch import Segments, split_into_segments
 from slipstream.runtime import call_replay
 
 T, WIDTH, CHUNK = 32768, 128, 64
@@ -88,7 +87,7 @@ def cut(n: int) -> Any:
         chunks = -(-terms.v.shape[1] // CHUNK)
         return split_into_segments(terms, None if n == 1 else -(-chunks // n) * CHUNK)
 
-    return mock.patch.object(backend, "choose_segments", split_of)
+    return mock.patch.object(backend.Sm90Dplr, "choose_segments", staticmethod(split_of))
 
 
 def kernels(fn: Callable[[], Any]) -> str:
@@ -117,7 +116,7 @@ def device_ms(fn: Callable[[], Any], calls: int = 8) -> float:
 
 
 def times(name: str, H: int, fns: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
-    rule, rows = num_segments(H, 2, T // CHUNK), []
+    rule, rows = num_dplr_sm90(H, 2, T // CHUNK), []
     for n in SEGMENTS:
         row: dict[str, Any] = {"operator": name, "T": T, "heads": H, "segments": n, "rule": rule}
         with cut(n):

@@ -128,7 +128,7 @@ def _key(size: int, width: int) -> tuple:
 FAMILIES = {
     "linear": Family(
         f"{TRITON}.scalar_decay.tiles",
-        (f"{TRITON}.scalar_decay.launch:_tile", f"{TRITON}.vector_decay.launch:_chunk_tile"),
+        (f"{TRITON}.scalar_decay.backend:_tile", f"{TRITON}.vector_decay.launch:_chunk_tile"),
         (
             Case("A", _key(2, 128), "chunk_linear_attn", _BIG),
             Case("C", _key(2, 128), "chunk_simple_gla", _LONG),

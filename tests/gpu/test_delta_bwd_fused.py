@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear.sm90 import plan
+from slipstream.kernels.linear import segments
 from tests.gpu.delta_runs import LIMIT, SIZES, inputs
 from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_results, reference, run
 
@@ -51,7 +51,7 @@ def test_parts_match_reference(
     def made() -> dict[str, Tensor]:
         o, final, left = backend.forward_saving(terms, SCALE)
         found = left if kept.pop() else ()
-        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, kept=found)}
+        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=found)}
 
     expect(made, want, {}, 2 * LIMIT)
     expect(made, want, {}, 2 * LIMIT)
@@ -69,7 +69,7 @@ def test_backward_in_one_walk_matches_reference(
     from slipstream.kernels.linear.sm90.delta import backend
 
     torch.manual_seed(0)
-    monkeypatch.setattr(plan, "FUSED_BWD_MIN_HEADS", 1)
+    monkeypatch.setattr(segments, "FUSED_BWD_MIN_HEADS", 1)
     terms = inputs(size, gated)
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
@@ -102,4 +102,4 @@ def test_a_graph_that_stays_keeps_the_states_of_parts(monkeypatch: pytest.Monkey
         for x, y, z in zip(first, again, last):
             assert torch.equal(x, y)
             assert torch.equal(x, z)
-    assert left and all(len(x) == cut.marks for x in left)
+    assert left and all(len(x) == cut.checkpoints for x in left)

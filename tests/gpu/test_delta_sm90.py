@@ -1,13 +1,12 @@
-"""The delta rule's walks in Gluon on sm_90: the oracle's numbers, twice the same bits.
-
-bench/delta_hopper.py --check has more cases, each in a child that may hang or die.
-"""
+"""The delta rule's walks in Gluon on sm_90: the oracle's numbers, twice the same bits."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, TILE_V
 from slipstream.kernels.linear.sm90 import plan
 from tests.gpu.delta_runs import BARS, LIMIT, SIZES, channels, inputs
 from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_results, reference, run
@@ -17,22 +16,20 @@ pytestmark = MARKS
 
 def walks(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
-    from slipstream.kernels.linear.triton.delta import backend as portable
+    from slipstream.kernels.linear.triton.delta.backend import TritonDelta
 
-    solved = portable._solve_tril(terms)
+    wy = TritonDelta().solve_tril(terms)
     o, dv = torch.empty_like(do), torch.empty_like(do)
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
     (HV, V), K = do.shape[2:], terms.q.shape[-1]
-    dstates = do.new_empty(do.shape[0] * do.shape[1] // plan.CHUNK + 8, HV, V, K)
-    sm90_delta_launch.chunk_fwd(terms, *solved[:2], SCALE, o, s_in=terms.initial_state, s_out=final)
-    sm90_delta_launch.chunk_dstate(
-        terms, do, *solved[:2], SCALE, dv, dstates, s_in=dfinal, s_out=dinitial
-    )
+    dstates = do.new_empty(do.shape[0] * do.shape[1] // CHUNK + 8, HV, V, K)
+    sm90_delta_launch.chunk_fwd(terms, wy, SCALE, o, s_in=terms.initial_state, s_out=final)
+    sm90_delta_launch.chunk_dstate(terms, do, wy, SCALE, dv, dstates, s_in=dfinal, s_out=dinitial)
     made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
-    if V % (2 * plan.TILE_V) == 0:
+    if V % (2 * TILE_V) == 0:
         made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
         ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
-        sm90_delta_launch.chunk_fwd_2tile(terms, *solved[:2], SCALE, made["wide o"], **ends)
+        sm90_delta_launch.chunk_fwd_2tile(terms, wy, SCALE, made["wide o"], **ends)
     return made
 
 
@@ -56,14 +53,14 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
 
     torch.manual_seed(0)
     terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
-    assert backend._use_2tile(terms)
+    assert backend.Sm90Delta()._use_2tile(terms)
     do, dfinal = gradients_of_results(terms)
 
     def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
         o, final, solved = backend.forward_saving(given, SCALE)
         dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
         return {
-            "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, kept=solved)
+            "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, saved=solved)
         }  # fmt: skip
 
     got, again = both(terms, slice(None)), both(terms, slice(None))
@@ -76,7 +73,7 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
             if (x := getattr(terms, name)) is not None
         },
     )
-    assert not backend._use_2tile(alone)
+    assert not backend.Sm90Delta()._use_2tile(alone)
     for name, want in both(alone, few).items():
         assert torch.equal(got[name], again[name]), name
         heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
@@ -100,20 +97,20 @@ def test_delta_segments_match_reference(
 ) -> None:
     from slipstream.kernels.linear.sm90.delta import backend
 
-    monkeypatch.setattr(backend, "MIN_SEGMENT_CHUNKS", 1)
-    monkeypatch.setattr(backend, "MIN_CHUNKS_SAVED", 1)
+    monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
     torch.manual_seed(0)
     strength, lengths = split
     terms = inputs((1, 480, 1, 2, 128, 128, lengths), False)
     g = -strength * torch.rand(1, 480, 2, device="cuda")
     terms = terms._replace(g=g)
-    assert backend._segments(terms) is not None
+    assert segments.delta_sm90(terms) is not None
     do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
         o, final, solved = backend.forward_saving(terms, SCALE)
         given = solved if kept else ()
-        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, kept=given)}
+        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=given)}
 
     expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
 
@@ -126,7 +123,7 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
     torch.manual_seed(0)
     terms = inputs((1, 270, 2, 2 * heads, 128, 128, LENGTHS), False)
     terms = terms._replace(g=-0.3 * torch.rand(1, 270, 2 * heads, device="cuda"))
-    assert backend._heads_per_semaphore(terms) == together
+    assert backend.Sm90Delta().heads_per_sum(terms) == together
     do, dfinal = gradients_of_results(terms)
     expect(lambda: run(backend, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
 
@@ -138,14 +135,13 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
 def test_gates_a_channel_match_reference(
     kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None
 ) -> None:
-    from slipstream.kernels.linear.sm90.delta import backend
-    from slipstream.kernels.linear.sm90.dplr import backend as dplr_backend
+    from slipstream.kernels.linear.sm90.dplr import backend
 
     torch.manual_seed(0)
     terms = channels(kind, gates, dtype, lengths)
     do, dfinal = gradients_of_results(terms)
     assert plan.unsupported_reason(terms) is None
-    assert dplr_backend.supports_dqkg(terms, do)
+    assert backend.supports_dqkg(terms, do)
     want = reference(terms, do, dfinal)
     got = expect(lambda: run(backend, terms, do, dfinal), want, BARS, 8e-3)
     assert got["g"].dtype == dtype

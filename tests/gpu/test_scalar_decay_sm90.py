@@ -1,7 +1,4 @@
-"""The additive family's walks in Gluon on sm_90: the oracle's numbers, twice the same bits.
-
-bench/linear_gpu.py --check --hopper has more cases.
-"""
+"""The additive family's walks in Gluon on sm_90: the oracle's numbers, twice the same bits."""
 
 from typing import Any
 

@@ -21,20 +21,20 @@ Way = Callable[[LinearInputs, Tensor, Tensor], dict[str, Tensor]]
 
 def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
     """Both implementations, into segments of so many tokens."""
+    from slipstream.kernels.linear.segments import split_into_segments
     from slipstream.kernels.linear.sm90.dplr import backend
     from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
-    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
 
     monkeypatch.setattr(
-        backend, "choose_segments", lambda terms: split_into_segments(terms, tokens)
+        backend.Sm90Dplr, "choose_segments", lambda self, terms: split_into_segments(terms, tokens)
     )
-    monkeypatch.setattr(triton_delta_plan, "segment_tokens", lambda programs, T, C: tokens)
+    monkeypatch.setattr(triton_delta_plan, "delta_tokens", lambda programs, T, C: tokens)
 
 
 def gluon(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.sm90.delta import backend as delta_backend
+    from slipstream.kernels.linear.sm90.dplr import backend
 
-    return run(delta_backend, terms, do, dfinal)
+    return run(backend, terms, do, dfinal)
 
 
 def portable(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:

@@ -287,7 +287,7 @@ FAMILIES = [
     Family(
         "linear.triton none",
         chunk,
-        {f"linear.triton.scalar_decay.launch:{k}": v for k, v in LINEAR.items()},
+        {f"linear.triton.scalar_decay.backend:{k}": v for k, v in LINEAR.items()},
     ),
     Family(
         "linear.triton delta",

@@ -18,8 +18,8 @@ from tests.support.memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 MODULES = [
-    "triton.scalar_decay.launch", "triton.vector_decay.backend", "triton.delta.backend",
-    "triton.dplr.backend", "triton.decode_launch", "sm90.delta.backend",
+    "triton.scalar_decay.backend", "triton.vector_decay.backend", "triton.delta.backend",
+    "triton.dplr.backend", "triton.decode_launch", "sm90.delta.backend", "sm90.dplr.backend",
     "sm90.scalar_decay.backend", "sm90.vector_decay.backend",
 ]  # fmt: skip
 
@@ -33,7 +33,7 @@ def test_what_forward_leaves_backward_takes(name: str) -> None:
     module = import_module(f"slipstream.kernels.linear.{name}")
     assert hasattr(module, "forward")
     leaves = module.CAPABILITIES.saves_wy
-    takes = hasattr(module, "backward") and "kept" in inspect.signature(module.backward).parameters
+    takes = hasattr(module, "backward") and "saved" in inspect.signature(module.backward).parameters
     assert leaves == takes == hasattr(module, "forward_saving")
     if leaves:
         assert get_args(get_type_hints(module.forward_saving)["return"])[-1] == list[Tensor]
@@ -45,12 +45,12 @@ def test_capabilities_are_parameters(name: str) -> None:
     module = import_module(f"slipstream.kernels.linear.{name}")
     can = module.CAPABILITIES
     forward = set(inspect.signature(module.forward).parameters)
-    takes = {"out": can.writes_out, "marks": can.checkpoints, "active": can.skips_empty}
+    takes = {"out": can.writes_out, "checkpoints": can.checkpoints, "active": can.skips_empty}
     takes["dtype"] = can.fp32_out
     assert {x: x in forward for x in takes} == takes
     if hasattr(module, "backward"):
         backward = set(inspect.signature(module.backward).parameters)
-        takes = {"out": can.writes_out, "active": can.skips_empty, "spends_q": can.overwrites_q}
+        takes = {"out": can.writes_out, "active": can.skips_empty, "overwrite_q": can.overwrites_q}
         takes["gate_gradient"] = can.skips_gate_grad
         assert {x: x in backward for x in takes} == takes
 
@@ -59,9 +59,9 @@ def test_capabilities_are_parameters(name: str) -> None:
 def test_the_portable_backward_follows_a_forward_in_gluon(kind: str) -> None:
     def call(device: torch.device) -> None:
         terms = make(kind, (8192,), 32, device)
-        o, _, marks, *kept = op.forward_impl(*terms, 0.1, 64, "sm90", False, 1, keep=True)
-        assert kept
-        more = {"marks": None if not marks.numel() else marks, "kept": kept}
+        o, _, checkpoints, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, 1, keep=True)
+        assert saved
+        more = {"checkpoints": checkpoints if checkpoints.numel() else None, "saved": saved}
         grads = op.backward_impl(terms, o, None, 0.1, 64, "triton", terms.g is not None, **more)
         assert grads["q"].shape == terms.q.shape
 
@@ -84,9 +84,9 @@ def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
 
     for name in ("chunk_dqk", "chunk_fwd"):
         monkeypatch.setattr(backend, name, lambda *args, **named: None)
-    monkeypatch.setattr(backend.portable, "launch_grads", launch_grads)
-    monkeypatch.setattr(backend.portable, "choose_pairs", lambda work: None)
-    for module in (backend.portable, launch):
+    monkeypatch.setattr(backend.triton, "launch_grads", launch_grads)
+    monkeypatch.setattr(backend.triton, "choose_pairs", lambda work: None)
+    for module in (backend.triton, launch):
         monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
     monkeypatch.setattr(backend, "gate_sums", lambda work: SimpleNamespace(z=None))
     x = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
 
 def test_gates_far_apart_are_laid_side_by_side() -> None:
     """The portable walk counts a gate's place in 32 bits."""
-    from slipstream.kernels.linear.triton.scalar_decay.launch import contiguous
+    from slipstream.kernels.linear.inputs import contiguous
 
     x = torch.empty(64, 8192, 8, 64, device="meta")
     g = torch.empty(64, 8192, 8192, device="meta")[..., :8]

@@ -1,4 +1,4 @@
-"""In how many segments kda, rwkv7, dplr and iplr walk, by shapes alone."""
+"""In how many segments kda, rwkv7, dplr and iplr are computed on sm_90, by shapes alone."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
-# walks, tiles for E and M, chunks, segments
+# programs, tiles for E and M, chunks, segments
 RULE = [
     (1, 2, 16, 1),  # too short
     (1, 2, 64, 1),
@@ -17,7 +17,7 @@ RULE = [
     (8, 2, 512, 8),  # of 16, E and M would be two rounds of all multiprocessors
     (16, 2, 512, 8),
     (32, 2, 512, 4),
-    (48, 2, 512, 1),  # two segments, whose E and M take as long as the walk
+    (48, 2, 512, 1),  # two segments, whose E and M take as long as o
     (132, 2, 2048, 1),
     (500, 2, 2048, 1),
 ]
@@ -25,20 +25,20 @@ RULE = [
 
 @pytest.mark.parametrize("case", RULE, ids=str)
 def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
-    from slipstream.kernels.linear.sm90.dplr.segment_policy import num_segments
+    from slipstream.kernels.linear.segments import num_dplr_sm90
 
     *shape, n = case
-    assert num_segments(*shape) == n
+    assert num_dplr_sm90(*shape) == n
 
 
 @pytest.mark.parametrize("lengths", [None, (20000, 0, 12768)], ids=["whole", "packed"])
 def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
-    from slipstream.kernels.linear.sm90.dplr.segment_policy import choose_segments
+    from slipstream.kernels.linear.segments import dplr_sm90
 
     T = 32768
     cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
     x = torch.empty(1, T, 4, 128, device="meta")
-    split = choose_segments(LinearInputs(x, x, x, g=x, cu_seqlens=cu))
+    split = dplr_sm90(LinearInputs(x, x, x, g=x, cu_seqlens=cu))
     assert split is not None and split.tokens % 64 == 0
     wanted = sum(-(-n // split.tokens) for n in lengths or (T,))
-    assert wanted <= split.slots <= wanted + len(lengths or ())
+    assert wanted <= split.count <= wanted + len(lengths or ())

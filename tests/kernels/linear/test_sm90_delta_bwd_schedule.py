@@ -49,14 +49,14 @@ def test_there_is_room_for_all_parts_and_segments(shape: tuple[int, int, int, in
     given = terms(shape)
     cut = choose_schedule(given)
     assert cut is not None
-    part, segment = cut.every * C, cut.tokens or T
-    assert cut.slots == 0 or segment % part == 0
-    assert cut.programs(given) == HV * (cut.slots or given.sequences)
+    part, (segment, count) = cut.every * C, cut.segments or (T, 0)
+    assert count == 0 or segment % part == 0
+    assert cut.programs(given) == HV * (count or given.sequences)
     if not N:
-        assert cut.marks == B * -(-T // part)
-        assert cut.slots in (0, B * -(-T // segment))
+        assert cut.checkpoints == B * -(-T // part)
+        assert count in (0, B * -(-T // segment))
     for offsets in packings(T, N) if N else []:
-        for tokens, room in ((part, cut.marks), (segment, cut.slots))[: 1 + bool(cut.slots)]:
+        for tokens, room in ((part, cut.checkpoints), (segment, count))[: 1 + bool(count)]:
             taken = [
                 a // tokens + n + i
                 for n, (a, b) in enumerate(pairwise(offsets))
@@ -68,17 +68,17 @@ def test_there_is_room_for_all_parts_and_segments(shape: tuple[int, int, int, in
 
 def test_segments_are_as_many_as_there_are_multiprocessors_for() -> None:
     """And no longer than that for the sake of parts."""
-    from slipstream.kernels.linear.sm90 import plan
+    from slipstream.kernels.linear import segments
     from slipstream.kernels.linear.sm90.delta import bwd_schedule
 
     for T in range(9000, 40000, 1111):
         for HV in (8, 24, 32, 40, 64):
             given = terms((1, T, 8, HV, 0))
             cut = bwd_schedule.choose_schedule(given)
-            assert cut is not None
-            assert cut.programs(given) <= plan.PROGRAMS
-            wanted = -(-T // C) / plan.num_segments(given)
-            assert cut.tokens // C <= (1 + bwd_schedule.MEMORY_SLACK) * -(-wanted // 1)
+            assert cut is not None and cut.segments is not None
+            assert cut.programs(given) <= segments.NUM_SMS
+            wanted = -(-T // C) / segments.num_fused_bwd(given)
+            assert cut.segments.tokens // C <= (1 + bwd_schedule.MEMORY_SLACK) * -(-wanted // 1)
 
 
 def test_parts_are_short_where_memory_is_wanted() -> None:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments
 from slipstream.kernels.linear.sm90 import plan
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.linear_compiled import INVERSE
@@ -78,62 +80,63 @@ def jobs(case: tuple, make: str) -> list[Job]:
         like = given.v
         (B, T, HV, V), K = like.shape, given.q.shape[-1]
         gates, chunks = 1 + (given.g is not None), 8
-        r = like.new_empty(B, T, HV, plan.CHUNK)
-        rows = r.new_empty(chunks, HV, gates, plan.CHUNK, dtype=torch.float32)
+        r = like.new_empty(B, T, HV, CHUNK)
+        rows = r.new_empty(chunks, HV, gates, CHUNK, dtype=torch.float32)
         out, states = torch.empty_like(like), like.new_empty(chunks, HV, V, K)
+        wy = WYFactors(r, rows, None if given.g is None else rows.new_empty(chunks, HV, 4))
         end = rows.new_empty(given.state_shape)
-        ends = {"s_in": given.initial_state, "segment": (64, 8) if case == SPLIT else None}
+        at = Segments(64, 8)
+        ends = {"s_in": given.initial_state, "segments": at if case == SPLIT else None}
         cut = make_schedule(given, 2, 1 if make == "split_walk" else 0)
-        marks = like.new_empty(cut.marks, HV, V, K)
+        marks = like.new_empty(cut.checkpoints, HV, V, K)
+        checkpoints = launch.Checkpoints(2, marks)
         if make == "solve":
-            launch.solve_tril(given, r, rows)
+            launch.solve_tril(given, wy)
         elif make == "span":
-            launch.chunk_fwd(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+            launch.chunk_fwd(given, wy, 0.1, out, s_in=end, s_out=end, skip_empty=True)
         elif make == "wide_span":
-            launch.chunk_fwd_2tile(given, r, rows, 0.1, out, s_in=end, s_out=end, skip=True)
+            launch.chunk_fwd_2tile(given, wy, 0.1, out, s_in=end, s_out=end, skip_empty=True)
         elif make == "back_span":
-            both = {"s_in": end, "s_out": end, "skip": True}
-            launch.chunk_dstate(given, out, r, rows, 0.1, out, states, **both)
+            both = {"s_in": end, "s_out": end, "skip_empty": True}
+            launch.chunk_dstate(given, out, wy, 0.1, out, states, **both)
         elif make == "o":
-            launch.chunk_fwd(given, r, rows, 0.1, out, s_out=end, **ends)
+            launch.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends)
         elif make in ("parts", "parts_split"):
-            ends["segment"] = (64, 8) if make == "parts_split" else None
-            launch.chunk_fwd(given, r, rows, 0.1, out, s_out=end, **ends, parts=(2, marks))
+            ends["segments"] = at if make == "parts_split" else None
+            launch.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends, checkpoints=checkpoints)
         elif make == "states":
-            launch.chunk_fwd(given, r, rows, 0.1, out, states=states, **ends)
+            launch.chunk_fwd(given, wy, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
             kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
-            kept["parts"] = (2, marks) if make == "wide_parts" else None
-            launch.chunk_fwd_2tile(given, r, rows, 0.1, out, s_in=given.initial_state, **kept)
+            kept["checkpoints"] = checkpoints if make == "wide_parts" else None
+            launch.chunk_fwd_2tile(given, wy, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
-            launch.chunk_dqkg(given, out, rows, out, out, states, states, 0.1, made)
+            launch.chunk_dqkg(given, out, wy, out, out, states, states, 0.1, made)
         elif make.endswith("_walk"):
             wide = like.new_empty(B, T, given.q.shape[2] if "shared" in make else HV, K)
-            each, solved = rows.new_empty(B, T, HV), launch.WYFactors(r, rows)
+            each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "v": out, "beta": each, "g": each}
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
             if make == "split_walk":
-                both["s_in"] = rows.new_empty(cut.slots, HV, K, V)
-            bwd_fused_launch.launch_bwd_fused(given, out, solved, 0.1, marks, made, cut, **both)
+                both["s_in"] = rows.new_empty(cut.segments.count, HV, K, V)
+            bwd_fused_launch.launch_bwd_fused(given, out, wy, 0.1, marks, made, cut, **both)
         elif "ends" in make or "meet" in make:
-            at, growth = (64, 8), None if given.g is None else rows.new_empty(chunks, HV, 4)
-            solved = launch.WYFactors(r, rows, growth)
             start = given.initial_state
             made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
             m = made[..., V:].contiguous() if "alone" in make else made
             if make == "ends":
-                launch.segment_transition(given, solved, start, at)
+                launch.segment_transition(given, wy, start, at)
             elif make == "ends_alone":
-                launch.segment_transition(given, solved, None, at, alone=True)
+                launch.segment_transition(given, wy, None, at, alone=True)
             elif make == "ends_back":
-                launch.segment_transition_bwd(given, out, solved, 0.1, start, at)
+                launch.segment_transition_bwd(given, out, wy, 0.1, start, at)
             else:
-                launch.state_passing(given, made, m, far, start, at, back="back" in make)
+                launch.state_passing(given, made, m, far, start, at, reverse="back" in make)
         else:
-            launch.chunk_dstate(given, out, r, rows, 0.1, out, states, s_out=end, **ends)
+            launch.chunk_dstate(given, out, wy, 0.1, out, states, s_out=end, **ends)
 
     # but for what sets counts to zero
     return [x for x in trace(call, "sm_90", backward=False) if x.name != "zeros_kernel"]
@@ -164,7 +167,7 @@ def check(job: Job) -> Compiled:
     ],
 )
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
-    if make.startswith("wide") and case[2] % (2 * plan.TILE_V):
+    if make.startswith("wide") and case[2] % (2 * TILE_V):
         pytest.skip("V is one tile")
     (job,) = jobs(case, make)
     got = check(job)

@@ -1,6 +1,7 @@
 """The delta rule's launches on sm_90 from forward to gradients, with kernels as numpy.
 
-As test_sm90_delta_emulated.py has the kernels; what Triton compiles is written out: delta_meet.py.
+As test_sm90_delta_emulated.py has the kernels; what Triton compiles, state_passing.py, is written
+out.
 Fresh memory is NaN, and float64 where it would be float32.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.sm90 import plan
+from slipstream.kernels.linear.segments import CHUNK, Segments
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import threads
 from tests.gluon_emulator.linear import Descriptor, Pointer
@@ -41,37 +42,37 @@ def sequences(terms: LinearInputs) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in pairwise(terms.cu_seqlens.tolist())]
 
 
-def meet(
+def state_passing(
     terms: LinearInputs,
-    made: Tensor,
+    E: Tensor,
     m: Tensor,
-    far: Tensor,
+    m_is_zero: Tensor,
     s_in: Tensor | None,
-    segment: tuple[int, int],
-    back: bool = False,
+    segments: Segments,
+    reverse: bool = False,
 ) -> Tensor:
-    """As delta_launch.meet; what no segment has is NaN."""
-    (HV, V), K, tokens = terms.v.shape[2:], terms.q.shape[-1], segment[0]
-    met = made.new_empty(segment[1], HV, K, V)
+    """As launch.state_passing; what no segment has is NaN."""
+    (HV, V), K, tokens = terms.v.shape[2:], terms.q.shape[-1], segments.tokens
+    entry = E.new_empty(segments.count, HV, K, V)
     for n, (begin, length) in enumerate(sequences(terms)):
         first = n * -(-length // tokens)
         if terms.cu_seqlens is not None:
             first = begin // tokens + n
-        slots = range(first, first + max(1, -(-length // tokens)))
-        order = list(reversed(slots)) if back else list(slots)
-        met[order[0]] = 0.0 if s_in is None else s_in[n]
-        for before, slot in pairwise(order):
-            M, E, cut = m[before, ..., -K:], made[before, ..., :V], far[before] > 0
-            led = (M.mT if back else M) @ met[before] + E
-            met[slot] = torch.where(cut[:, None, None], E, led)
-    return met
+        order = list(range(first, first + max(1, -(-length // tokens))))
+        order = order[::-1] if reverse else order
+        entry[order[0]] = 0.0 if s_in is None else s_in[n]
+        for before, after in pairwise(order):
+            M, added, zero = m[before, ..., -K:], E[before, ..., :V], m_is_zero[before] > 0
+            moved = (M.mT if reverse else M) @ entry[before] + added
+            entry[after] = torch.where(zero[:, None, None], added, moved)
+    return entry
 
 
 def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has launches run the kernels as numpy; names of those that ran, by and by."""
     from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
     from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
-    from slipstream.kernels.linear.triton.delta import backend as portable
+    from slipstream.kernels.linear.triton.delta import backend as triton_delta
     from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
 
     ran: list[str] = []
@@ -99,14 +100,14 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def zeros(count: int, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
-    new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=plan.CHUNK), None)
+    new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=CHUNK), None)
     monkeypatch.setattr(Tensor, "new_empty", empty)
-    monkeypatch.setattr(sm90_delta_launch, "state_passing", meet)
+    monkeypatch.setattr(sm90_delta_launch, "state_passing", state_passing)
     for module in (sm90_delta_launch, bwd_fused_launch):
         monkeypatch.setattr(module, "cached", cached)
         monkeypatch.setattr(module, "tma_descriptor", Descriptor)
         monkeypatch.setattr(module, "zero_counters", zeros)
-    for module in (portable, triton_delta_plan):
+    for module in (triton_delta, triton_delta_plan):
         monkeypatch.setattr(module, "tile_of", lambda terms: tile)
     return ran
 
@@ -122,11 +123,11 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {"solve_tril", "chunk_fwd_2tile", "chunk_dstate", "dqkg"}
 
 
-def segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    from slipstream.kernels.linear.sm90.delta import backend
+def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    from slipstream.kernels.linear import segments
 
-    monkeypatch.setattr(backend, "MIN_SEGMENT_CHUNKS", 1)
-    monkeypatch.setattr(backend, "MIN_CHUNKS_SAVED", 1)
+    monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
     return {
         "solve_tril",
         "chunk_fwd",
@@ -160,7 +161,7 @@ def one_wide_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    segments(monkeypatch)
+    in_segments(monkeypatch)
     return one_walk(1, 2)(monkeypatch)
 
 
@@ -169,8 +170,8 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
     "two kernels": (two_kernels, (150, 1, 2, 64, 128, 2, True, True)),
     "two kernels, packed": (two_kernels, (220, 1, 1, 64, 64, PACKED, True, False)),
     "many programs": (many_programs, (220, 1, 2, 64, 128, PACKED, True, True)),
-    "segments": (segments, (320, 1, 2, 64, 64, 1, False, True)),
-    "packed segments": (segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
+    "segments": (in_segments, (320, 1, 2, 64, 64, 1, False, True)),
+    "packed segments": (in_segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
     "one walk": (one_walk(3), (130, 1, 2, 64, 128, 1, False, True)),
     "parts": (one_walk(1), (130, 1, 2, 64, 64, 2, True, True)),
     "packed parts": (one_walk(2), (220, 1, 2, 64, 128, PACKED, True, True)),
@@ -186,7 +187,7 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
 }
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "saved"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_launches_lead_from_inputs_to_gradients(
     way: tuple, keeps: bool, monkeypatch: pytest.MonkeyPatch
@@ -205,8 +206,8 @@ def test_launches_lead_from_inputs_to_gradients(
     }
     want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
     named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
-    o, final, kept = backend.forward_saving(terms, SCALE)
-    left = {"kept": kept} if keeps else {}
+    o, final, saved = backend.forward_saving(terms, SCALE)
+    left = {"saved": saved} if keeps else {}
     found = backend.backward(terms, do, dfinal, SCALE, **left)
     assert set(ran) == named
     assert ran.count("solve_tril") == 2 - keeps
@@ -225,7 +226,7 @@ def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPat
     from slipstream.kernels.linear.sm90.delta import backend
 
     terms = inputs((320, 1, 1, 64, 64, (0, 250), True, True))
-    segments(monkeypatch)
+    in_segments(monkeypatch)
     as_numpy(monkeypatch)
     want = backend.forward_saving(terms, SCALE)[:2]
     cu = torch.tensor([70, 70, 320], dtype=torch.int32)

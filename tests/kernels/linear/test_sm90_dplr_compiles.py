@@ -52,17 +52,18 @@ def terms(case: tuple, device: torch.device) -> LinearInputs:
 def jobs(case: tuple, split: bool) -> dict[str, Job]:
     """By name, forward and back."""
     from slipstream.compiler.trace import trace
-    from slipstream.kernels.linear.sm90.delta import backend as delta_backend
+    from slipstream.kernels.linear.segments import split_into_segments
     from slipstream.kernels.linear.sm90.dplr import backend
-    from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
         with mock.patch.object(
-            backend, "choose_segments", lambda x: split_into_segments(x, 64 if split else None)
+            backend.Sm90Dplr,
+            "choose_segments",
+            lambda self, x: split_into_segments(x, 64 if split else None),
         ):
-            delta_backend.forward(given, 0.1)
-            delta_backend.backward(given, given.v, None, 0.1)
+            backend.forward(given, 0.1)
+            backend.backward(given, given.v, None, 0.1)
 
     own = ("wy", "intra_safe", "chunk_fwd", "chunk_dstate")
     names = {f"dplr_{name}_sm90_kernel" for name in own}

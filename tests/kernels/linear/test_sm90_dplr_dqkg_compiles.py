@@ -48,7 +48,7 @@ def terms(case: tuple, device: torch.device) -> LinearInputs:
 
 def jobs(case: tuple) -> dict[str, Job]:
     from slipstream.compiler.trace import trace
-    from slipstream.kernels.linear.sm90.delta import backend
+    from slipstream.kernels.linear.sm90.dplr import backend
 
     def call(device: torch.device) -> None:
         given = terms(case, device)

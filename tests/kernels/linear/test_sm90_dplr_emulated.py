@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.scalar_decay.launch import split_into_segments
+from slipstream.kernels.linear.segments import split_into_segments
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 
@@ -127,7 +127,7 @@ class Walk:
         T, self.HV, V = terms.v.shape[1:]
         self.K, self.N = terms.q.shape[-1], terms.sequences
         split = split_into_segments(terms, segment)
-        self.slots = self.N if split is None else split.slots
+        self.slots = self.N if split is None else split.count
         self.columns, self.delta = (self.HV * V, 64), terms.beta is not None
         self.states = (made["q"].shape[0], self.HV, V)
         self.sizes = (T, self.N, self.HV, segment or T)

@@ -92,12 +92,12 @@ def check_gradients() -> None:
 def check_boundary() -> None:
     """Tokens up to STEP_TOKENS are stepped through, more are walked in chunks."""
     from slipstream.kernels.linear.triton import decode_launch
-    from slipstream.kernels.linear.triton.scalar_decay import launch
+    from slipstream.kernels.linear.triton.scalar_decay import backend
 
     q, v = torch.randn(1, 80, 1, 16), torch.randn(1, 80, 1, 16)
     with (
         mock.patch.object(decode_launch, "forward", wraps=decode_launch.forward) as stepped,
-        mock.patch.object(launch, "forward", wraps=launch.forward) as walked,
+        mock.patch.object(backend, "forward", wraps=backend.forward) as walked,
     ):
         for T in (1, linear_op.MAX_STEP_TOKENS, linear_op.MAX_STEP_TOKENS + 1):
             linear_op.linear(LinearInputs(q[:, :T], q[:, :T], v[:, :T]), 1.0, 0, "triton")

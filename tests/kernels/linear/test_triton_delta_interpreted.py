@@ -125,12 +125,12 @@ def check_segments(part: str) -> None:
     """Cut into segments of two chunks."""
     from slipstream.kernels.linear.triton.delta import plan
 
-    kept = plan.segment_tokens
-    plan.segment_tokens = lambda programs, T, C: 2 * C
+    kept = plan.delta_tokens
+    plan.delta_tokens = lambda programs, T, C: 2 * C
     for size, gate, has_p, state in SEGMENTS[part]:
         check(size, gate, has_p, torch.float32, state)
         print(size, gate, has_p, "segments ok", flush=True)
-    plan.segment_tokens = kept
+    plan.delta_tokens = kept
 
 
 def check_fine(part: str) -> None:

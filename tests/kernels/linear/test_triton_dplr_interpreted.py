@@ -132,15 +132,15 @@ def check_nothing_but_final() -> None:
 def check_segments(part: str) -> None:
     """Cut into segments of one chunk, or two."""
     from slipstream.kernels.linear.triton.delta import plan
-    from slipstream.kernels.linear.triton.dplr.launch import choose_segments
+    from slipstream.kernels.linear.triton.dplr.backend import TritonDplr
 
-    kept = plan.segment_tokens
+    kept = plan.delta_tokens
     for kind, size, gate, state, chunks in SEGMENTS[part]:
-        plan.segment_tokens = lambda programs, T, C, chunks=chunks: chunks * C
-        assert choose_segments(make(kind, size, gate, torch.float32, state)) is not None
+        plan.delta_tokens = lambda programs, T, C, chunks=chunks: chunks * C
+        assert TritonDplr.choose_segments(make(kind, size, gate, torch.float32, state)) is not None
         check(kind, size, gate, torch.float32, state)
         print(kind, size, gate, "segments ok", flush=True)
-    plan.segment_tokens = kept
+    plan.delta_tokens = kept
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -65,7 +65,7 @@ def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
 
 
 def check(size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
-    from slipstream.kernels.linear.triton.scalar_decay.launch import backward, forward
+    from slipstream.kernels.linear.triton.scalar_decay.backend import backward, forward
 
     terms = make(size, gate, dtype, state)
     scale = terms.q.shape[-1] ** -0.5
@@ -91,19 +91,19 @@ def check(size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
 
 def check_descriptors() -> None:
     """Rows of a multiple of 16 bytes by tensor descriptors, as on sm_90."""
-    from slipstream.kernels.linear.triton.scalar_decay import launch, tiles
+    from slipstream.kernels.linear.triton.scalar_decay import backend, tiles
 
     for bytes_each in (2, 4):
         row = "interpreter", bytes_each, 64
         tiles.TILES[row] = dataclasses.replace(tiles.TILES[row], tma=True)
-    launch._tile.cache_clear()
+    backend._tile.cache_clear()
     for size, dtype in (("grouped", torch.float32), ("split", torch.float16)):
         check(size, "mixed", dtype, True)
 
 
 def check_nothing_but_final() -> None:
     """Without a gradient of o, and with a scale of 0, the other paths still count."""
-    from slipstream.kernels.linear.triton.scalar_decay.launch import backward
+    from slipstream.kernels.linear.triton.scalar_decay.backend import backward
 
     terms = make("odd", "weak", torch.float32, True)
     dfinal, do = torch.randn(terms.state_shape), torch.randn(terms.v.shape)

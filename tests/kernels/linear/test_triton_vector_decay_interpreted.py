@@ -127,20 +127,20 @@ def check_wide(size: str, gate: str) -> None:
 
 def check_split(part: str) -> None:
     """Sequences in segments; with short spans, so that short ones are cut."""
-    from slipstream.kernels.linear.triton.scalar_decay import tiles
+    from slipstream.kernels.linear import segments
     from slipstream.kernels.linear.triton.vector_decay import backend, launch
 
-    kept = tiles.ANCHOR_INTERVAL
-    tiles.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 2
+    kept = segments.ANCHOR_INTERVAL
+    segments.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 2
     for form, size, gate in SPLIT[part]:
         terms = make(form, size, gate, torch.float32, True)
         prepared = backend.to_kernel_layout(terms)
-        assert backend.make_problem(prepared, None).split is not None
+        assert backend.make_problem(prepared, None).segments is not None
         check(form, size, gate, torch.float32, True)
         print(form, size, gate, "ok", flush=True)
     if part == "sample":
         check_wide("split, packed", "mixed")
-    tiles.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = kept
+    segments.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = kept
 
 
 def check_operators() -> None:
