@@ -1,7 +1,4 @@
-"""The walks with a decay per channel in Gluon on sm_90: the oracle's numbers, twice the same bits.
-
-bench/channel_hopper.py --check has more cases.
-"""
+"""Per-channel decay by the Gluon kernels on sm_90: the reference's numbers, the same bits twice."""
 
 from typing import Any
 
