@@ -38,10 +38,11 @@ def part(name: str, dtype: str, log: str) -> None:
     from slipstream.tools.catalog import Shape, chosen
     from slipstream.tools.doctor_checks import examine_one
 
-    rich = {"grouped": True, "packed": True, "state": True}
     shape = Shape(T=150, K=128, V=128)
     if dtype == "fp32":
-        shape = Shape(T=150, K=100, V=60, dtype=torch.float32, **rich)
+        shape = Shape(
+            T=150, K=100, V=60, dtype=torch.float32, grouped=True, packed=True, state=True
+        )
     with Path(log).open("a") as file:
         for sample in chosen([name]):
             device = torch.device("cuda")
