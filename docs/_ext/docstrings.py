@@ -47,7 +47,11 @@ def items(lines: list[str]) -> list[str]:
     """The arguments of a section as a list, or its text where it has none."""
     body = textwrap.dedent("\n".join(lines)).strip("\n").split("\n")
     if not ITEM.match(body[0]):
-        return paragraphs(body)
+        # entries such as "input_ids [B, T], or inputs_embeds.", continued by indented lines
+        if not any(x.startswith("    ") for x in body):
+            return paragraphs(body)
+        entries = re.split(r"\n(?! )", "\n".join(body))
+        return [*(f"* {escape(' '.join(x.split()))}" for x in entries if x.strip()), ""]
     found: list[list[str]] = []
     for line in body:
         match = ITEM.match(line)

@@ -38,10 +38,14 @@ MAX_UNROLLED = 8192
 class MatmulConfig:
     """A tile of block_m x block_n, block_k at a time.
 
-    num_stages: slices that are loaded ahead. group_m: rows of tiles that go together, so that they
-    share what they read. kernel: "tma" (sm_90 only, its two warpgroups are num_warps=8) or
-    "pointer", which is anywhere. split_k: programs that share a tile, each with a part of K; for
-    "pointer".
+    Args:
+        block_m, block_n: rows and columns of the output that one program computes.
+        block_k: columns of a and rows of b in one step.
+        num_warps: warps of a program.
+        num_stages: steps that are loaded ahead.
+        group_m: rows of tiles that run at the same time, so that they share what they read.
+        kernel: "tma" (sm_90 only, its two warpgroups are num_warps=8) or "pointer", for any GPU.
+        split_k: programs that share a tile, each with a part of K; for "pointer".
     """
 
     block_m: int = 128
