@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.tools.catalog import Sample, flat
+from tests.support.causality import changed_bits
 from tests.support.operators import (
     EPS,
     LINEAR,
@@ -152,6 +153,12 @@ def test_operator_gives_the_same_bits_again(op: Sample) -> None:
     first, second = run_with_grads(op, args), run_with_grads(op, args)
     for x, y in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
         assert torch.equal(x, y)
+
+
+@every_operator
+@pytest.mark.parametrize("impl", [None, "reference"])
+def test_operator_past_keeps_its_bits_when_the_future_changes(op: Sample, impl: str | None) -> None:
+    assert not changed_bits(op, impl)
 
 
 @every_operator

@@ -1,0 +1,48 @@
+"""Whether an operator's early outputs keep their bits when later tokens and gates change."""
+
+from dataclasses import replace
+
+import torch
+
+from slipstream.tools.catalog import Sample, flat
+from tests.support.operators import Size, has_time
+
+# Of the first chunk within a sub-chunk and past its middle, of the second, and near the end.
+CUTS = (5, 21, 40, 66)
+SIZE = Size(B=1, T=70, H=1, HV=2, K=16, V=16)
+# gates of the call, and of what its future becomes
+GATES = (("weak", "weak"), ("weak", "strong"), ("strong", "weak"), ("mixed", "mixed"))
+
+
+def changed_bits(
+    op: Sample,
+    impl: str | None = None,
+    size: Size = SIZE,
+    cuts: tuple[int, ...] = CUTS,
+    gates: tuple[tuple[str, str], ...] = GATES,
+) -> list[str]:
+    """Where bits of the past have changed, in words."""
+    found = []
+    for gate, other in gates:
+        torch.manual_seed(0)
+        args = op.inputs(replace(size, gate=gate))
+        future = op.inputs(replace(size, gate=other))
+        with torch.no_grad():
+            before = flat(op(args, impl=impl))[0]
+            for cut in cuts:
+                after = flat(op(with_future(op, args, future, cut), impl=impl))[0]
+                same = (before[:, :cut] == after[:, :cut]).flatten(2).all(-1).all(0)
+                if not same.all():
+                    first = int((~same).nonzero()[0])
+                    found.append(f"token {first}, where {gate} gates are {other} from {cut} on")
+    return found
+
+
+def with_future(op: Sample, args: dict, future: dict, cut: int) -> dict:
+    """args up to token `cut`, and the tokens of `future` from there on."""
+    mixed = dict(args)
+    for name, letters in op.dims.items():
+        if has_time(op, name):
+            at = cut * (2 if "R" in letters else 1)
+            mixed[name] = torch.cat([args[name][:, :at], future[name][:, at:]], dim=1)
+    return mixed
