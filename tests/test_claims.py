@@ -79,3 +79,8 @@ def test_docs_plots_are_there() -> None:
     text = (ROOT / STATED).read_text(encoding="utf-8")
     drawn = set(re.findall(r"\]\(plots/(\w+\.svg)\)", text))
     assert drawn == {x.name for x in (ROOT / "docs/plots").glob("*.svg")}
+
+
+def test_scripts_of_tables_are_there() -> None:
+    named = [y for x in tables().values() for y in re.findall(r"bench/\w+\.py", x.script)]
+    assert named and all((ROOT / x).exists() for x in named)

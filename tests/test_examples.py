@@ -1,11 +1,14 @@
 """Every example runs on a CPU and does what it says."""
 
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MOST_LINES = 80
@@ -23,7 +26,7 @@ def test_every_example_is_checked_and_listed() -> None:
     files = {x.name for x in EXAMPLES.glob("*.py")}
     assert files == set(CHECKS)
     listed = (EXAMPLES / "README.md").read_text()
-    assert all(f"({x})" in listed for x in files)
+    assert all(f"({x.name})" in listed for x in EXAMPLES.iterdir() if x.suffix in (".py", ".ipynb"))
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -32,3 +35,18 @@ def test_example_runs(name: str) -> None:
     assert len(path.read_text().splitlines()) <= MOST_LINES
     arguments, holds = CHECKS[name]
     assert holds(runpy.run_path(str(path))["main"](**arguments))
+
+
+def test_notebook_runs() -> None:
+    """Its cells in order, each plot with its lines."""
+    matplotlib.use("Agg")
+    notebook = json.loads((EXAMPLES / "what_a_state_remembers.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    try:
+        for i, cell in enumerate(x for x in notebook["cells"] if x["cell_type"] == "code"):
+            exec(compile("".join(cell["source"]), f"cell {i}", "exec"), names)
+        assert len(names["plt"].get_fignums()) == 3
+        assert all(names["plt"].figure(x).axes[0].lines for x in names["plt"].get_fignums())
+    finally:
+        torch.set_grad_enabled(True)
+        names["plt"].close("all")
