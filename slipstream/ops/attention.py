@@ -1,7 +1,5 @@
 """attention: softmax attention in the layout [B, T, H, D]."""
 
-import logging
-from functools import cache
 from typing import Literal, overload
 
 import torch
@@ -12,8 +10,6 @@ from slipstream.common.autocast import autocast_dtype
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-
-logger = logging.getLogger(__name__)
 
 
 @overload
@@ -104,8 +100,9 @@ def attention(
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are real,
             the first ones; the last query stands on the last of them. None is all.
         dropout_p: each weight is dropped with this probability, else divided by 1 - dropout_p: m is
-            0 or 1 / (1 - dropout_p). Drawn by torch's generator of q's device, again in every call;
-            the backward drops the same. Plain torch, on CUDA too.
+            0 or 1 / (1 - dropout_p). Each call draws a seed from torch's generator of q's device;
+            what is dropped follows from it and from where query, key and head stand, alike in
+            "triton" and "eager" and in the backward. "sm90" and "reference" have no dropout.
         return_lse: return lse too.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
@@ -194,14 +191,7 @@ def _seed(dropout_p: float, q: Tensor) -> Tensor | None:
         raise ValueError(f"dropout_p: want a probability from 0 to 1, got {dropout_p}")
     if not dropout_p:
         return None
-    if q.is_cuda and not torch.compiler.is_compiling():
-        _say_dropout()
     return torch.randint(2**62, (1,), device=q.device)
-
-
-@cache
-def _say_dropout() -> None:
-    logger.warning("slipstream: attention with dropout_p > 0 runs in plain torch, not by kernels")
 
 
 def _check(

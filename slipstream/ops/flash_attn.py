@@ -1,7 +1,7 @@
 """The names, arguments and shapes of the flash_attn package, by this library's kernels.
 
-dropout_p must be 0. `deterministic` and `num_splits` change nothing: every result is the same in
-every run, and how a cache is cut is decided here.
+`deterministic` and `num_splits` change nothing: every result is the same in every run, and how a
+cache is cut is decided here.
 """
 
 import torch
@@ -37,7 +37,7 @@ def flash_attn_func(
 
     Args:
         q: [B, T, H, D]. k: [B, S, HKV, D]. v: [B, S, HKV, DV].
-        dropout_p: 0. softmax_scale: None is D^-0.5.
+        dropout_p: as attention has it. softmax_scale: None is D^-0.5.
         causal: the last query stands on the last key.
         window_size: (left, right) keys seen before and after a query's own, -1 for no bound.
         softcap: c > 0 for c tanh(x / c), 0 for none.
@@ -48,11 +48,10 @@ def flash_attn_func(
         o [B, T, H, DV]; or o, lse [B, H, T] (-inf where nothing is seen), None.
 
     Raises:
-        ValueError: shapes do not fit. TypeError: dtypes. NotImplementedError: dropout.
+        ValueError: shapes do not fit. TypeError: dtypes.
 
     Source: Dao, FlashAttention-2, 2023, whose interface this is.
     """
-    _refuse_dropout(dropout_p)
     o, lse = attention(
         q,
         k,
@@ -62,6 +61,7 @@ def flash_attn_func(
         window_size=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
         return_lse=True,
     )
     return (o, lse, None) if return_attn_probs else o
@@ -102,9 +102,8 @@ def flash_attn_varlen_func(
         o [T, H, DV]; or o, lse [H, T], None.
 
     Raises:
-        ValueError: shapes do not fit. TypeError: dtypes. NotImplementedError: dropout.
+        ValueError: shapes do not fit. TypeError: dtypes.
     """
-    _refuse_dropout(dropout_p)
     checks.expect_rank("q", q, 3, "[T, H, D]")
     lengths, offsets = None, cu_seqlens_k
     _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
@@ -134,6 +133,7 @@ def flash_attn_varlen_func(
         cu_seqlens=cu_seqlens_q,
         cu_seqlens_k=offsets,
         key_lengths=lengths,
+        dropout_p=dropout_p,
         return_lse=True,
     )
     return (o[0], lse[0], None) if return_attn_probs else o[0]
@@ -231,11 +231,6 @@ def _check_offsets(name: str, offsets: Tensor, tokens: int, q: Tensor) -> None:
     checks.expect_one_device({"q": q, name: offsets})
     if not torch.compiler.is_compiling():
         check_cu_seqlens_values(offsets, tokens, name)
-
-
-def _refuse_dropout(dropout_p: float) -> None:
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p: want 0, got {dropout_p}; drop outside of attention")
 
 
 def _lengths(cache_seqlens: int | Tensor | None, q: Tensor) -> Tensor | None:

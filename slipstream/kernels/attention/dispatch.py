@@ -24,8 +24,6 @@ def _sm90_unsupported(call: tuple[AttentionInputs, AttentionOptions]) -> str | N
 
 def _unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     terms, options = call
-    if options.dropout:
-        return NO_DROPOUT
     return unsupported_reason(terms[:3]) or guarded_launch.known_failure(
         lambda: kind(terms, options), terms.q.device
     )
@@ -47,7 +45,7 @@ CANDIDATES = (
 def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     if not op.has_gradients("sm90", call[0]):
         return "its gradients want heads of q and v of one width"
-    return sm90_unsupported(*call)
+    return _sm90_unsupported(call)
 
 
 OF_GRADIENTS = (

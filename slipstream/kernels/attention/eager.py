@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.inputs import (
     MIN_GATE,
     AttentionInputs,
@@ -81,6 +82,7 @@ class AttentionBlock(NamedTuple):
     """Queries and the keys that they all look at, wide; R = H / HKV.
 
     bounded: query t stands on key S - T + t, which bounds what a block of them sees.
+    sequence: what the first of its sequences is of all.
     """
 
     q: Tensor  # [B, HKV, R, T, D]
@@ -91,6 +93,7 @@ class AttentionBlock(NamedTuple):
     slopes: Tensor | None  # [H] or [N, H]
     where: Positions
     bounded: bool
+    sequence: int
 
 
 def forward(
@@ -104,7 +107,6 @@ def forward(
     (B, T, H, _), DV = terms.q.shape, terms.v.shape[-1]
     o = terms.q.new_empty(B, T, H, DV)
     lse = terms.q.new_empty(B, H, T, dtype=terms.dtype)
-    generator = _generator(terms)
     for part, (qb, q_rows, kb, k_rows) in _attention_blocks(terms):
         if hidden is not None:
             part = _hide(part, hidden[kb, k_rows])
@@ -115,8 +117,8 @@ def forward(
                 x = torch.cat([x, part.sinks[:, None, None].expand(*x.shape[:-1], 1)], -1)
             total = x.logsumexp(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
             p = (x - _finite(total)[..., None]).exp_()[..., : keys.stop - keys.start]
-            if generator is not None:
-                p *= _dropout_factor(p, options, generator)
+            if terms.seed is not None:
+                p *= _dropout_factor(p, part, rows, keys, options, terms.seed)
             y = _grouped(p, part) @ part.v[:, :, keys]
             o_part[:, rows] = _heads(y, part).transpose(1, 2).to(o.dtype)
             lse_part[:, :, rows] = total
@@ -140,9 +142,8 @@ def backward(
     delta = torch.einsum("bthv,bthv->bht", do.to(terms.dtype), o.to(terms.dtype))
     if dlse is not None:
         delta = delta - dlse.to(terms.dtype)
-    generator = _generator(terms)
     for part, places_of in _attention_blocks(terms):
-        _block_backward(part, places_of, options, lse, delta, do, grads, generator)
+        _block_backward(part, places_of, options, lse, delta, do, grads, terms.seed)
     if terms.sinks is not None:
         p = (terms.sinks.to(terms.dtype)[:, None] - _finite(lse)).exp()
         p = p.masked_fill(lse == -torch.inf, 0.0)
@@ -158,7 +159,7 @@ def _block_backward(
     delta: Tensor,
     do: Tensor,
     grads: dict[str, Tensor],
-    generator: torch.Generator | None,
+    seed: Tensor | None,
 ) -> None:
     """Adds one part's gradients to `grads`."""
     qb, q_rows, kb, k_rows = places_of
@@ -174,8 +175,8 @@ def _block_backward(
         b_q, b_do = part.q[..., rows, :].flatten(2, 3), do[..., rows, :].flatten(2, 3)
         dp = _heads(b_do @ part.v[:, :, keys].mT, part)
         weights = p
-        if generator is not None:
-            factor = _dropout_factor(p, options, generator)
+        if seed is not None:
+            factor = _dropout_factor(p, part, rows, keys, options, seed)
             weights, dp = p * factor, dp * factor
         dx = p * (dp - delta[..., rows, None])
         dv[:, :, keys] += _grouped(weights, part).mT @ b_do
@@ -197,23 +198,28 @@ def _block_backward(
         to.copy_(x.transpose(1, 2).reshape(to.shape))
 
 
-def _generator(terms: AttentionInputs) -> torch.Generator | None:
-    """What the weights that are dropped are drawn from, the same in forward and backward."""
-    if terms.seed is None:
-        return None
-    return torch.Generator(terms.q.device).manual_seed(int(terms.seed.item()))
-
-
-def _dropout_factor(p: Tensor, options: AttentionOptions, generator: torch.Generator) -> Tensor:
-    """0 for a weight that is dropped, else 1 / (1 - dropout). Blocks draw theirs in turn."""
-    keep = 1.0 - options.dropout
-    return torch.empty_like(p).bernoulli_(keep, generator=generator).div_(keep or 1.0)
+def _dropout_factor(
+    p: Tensor,
+    part: AttentionBlock,
+    rows: slice,
+    keys: slice,
+    options: AttentionOptions,
+    seed: Tensor,
+) -> Tensor:
+    """0 for a weight that is dropped, else 1 / (1 - dropout)."""
+    where, H = part.where, p.shape[1]
+    queries, sequences = where.q_position[:, rows], where.q_sequence[:, rows] + part.sequence
+    keep = dropout.keep_mask(seed, options.dropout, keys.stop, queries, H, sequences)
+    # of packed keys, each at its place in its own sequence
+    at = where.k_position[:, None, None, keys].expand(p.shape)
+    keep = keep.expand(*p.shape[:-1], -1).gather(-1, at)
+    return keep.to(p.dtype) * dropout.factor(options.dropout)
 
 
 def _attention_blocks(terms: AttentionInputs) -> Iterator[tuple[AttentionBlock, Slices]]:
     everything = (slice(None), slice(None), slice(None), slice(None))
     if not by_sequence(terms):
-        yield _attention_block(terms), everything
+        yield _attention_block(terms, 0), everything
     else:
         for n, where in enumerate(slice_sequences(terms)):
             qb, q_rows, kb, k_rows = where
@@ -227,7 +233,7 @@ def _attention_blocks(terms: AttentionInputs) -> Iterator[tuple[AttentionBlock, 
                 if terms.slopes is None or terms.slopes.dim() == 1
                 else terms.slopes[n : n + 1],
             )
-            yield _attention_block(own), where
+            yield _attention_block(own, n), where
 
 
 def by_sequence(terms: AttentionInputs) -> bool:
@@ -235,7 +241,7 @@ def by_sequence(terms: AttentionInputs) -> bool:
     return terms.q.device.type == "cpu" and not (terms.cu_q is None and terms.lengths is None)
 
 
-def _attention_block(terms: AttentionInputs) -> AttentionBlock:
+def _attention_block(terms: AttentionInputs, sequence: int) -> AttentionBlock:
     q, k, v, g, sinks, slopes = terms[:6]
     where = positions(terms)
     if terms.cu_q is not None and terms.cu_k is None:
@@ -257,6 +263,7 @@ def _attention_block(terms: AttentionInputs) -> AttentionBlock:
         None if slopes is None else slopes.to(terms.dtype),
         where,
         terms.cu_q is None and terms.lengths is None,
+        sequence,
     )
 
 

@@ -60,6 +60,8 @@ def like(terms: AttentionInputs) -> AttentionInputs:
     for name in ("cu_q", "cu_k"):
         if (given := getattr(terms, name)) is not None:
             found[name] = cuts.to(given.dtype)
+    if terms.seed is not None:
+        found["seed"] = torch.full_like(terms.seed, 7)
     if terms.lengths is not None:
         sequences = 2 if terms.cu_q is not None else 1
         found["lengths"] = torch.full(

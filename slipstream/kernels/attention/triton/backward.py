@@ -3,20 +3,22 @@
     p_ts = exp(x_ts - lse_t)      dp_ts = do_t . v_s      dx_ts = p_ts (dp_ts - delta_t)
     dq_t = scale sum_s dx_ts k_s      dk_s = scale sum_t dx_ts q_t      dv_s = sum_t p_ts do_t
 
-with dx (1 - tanh^2) in place of dx beneath a softcap. The second makes p and dp transposed, keys by
-queries, so that neither ever transposes a product. Nothing is added by two programs. The sums over
-s and over t of dx are what the gates' gradient is made of (gates.py). Heads whose width is no
-multiple of 8 are computed in float32 elsewhere; here their dx is two numbers of 16 bits.
+with dx (1 - tanh^2) in place of dx beneath a softcap, and dropout's factors m_ts on p in dv and on
+dp in dx. The second makes p and dp transposed, keys by queries, so that neither ever transposes a
+product. Nothing is added by two programs. The sums over s and over t of dx are what the gates'
+gradient is made of (gates.py). Heads whose width is no multiple of 8 are computed in float32
+elsewhere; here their dx is two numbers of 16 bits.
 """
 
 import triton
 import triton.language as tl
 
-from slipstream.kernels.attention.triton.forward import _STRIDES
+from slipstream.kernels.attention.triton.forward import _DROPOUT, _STRIDES
 from slipstream.kernels.attention.triton.scores import (
     LOG2E,
     add_product,
     block,
+    keep_mask,
     rows_of_sequence,
     scores,
     seen_tiles,
@@ -26,7 +28,7 @@ from slipstream.kernels.attention.triton.scores import (
 
 ALIGN = tl.constexpr(4)
 _SIZES = ["T", "S", "H", "N", "tiles", "steps", "left", "right", "group", "stride_slope"]
-_UNCHANGING = ["factor", "cap", "scale", *_SIZES, *_STRIDES]
+_UNCHANGING = ["factor", "cap", "scale", *_DROPOUT, *_SIZES, *_STRIDES]
 
 
 @triton.jit(do_not_specialize=["T", "H", "tiles"])
@@ -82,6 +84,9 @@ def softmax_dq_kernel(
     cu_q_ptr,
     cu_k_ptr,
     lengths_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
     factor,
     cap,
     scale,
@@ -117,6 +122,7 @@ def softmax_dq_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     PACKED_Q: tl.constexpr,
     PACKED_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -197,6 +203,9 @@ def softmax_dq_kernel(
             if edge != 1:
                 seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
                 b_s = tl.where(seen, b_s, float("-inf"))
+            if HAS_DROPOUT:
+                b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
+                b_dp = tl.where(b_keep, b_dp * keep_scale, 0.0)
             b_dx = tl.exp2(b_s * under - b_base[:, None]) * (b_dp - b_delta[:, None])
             if HAS_GATE:
                 b_sum += tl.sum(b_dx, 1)
@@ -228,6 +237,9 @@ def softmax_dkv_kernel(
     cu_q_ptr,
     cu_k_ptr,
     lengths_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
     factor,
     cap,
     scale,
@@ -266,6 +278,7 @@ def softmax_dkv_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     PACKED_Q: tl.constexpr,
     PACKED_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -365,10 +378,16 @@ def softmax_dkv_kernel(
                     seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT)
                     b_s = tl.where(seen, b_s, float("-inf"))
                 b_p = tl.exp2(b_s * under - b_base[None, :])
+                b_weight = b_p
+                if HAS_DROPOUT:
+                    b_keep = keep_mask(seed_ptr, row, position, i_h, i_n, threshold, BN, True)
+                    b_weight = tl.where(b_keep, b_p * keep_scale, 0.0)
                 if HAS_DV:
-                    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                    b_dv = tl.dot(b_weight.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
                 if HAS_DK:
                     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+                    if HAS_DROPOUT:
+                        b_dp = tl.where(b_keep, b_dp * keep_scale, 0.0)
                     b_dx = b_p * (b_dp - b_delta[None, :])
                     if HAS_GATE:
                         b_sum += tl.sum(b_dx, 1)

@@ -2,8 +2,8 @@
 
     m' = max(m, max_s x_ts)     l' = e^(m - m') l + sum_s e^(x_ts - m')     o' likewise with v_s
 
-and at the end o / l and lse = m + log(l), in base 2 inside. Only the tiles at the edges of what is
-seen are masked: the loop over keys is three loops.
+and at the end o / l and lse = m + log(l), in base 2 inside. Dropout leaves l as it is. Only the
+tiles at the edges of what is seen are masked: the loop over keys is three loops.
 """
 
 import triton
@@ -14,6 +14,7 @@ from slipstream.kernels.attention.triton.scores import (
     LOG2E,
     block,
     finite,
+    keep_mask,
     rows_of_sequence,
     scores,
     seen_tiles,
@@ -22,10 +23,11 @@ from slipstream.kernels.attention.triton.scores import (
 )
 
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
+_DROPOUT = ["threshold", "keep_scale"]
 _SIZES = ["T", "S", "H", "N", "tiles", "steps", "left", "right", "group", "stride_slope"]
 
 
-@triton.jit(do_not_specialize=["factor", "cap", *_SIZES, *_STRIDES])
+@triton.jit(do_not_specialize=["factor", "cap", *_DROPOUT, *_SIZES, *_STRIDES])
 def softmax_fwd_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
     k_ptr,  # [KB, S, HKV, D] by strides
@@ -39,6 +41,9 @@ def softmax_fwd_kernel(
     cu_q_ptr,  # [N + 1]
     cu_k_ptr,  # [N + 1]
     lengths_ptr,  # [N]
+    seed_ptr,  # [1], of the dropout; None, as what follows it, if there is none
+    threshold,
+    keep_scale,
     factor,
     cap,
     T,
@@ -74,6 +79,7 @@ def softmax_fwd_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     PACKED_Q: tl.constexpr,
     PACKED_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -152,6 +158,9 @@ def softmax_fwd_kernel(
             b_shrink = tl.exp2(b_m - b_base)
             b_m = b_top
             b_l = b_l * b_shrink + tl.sum(b_p, 1)
+            if HAS_DROPOUT:
+                b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
+                b_p = tl.where(b_keep, b_p, 0.0)
             b_o *= b_shrink[:, None]
             b_v = block(v_ptr + at * stride_vt, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
             b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
@@ -166,6 +175,8 @@ def softmax_fwd_kernel(
     blind = b_l == 0.0
     b_l = tl.where(blind, 1.0, b_l)
     b_o *= (1.0 / b_l)[:, None]
+    if HAS_DROPOUT:
+        b_o *= keep_scale
     b_lse = tl.where(blind, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
     m_o = (o_m < rows)[:, None] & (o_v < DV)[None, :]
     p_o = o_ptr + ((i_b * T + begin + row) * H + i_h) * DV

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch
@@ -44,7 +45,7 @@ def forward(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, 
     terms, options, _ = ready(terms, options)
     q, v = terms.q, terms.v
     B, T, H, _ = q.shape
-    if decode_launch.is_supported(terms):
+    if decode_launch.is_supported(terms) and not options.dropout:
         return decode_launch.decode(
             Cache(q, terms.k, v, terms.lengths, sinks=terms.sinks, slopes=terms.slopes), options
         )
@@ -160,6 +161,7 @@ def ready(
         cu_q,
         cu_k,
         None if terms.lengths is None else terms.lengths.contiguous(),
+        terms.seed,
     )
     return terms, options, sign
 
@@ -189,11 +191,15 @@ def _rest(
 ) -> tuple:
     """The arguments from slopes_ptr to the strides."""
     q, k, slopes = terms.q, terms.k, terms.slopes
+    drops = terms.seed is not None
     return (
         slopes,
         terms.cu_q,
         terms.cu_k,
         terms.lengths,
+        terms.seed,
+        dropout.threshold(options.dropout) if drops else None,
+        dropout.factor(options.dropout) if drops else None,
         *factor_and_cap(options),
         *((options.scale,) if scaled else ()),
         q.shape[1],
@@ -228,6 +234,7 @@ def _flags(terms: AttentionInputs, options: AttentionOptions, tile: Tile) -> dic
         "HAS_LEFT": options.left >= 0,
         "HAS_RIGHT": options.right >= 0,
         "HAS_LENGTHS": terms.lengths is not None,
+        "HAS_DROPOUT": terms.seed is not None,
         "PACKED_Q": terms.cu_q is not None,
         "PACKED_K": terms.cu_k is not None,
         "PRECISION": fp32_dot_precision(),

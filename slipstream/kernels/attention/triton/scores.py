@@ -8,6 +8,9 @@ upper bound that needs no lengths, and the tiles of sequence n begin at cu[n] / 
 import triton
 import triton.language as tl
 
+from slipstream.kernels.attention import dropout
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -148,3 +151,28 @@ def sees(age, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
 def finite(x):
     """0 for -inf, so that differences with it are no NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def keep_mask(
+    seed_ptr, key, position, head, sequence, threshold, BN: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Which weights dropout keeps, [BM, BN], or [BN, BM] if transposed: attention/dropout.py.
+
+    key: the first of BN, a multiple of 4. position: [BM], of the queries.
+    """
+    o_g = key // 4 + tl.arange(0, BN // 4)
+    if TRANSPOSED:
+        zero = o_g[:, None] * 0 + position[None, :] * 0
+        c0, c1 = zero + o_g[:, None], zero + position[None, :]
+    else:
+        zero = o_g[None, :] * 0 + position[:, None] * 0
+        c0, c1 = zero + o_g[None, :], zero + position[:, None]
+    c2, c3 = zero + head.to(tl.int32), zero + sequence.to(tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), c0, c1, c2, c3, ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [., ., 2, 2]
+    if TRANSPOSED:
+        words = tl.permute(words, (0, 2, 3, 1))
+    BM: tl.constexpr = position.shape[0]
+    words = tl.reshape(words, (BN, BM) if TRANSPOSED else (BM, BN))
+    return (words >> 1).to(tl.int32) < threshold
