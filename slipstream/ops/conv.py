@@ -10,7 +10,7 @@ from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
-from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.backends import choose_impl, is_triton
 
 
@@ -139,7 +139,7 @@ def short_convolution_update(
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
     # which states there are is not known to a trace, or on meta
-    traced = (torch.compiler.is_compiling() and not needs_autograd(*given[:-1])) or x.is_meta
+    traced = (torch.compiler.is_compiling() and not wants_gradient(*given[:-1])) or x.is_meta
     y = op.update(*given, impl) if traced or is_triton(impl) else fallback.update(*given)
     return y.view(x.shape)
 

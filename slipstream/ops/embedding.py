@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.pointwise.embedding import Embedding
+from slipstream.kernels.pointwise.embedding import rows
 
 
 @checks.operator
@@ -33,4 +33,4 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         raise TypeError(f"input_ids: want int32 or int64, got {input_ids.dtype}")
     checks.expect_floating({"weight": weight})
     checks.expect_one_device({"weight": weight, "input_ids": input_ids})
-    return Embedding.apply(input_ids, weight)
+    return rows(input_ids, weight)

@@ -28,13 +28,22 @@ from torch.autograd.function import BackwardCFunction
 from slipstream.common.checks import name_of_caller
 
 
-def needs_autograd(*tensors: Tensor | None) -> bool:
+def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors is recorded for a backward."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Whether it is a Function that records it.
+
+    Not in torch.export: its graphs call the operators, which bring their gradients
+    (runtime/gradient.py), while strict ones run the forward of a Function under no_grad.
+    """
+    return wants_gradient(*tensors) and not torch.compiler.is_exporting()
 
 
 def transformed() -> bool:

@@ -107,6 +107,32 @@ def test_derivative_is_right_or_refused_by_name(case: Case, way: str) -> None:
         WAYS[way](problem)
 
 
+# a Function each of operators, of plain torch, and of a loss that makes gradients in its forward
+EXPORTED = {"chunk_gla", "embedding", "matmul-silu", "short_convolution-packed"}
+EXPORTED |= {"linear_cross_entropy-mean", "attention-packed"}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=() if c.name in EXPORTED else pytest.mark.slow)
+     for c in CASES],
+)  # fmt: skip
+def test_gradient_of_a_strict_export(case: Case) -> None:
+    """Dynamo traces the forward of a Function under no_grad: none may be in the graph."""
+    problem = Problem(case)
+    given = problem.leaves()
+
+    class Module(torch.nn.Module):
+        def forward(self, given: list[Tensor]) -> tuple[Tensor, ...]:
+            return problem.run(*given)
+
+    exported = torch.export.export(Module(), (given,), strict=True).module()
+    outputs = exported(given)
+    grads = torch.autograd.grad(problem.of_outputs(tuple(outputs)), given)
+    assert_near(list(grads), problem.gradient())
+
+
 @every_case
 def test_gradients_under_autocast_are_those_of_16_bits(case: Case) -> None:
     args = case.inputs()

@@ -58,9 +58,11 @@ def convolve(
             past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         return _correlate(torch.cat([past, x], dim=1), weight)
     where = positions(cu_seqlens, x.shape[1], width)
-    padded = _Spread.apply(x[0], past, *where)
+    # what torch.export traces has no gradient of a Function
+    exported = torch.compiler.is_exporting()
+    padded = (_spread if exported else _Spread.apply)(x[0], past, *where)
     y = _correlate(padded[None], weight)[0]  # row i ends its window at padded row i + W - 1
-    return _Gather.apply(y, *where)[None]
+    return (_gather if exported else _Gather.apply)(y, *where)[None]
 
 
 def last_inputs(
@@ -142,9 +144,20 @@ def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
 # autograd would make of one of them.
 
 
-class _Spread(Function):
+def _spread(
+    x: Tensor, past: Tensor | None, token: Tensor, before: Tensor, source: Tensor
+) -> Tensor:
     """Tokens x [T, D] and past [N, W - 1, D], or zeros, to their padded rows [R, D]."""
+    padded = _rows(x, source, before)
+    return padded if past is None else padded.index_copy_(0, before.flatten(), past.flatten(0, 1))
 
+
+def _gather(y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
+    """The tokens [T, D] among y [R - W + 1, D]."""
+    return y.index_select(0, token - before.shape[1])
+
+
+class _Spread(Function):
     operator = "slipstream::short_convolution"
 
     @staticmethod
@@ -152,10 +165,7 @@ class _Spread(Function):
         ctx: Any, x: Tensor, past: Tensor | None, token: Tensor, before: Tensor, source: Tensor
     ) -> Tensor:
         ctx.save_for_backward(token, before)
-        padded = _rows(x, source, before)
-        if past is not None:
-            padded.index_copy_(0, before.flatten(), past.flatten(0, 1))
-        return padded
+        return _spread(x, past, token, before, source)
 
     @staticmethod
     @once_differentiable
@@ -168,14 +178,12 @@ class _Spread(Function):
 
 
 class _Gather(Function):
-    """The tokens [T, D] among y [R - W + 1, D]."""
-
     operator = "slipstream::short_convolution"
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
         ctx.save_for_backward(before, source)
-        return y.index_select(0, token - before.shape[1])
+        return _gather(y, token, before, source)
 
     @staticmethod
     @once_differentiable

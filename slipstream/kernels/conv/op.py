@@ -15,7 +15,13 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.conv import fallback
 from slipstream.runtime import guarded_launch, numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    needs_autograd,
+    once_differentiable,
+    wants_gradient,
+)
 from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
@@ -37,7 +43,7 @@ def unsupported_reason(
 
 
 def update_unsupported_reason(x: Tensor, *given: Tensor | None) -> str | None:
-    if needs_autograd(x, *given):
+    if wants_gradient(x, *given):
         return "it makes no gradients"
     weight = given[0]
     assert weight is not None

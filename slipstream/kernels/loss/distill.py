@@ -89,8 +89,11 @@ def linear_kl_div(
     if impl == "reference":
         logits = [torch.nn.functional.linear(x, w, b) for x, w, b in (student, teacher)]
         return kl_div(logits[0], logits[1], live, temperature, reduction)
-    grads = needs_autograd(*student) and reduction != "none"
-    rows = _Rows.apply(*student, *teacher, live, temperature, grads, impl)
+    given = (*student, *teacher, live)
+    if needs_autograd(*student):
+        rows = _Rows.apply(*given, temperature, reduction != "none", impl)
+    else:
+        rows = _CALL(*given, None, temperature, False, impl)[0]
     return _reduced(rows, live, reduction)
 
 

@@ -59,16 +59,19 @@ def linear_cross_entropy(
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
         return cross_entropy(logits, target, terms, reduction, impl)
-    if reduction == "none":
-        return _LinearRows.apply(hidden, weight, bias, target, terms, impl)
     grads = needs_autograd(hidden, weight, bias)
-    if is_triton(impl) and not by_operation():
+    if is_triton(impl) and not by_operation() and reduction != "none":
         mean = reduction == "mean"
         loss = _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads, impl)
         launched()
         return loss
-    loss = _LinearSum.apply(hidden, weight, bias, target, terms, grads, impl)
-    return _reduced(loss, target, terms, reduction)
+    given = (hidden, weight, bias, target)
+    if not grads:
+        rows = _call_linear(*given, None, *terms, False, impl)[0]
+        return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
+    if reduction == "none":
+        return _LinearRows.apply(*given, terms, impl)
+    return _reduced(_LinearSum.apply(*given, terms, impl), target, terms, reduction)
 
 
 def _reduced(total: Tensor, target: Tensor, terms: LossInputs, reduction: str) -> Tensor:
@@ -107,10 +110,9 @@ class _LinearSum(Function):
         bias: Tensor | None,
         target: Tensor,
         terms: LossInputs,
-        grads: bool,
         impl: str,
     ) -> Tensor:
-        loss, *gradients = _call_linear(hidden, weight, bias, target, None, *terms, grads, impl)
+        loss, *gradients = _call_linear(hidden, weight, bias, target, None, *terms, True, impl)
         ctx.save_for_backward(*gradients, *anchors(hidden, weight, bias))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
@@ -124,7 +126,7 @@ class _LinearSum(Function):
         dhidden = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype)
         dweight = (dweight * dloss).to(weight_dtype)
         dbias = None if bias_dtype is None else (dbias * dloss).to(bias_dtype)
-        return dhidden, dweight, dbias, None, None, None, None
+        return dhidden, dweight, dbias, None, None, None
 
 
 class _LinearRows(Function):

@@ -40,10 +40,13 @@ Call = tuple[MatmulInputs, MatmulConfig | None, bool]
 
 def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
-    given = (t.a, t.b, t.bias, t.residual)
     rest = () if config is None else config.pack(), impl or ""
-    if not needs_autograd(*given):
-        return _CALL(*t, *rest)
+    if needs_autograd(t.a, t.b, t.bias, t.residual):
+        return _with_gradient(t, *rest)
+    return _CALL(*t, *rest)
+
+
+def _with_gradient(t: MatmulInputs, *rest: Any) -> Tensor:
     if not t.activation:
         return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *rest)
     z = _Matmul.apply(*t[:3], None, *t[4:6], t.precision, t.out_dtype, *rest)
@@ -259,7 +262,7 @@ _CALL = bypass_dispatcher(_OP, replays=True)
 def _of_operator(*args: Any) -> Tensor:
     """As slipstream::matmul is called."""
     *terms, packed, impl = args
-    return matmul(MatmulInputs(*terms), unpack(packed) if packed else None, impl or None)
+    return _with_gradient(MatmulInputs(*terms), packed, impl)
 
 
 set_gradient(_OP, _of_operator)

@@ -9,11 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.runtime import guarded_launch, numeric_probe
-from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import clamped, expect_ids, launched, raise_pending
+
+
+def rows(input_ids: Tensor, weight: Tensor) -> Tensor:
+    """weight [V, D] at input_ids [...], with gradients."""
+    return (Embedding.apply if needs_autograd(weight) else _call)(input_ids, weight)
 
 
 class Embedding(Function):
