@@ -11,6 +11,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each process of several has one core
     torch.set_num_threads(1)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`@pytest.mark.sample(which=f)`: cases whose parameters f does not take are slow."""
+    for mark in item.iter_markers("sample"):
+        if not mark.kwargs["which"](**getattr(item, "callspec").params):  # noqa: B009
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _nan_in_fresh_memory() -> Iterator[None]:
     """torch.empty and its kin hold NaN, so a result that was never written shows."""

@@ -340,6 +340,7 @@ _LINEAR = [
     _traced("chunk_delta_rule", "q=BTXK:unit k=BTXK:unit v=BTXV beta=BTX:beta", "NXKV", "heads"),
     *_both("gated_delta_product", "q=BTHK:unit k=BRHK:unit v=BRGV g=BTG:gate beta=BRG:beta",
            options={"num_householder": 2}),
+    _tested("chunk_gla", "values", f"{_QKV} g=BTGK:gate gv=BTGV:gate", _S),
     _tested("fused_recurrent_gla", "values", f"{_QKV} gk=BTGK:gate gv=BTGV:gate", _S),
     _tested("fused_recurrent_gated_delta_rule", "all",
             f"{_UNIT} g=BTG:gate gk=BTGK:gate gv=BTGV:gate beta=BTGV:beta", _S),
@@ -476,7 +477,8 @@ FURTHER = (
 )
 
 
-def _family(op: str) -> str:
+def family(op: str) -> str:
+    """Its name without the way that it goes, by chunks or token by token."""
     return op.removeprefix("chunk_").removeprefix("fused_recurrent_")
 
 
@@ -486,7 +488,7 @@ def chosen(names: list[str] | None) -> list[Sample]:
         return SAMPLES
     found: list[Sample] = []
     for name in names:
-        rows = [x for x in SAMPLES if name in (x.op, _family(x.op))]
+        rows = [x for x in SAMPLES if name in (x.op, family(x.op))]
         if not rows:
             known = ", ".join(dict.fromkeys(x.op for x in SAMPLES))
             raise ValueError(f"operator: want one of {known}; got {name!r}")

@@ -77,35 +77,21 @@ def test_block_takes_any_strides(block: Sample) -> None:
     assert_near(grads, want_grads, 64 * EPS[torch.float32])
 
 
-# seconds a block: each of them traced and a few through Inductor; variants and the rest are slow
-INDUCTOR = {"rms_norm_gated", "short_convolution-packed", "linear_cross_entropy-mean"}
-TRACED = {
-    "rms_norm_gated-mamba2",
-    "rotary_embedding-positions",
-    "cross_entropy-mean",
-    "linear_cross_entropy-none",
+# seconds a block: each operator is traced and a few go through Inductor; the rest are slow
+TRACED = {"rms_norm_gated-mamba2", "rotary_embedding-positions", "cross_entropy-mean"}
+TRACED |= {"linear_cross_entropy-none", "token_shift-packed", "attention-packed-cache"}
+TRACED |= {"short_convolution_update-bias", *(b.name for b in BLOCKS if not b.variant)}
+COMPILED = {
+    "aot_eager": TRACED,
+    "inductor": {"rms_norm_gated", "short_convolution-packed", "linear_cross_entropy-mean"},
 }
-TRACED |= {"token_shift-packed", "attention-packed-cache", "short_convolution_update-bias"}
 
 
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("block", "backend"),
-    [
-        pytest.param(
-            block,
-            backend,
-            id=f"{block.name}-{backend}",
-            marks=() if block.name in sample else pytest.mark.slow,
-        )
-        for backend, sample in (
-            ("aot_eager", TRACED | {b.name for b in BLOCKS if "-" not in b.name}),
-            ("inductor", INDUCTOR),
-        )
-        for block in BLOCKS
-    ],
-)
+@every_block
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.sample(which=lambda block, backend: block.name in COMPILED[backend])
 def test_block_compiles_fullgraph_without_recompiling(block: Sample, backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(block.call, fullgraph=True, dynamic=True, backend=backend)
@@ -119,6 +105,7 @@ def test_block_compiles_fullgraph_without_recompiling(block: Sample, backend: st
 
 
 @every_block
+@pytest.mark.sample(which=lambda block: block.name in TRACED)
 def test_block_exports(block: Sample) -> None:
     args = block.inputs(block_size(9, 6))
 

@@ -15,13 +15,7 @@ every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 # one operator of each way through the common path; the rest are slow
 SAMPLE = {"chunk_gated_delta_rule", "chunk_linear_attn-normalize", "chunk_gsa", "chunk_hgrn"}
 SAMPLE |= {"fused_recurrent_rwkv6"}
-sampled = pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(op, id=op.name, marks=() if op.name in SAMPLE else pytest.mark.slow)
-        for op in LINEAR
-    ],
-)
+sampled = pytest.mark.sample(which=lambda op, **_: op.name in SAMPLE)
 
 
 def _grads(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -29,6 +23,7 @@ def _grads(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
 
 
 @sampled
+@every_operator
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 def test_operator_compiles_fullgraph_without_recompiling(op: Sample, is_packed: bool) -> None:
     torch._dynamo.reset()
@@ -46,6 +41,7 @@ def test_operator_compiles_fullgraph_without_recompiling(op: Sample, is_packed: 
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@sampled
 @every_operator
 def test_operator_exports_with_gradients(op: Sample) -> None:
     args, inputs = leaves(op.inputs(Size(T=20)))

@@ -12,12 +12,12 @@ from tests.support.mappings import both, near, same
 from tests.support.recurrences import (
     CHANNEL,
     HV,
-    MAPPINGS,
     SCALAR,
     B,
     K,
     T,
     V,
+    arguments,
     beta,
     comba,
     gated_delta_product,
@@ -32,8 +32,7 @@ from tests.support.recurrences import (
 
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "comba"])
 def test_operator_l2_norm_in_kernel_is_the_norm_outside(name: str) -> None:
-    make, _, extra = MAPPINGS[name]
-    args = make()
+    args = arguments(name)
     for key in ("q", "k", "p"):
         if key in args:
             args[key] = randn(*args[key].shape)
@@ -43,7 +42,7 @@ def test_operator_l2_norm_in_kernel_is_the_norm_outside(name: str) -> None:
             x = args[key]
             outside[key] = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     for fn in both(name):
-        near(fn(**args, use_qk_l2norm_in_kernel=True)[0], fn(**outside, **extra)[0])
+        near(fn(**args, use_qk_l2norm_in_kernel=True)[0], fn(**outside)[0])
 
 
 def test_delta_rule_beta_is_optional_and_by_column_token_by_token() -> None:
@@ -107,7 +106,7 @@ def test_kda_safe_gate_is_a_promise_and_is_checked() -> None:
 
 @pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
 def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
-    args = MAPPINGS[name][0]()
+    args = arguments(name)
     raw = randn(*SCALAR)
     for fn in both(name):
         flags = {"use_beta_sigmoid_in_kernel": True}
@@ -121,7 +120,7 @@ def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
 
 @pytest.mark.parametrize("fns", list(zip(both("comba"), both("gated_delta_rule"))))
 def test_comba_without_auxiliary_key_erases_under_k(fns: tuple) -> None:
-    args = MAPPINGS["gated_delta_rule"][0]()
+    args = arguments("gated_delta_rule")
     near(fns[0](**args, p=None)[0], fns[0](**args, p=args["k"])[0])
     none = {**args, "g": torch.zeros_like(args["g"])}
     near(fns[0](**none, p=None)[0], fns[1](**none)[0])
@@ -135,7 +134,7 @@ def test_comba_without_auxiliary_key_erases_under_k(fns: tuple) -> None:
 @pytest.mark.parametrize("low", [-1.0, -20.0, -1e4, -torch.inf])
 def test_comba_erases_what_was_there_before_the_decay(fn: Callable, impl: str, low: float) -> None:
     """Also of a state that then decays to nothing, where dividing p by the decay has no answer."""
-    args = MAPPINGS["comba"][0]()
+    args = arguments("comba")
     args["g"] = torch.where(torch.rand(SCALAR) < 0.3, low, args["g"])
     args["initial_state"] = randn(B, HV, K, V)
     inputs = [x.requires_grad_() for x in args.values()]
@@ -155,7 +154,7 @@ def test_comba_erases_what_was_there_before_the_decay(fn: Callable, impl: str, l
 
 @pytest.mark.parametrize("name", ["dplr_delta_rule", "rwkv7"])
 def test_operator_bounded_gate_is_a_promise_and_is_checked(name: str) -> None:
-    args = MAPPINGS[name][0]()
+    args = arguments(name)
     fn = both(name)[0]
     near(fn(**args, safe_gate=True, lower_bound=-9.0)[0], fn(**args)[0])
     with pytest.raises(ValueError, match="lower_bound: want a number below 0, got 0"):
@@ -163,7 +162,7 @@ def test_operator_bounded_gate_is_a_promise_and_is_checked(name: str) -> None:
 
 
 def test_rwkv7_token_by_token_returns_the_state_unasked() -> None:
-    args = MAPPINGS["rwkv7"][0]()
+    args = arguments("rwkv7")
     assert ops.fused_recurrent_rwkv7(**args)[1] is not None
     assert ops.fused_recurrent_rwkv7(**args, output_final_state=False)[1] is None
     assert ops.chunk_rwkv7(**args)[1] is None
@@ -178,7 +177,7 @@ def test_gated_delta_product_goes_without_decay(fn: Callable) -> None:
 
 @pytest.mark.parametrize("fns", list(zip(both("gated_delta_product"), both("gated_delta_rule"))))
 def test_gated_delta_product_of_one_is_the_gated_delta_rule(fns: tuple) -> None:
-    args = MAPPINGS["gated_delta_rule"][0]()
+    args = arguments("gated_delta_rule")
     near(fns[0](**args, num_householder=1)[0], fns[1](**args)[0])
 
 

@@ -102,13 +102,8 @@ EMPTY_SIZES = {
 
 
 @pytest.mark.parametrize("size", EMPTY_SIZES.values(), ids=EMPTY_SIZES.keys())
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(op, id=op.name, marks=() if op.name in ONE_OF_EACH else pytest.mark.slow)
-        for op in LINEAR
-    ],
-)
+@pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
+@pytest.mark.sample(which=lambda op, size: op.name in ONE_OF_EACH)
 def test_operator_takes_empty_inputs(op: Sample, size: Size) -> None:
     assert_empty_has_gradients(op, op.inputs(replace(size, state=False)))
     args = op.inputs(size)

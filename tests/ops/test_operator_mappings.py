@@ -5,89 +5,76 @@ import pytest
 import torch
 
 from slipstream import ops
-from tests.support.mappings import both, near
+from slipstream.tools.catalog import Sample, family
+from tests.support import recurrences
+from tests.support.mappings import near
 from tests.support.recurrences import (
-    HV,
-    MAPPINGS,
     NAMED,
-    B,
-    H,
+    ROWS,
+    SIZE,
     K,
-    M,
-    T,
-    V,
-    gla,
+    arguments,
     log_decay,
-    randn,
     slots,
     trace,
 )
 
+every_row = pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)
 
+
+@every_row
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_operator_is_its_recurrence(name: str, scale: float | None) -> None:
-    make, recurrence, extra = MAPPINGS[name]
-    args, S = make(), randn(B, HV, K, V)
-    want, want_state = trace(recurrence(**args, S=S))
+def test_operator_is_its_recurrence(op: Sample, scale: float | None) -> None:
+    args = op.inputs(SIZE)
+    S = args.pop("initial_state")
+    want, want_state = trace(getattr(recurrences, family(op.op))(**args, S=S))
     options = {} if scale is None else {"scale": scale}
-    default = 1.0 if name == "rwkv7" else K**-0.5
-    for fn in both(name):
-        if fn is ops.fused_recurrent_gla:
-            args["gk"] = args.pop("g")
-        for small in ({}, {"chunk_size": 16}) if "chunk" in fn.__name__ else ({},):
-            further = {**extra, **options, **small, "output_final_state": True}
-            o, state = fn(**args, **further, initial_state=S)
-            near(o, (scale or default) * want)
-            near(state, want_state)
+    default = 1.0 if family(op.op) == "rwkv7" else K**-0.5
+    for small in ({}, {"chunk_size": 16}) if op.op.startswith("chunk_") else ({},):
+        o, state = op({**args, "initial_state": S}, **options, **small)
+        near(o, (scale or default) * want)
+        near(state, want_state)
 
 
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_operator_state_v_first_and_default_state(name: str) -> None:
-    make, recurrence, extra = MAPPINGS[name]
-    args, S = make(), randn(B, HV, K, V)
-    if "gv" in args:
-        args.pop("gv")
-        recurrence = lambda S, **x: gla(**x, gv=torch.zeros(B, T, HV, V).double(), S=S)  # noqa: E731
+@every_row
+def test_operator_state_v_first_and_default_state(op: Sample) -> None:
+    args = op.inputs(SIZE)
+    args.pop("gv", None)
+    S = args.pop("initial_state")
+    recurrence = getattr(recurrences, family(op.op))
     _, want = trace(recurrence(**args, S=S))
     _, from_zero = trace(recurrence(**args, S=torch.zeros_like(S)))
-    for fn in both(name):
-        if fn is ops.fused_recurrent_gla:
-            args["gk"] = args.pop("g")
-        options = {**args, **extra, "output_final_state": True, "state_v_first": True}
-        near(fn(**options, initial_state=S.mT)[1].mT, want)
-        near(fn(**options)[1].mT, from_zero)
-        assert fn(**{**options, "output_final_state": False})[1] is None
+    near(op({**args, "initial_state": S.mT}, state_v_first=True)[1].mT, want)
+    near(op(args, state_v_first=True)[1].mT, from_zero)
+    assert op(args, state_v_first=True, output_final_state=False)[1] is None
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_operator_with_many_tensors_wants_them_named(name: str) -> None:
-    args = MAPPINGS[name][0]()
-    for fn in both(name):
-        with pytest.raises(TypeError, match="positional"):
-            fn(*args.values())
+@pytest.mark.parametrize("op", [x for x in ROWS if family(x.op) in NAMED], ids=lambda op: op.name)
+def test_operator_with_many_tensors_wants_them_named(op: Sample) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        op.fn(*op.inputs(SIZE).values())
 
 
-@pytest.mark.parametrize("name", [n for n in MAPPINGS if n not in NAMED])
-def test_operator_wants_options_named(name: str) -> None:
-    make, _, extra = MAPPINGS[name]
-    args = list(make().values())[: 3 if name == "gla" else None]
-    for fn in both(name):
-        with pytest.raises(TypeError, match="positional"):
-            fn(*args, *extra.values(), *[None] * 3, 0.5)
+@pytest.mark.parametrize(
+    "op", [x for x in ROWS if family(x.op) not in NAMED], ids=lambda op: op.name
+)
+def test_operator_wants_options_named(op: Sample) -> None:
+    args = list(arguments(family(op.op)).values())[: 3 if family(op.op) == "gla" else None]
+    with pytest.raises(TypeError, match="positional"):
+        op.fn(*args, *op.options.values(), *[None] * 3, 0.5)
 
 
 def test_operator_errors_name_arguments_as_the_caller_does() -> None:
-    args = MAPPINGS["rwkv6"][0]()
+    args = arguments("rwkv6")
     with pytest.raises(ValueError, match=r"^w: want 4 dimensions \[B, T, HV, K\]"):
         ops.chunk_rwkv6(**{**args, "w": args["w"][..., 0]})
     with pytest.raises(ValueError, match=r"^r: want 4 dimensions"):
         ops.chunk_rwkv6(**{**args, "r": args["r"][0]})
     with pytest.raises(ValueError, match=r"^w: want shape"):
-        ops.chunk_rwkv7(**{**MAPPINGS["rwkv7"][0](), "w": args["w"][:, 1:]})
-    args = MAPPINGS["dplr_delta_rule"][0]()
+        ops.chunk_rwkv7(**{**arguments("rwkv7"), "w": args["w"][:, 1:]})
+    args = arguments("dplr_delta_rule")
     with pytest.raises(ValueError, match=r"^gk: want shape"):
         ops.chunk_dplr_delta_rule(**{**args, "gk": args["gk"][..., 1:]})
     args = slots()
     with pytest.raises(ValueError, match=r"^s: want shape"):
-        ops.chunk_gsa(**{**args, "s": args["s"][:, 1:]}, g=log_decay(B, T, H, M))
+        ops.chunk_gsa(**{**args, "s": args["s"][:, 1:]}, g=log_decay(*args["s"].shape))

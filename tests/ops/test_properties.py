@@ -38,6 +38,9 @@ def operators_with(applies: Callable[[Sample], bool]) -> pytest.MarkDecorator:
 
 # T, H, HV, K, V: one token, one short of a power of two, several chunks, odd widths both ways
 SIZES = [(1, 1, 2, 30, 60), (15, 2, 2, 64, 30), (63, 1, 1, 100, 64), (100, 1, 2, 128, 100)]
+# of sizes and gates, in the default run: each of both, and the longest with three
+PAIRS = {(SIZES[0], "weak"), (SIZES[1], "zero"), (SIZES[2], "mixed"), (SIZES[3], "weak")}
+PAIRS |= {(SIZES[3], "mixed"), (SIZES[3], "strong")}
 
 
 def run_with_grads(op: Sample, args: dict[str, Any], **options: Any):
@@ -48,6 +51,7 @@ def run_with_grads(op: Sample, args: dict[str, Any], **options: Any):
 @every_operator
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("gate", ["zero", "weak", "mixed", "strong"])
+@pytest.mark.sample(which=lambda op, size, gate: (size, gate) in PAIRS)
 def test_operator_matches_reference(op: Sample, size: tuple, gate: str) -> None:
     T, H, HV, K, V = size
     args = op.inputs(Size(B=1, T=T, H=H, HV=HV, K=K, V=V, gate=gate))
@@ -58,13 +62,8 @@ def test_operator_matches_reference(op: Sample, size: tuple, gate: str) -> None:
 
 
 @pytest.mark.parametrize("size", [(1000, 1, 2, 60, 128), (1000, 2, 2, 128, 64)], ids=str)
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(op, id=op.name, marks=() if op.name in LONG else pytest.mark.slow)
-        for op in LINEAR
-    ],
-)
+@every_operator
+@pytest.mark.sample(which=lambda op, size: op.name in LONG)
 def test_operator_matches_reference_over_a_long_sequence(op: Sample, size: tuple) -> None:
     test_operator_matches_reference(op, size, "weak")
 
@@ -93,6 +92,7 @@ def test_operator_in_16_bit_rounds_once(op: Sample, dtype: torch.dtype) -> None:
 
 @every_operator
 @pytest.mark.parametrize("cut", [1, 33, 64])
+@pytest.mark.sample(which=lambda op, cut: cut == 33 or op.op.startswith("chunk_"))
 def test_operator_split_equals_whole(op: Sample, cut: int) -> None:
     args = op.inputs(Size(T=70))
     whole = flat(op(args))
@@ -107,6 +107,7 @@ LENGTHS = [(70,), (5, 0, 64, 1), (0, 63, 65, 0)]
 
 @every_operator
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.sample(which=lambda op, lengths: len(lengths) > 1)
 def test_operator_packed_equals_separate(op: Sample, lengths: tuple[int, ...]) -> None:
     args, inputs = leaves(op.inputs(packed(Size(gate="mixed"), *lengths)))
     o, states = op(args)

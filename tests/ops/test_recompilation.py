@@ -17,6 +17,8 @@ from slipstream.tools.catalog import Sample, Shape
 from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+# one of each transition
+EACH = {"chunk_simple_gla", "chunk_gla", "chunk_gsa", "chunk_gated_delta_rule", "chunk_rwkv7"}
 PACKED_SPANS = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
 
 
@@ -36,16 +38,19 @@ def assert_same(sample: Sample, sizes: Sequence[tuple[int, int, int]], packed: b
 
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(which=lambda sample, way: way == "few programs" or sample.op in EACH)
 def test_other_sizes_compile_nothing_new(sample: Sample, way: str) -> None:
     assert_same(sample, WAYS[way], False)
 
 
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
+@pytest.mark.sample(which=lambda sample: sample.op in EACH)
 def test_other_packed_lengths_compile_nothing_new(sample: Sample) -> None:
     assert_same(sample, PACKED, True)
 
 
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
+@pytest.mark.sample(which=lambda sample: sample.op in EACH)
 def test_other_packed_spans_compile_nothing_new(sample: Sample) -> None:
     assert_same(sample, PACKED_SPANS, True)
 

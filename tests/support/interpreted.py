@@ -5,17 +5,15 @@ The interpreter is chosen when a kernel is defined, so this runs in a process of
 TRITON_INTERPRET=1 python -m tests.support.interpreted rms_norm l2_norm      rows by function
 """
 
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.tools.catalog import Sample
+from tests.support.forked import run_script
 from tests.support.formulas import wanted
 from tests.support.operators import BLOCKS, block_size, cast, with_grads
 
@@ -35,14 +33,8 @@ def parts() -> list[str]:
 
 def run(*names: str, script: str = "tests.support.interpreted") -> None:
     """The checks of rows by function, or parts of a script of their own, in another process."""
-    result = subprocess.run(
-        [sys.executable, "-m", script, *names],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    status, text = run_script(script, *names)
+    assert status == 0, text[-8000:]
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -4,11 +4,15 @@ Float64, token by token, states [B, HV, K, V]; the transitions are matrices, as 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from slipstream.tools.catalog import family
+from tests.support.operators import LINEAR, Size
 
 B, T, H, HV, K, V, M = 2, 37, 2, 4, 5, 3, 6
 Trace = Iterator[tuple[Tensor, Tensor]]
@@ -84,8 +88,18 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Trace:
     return additive(q, k, v, g.exp()[..., None] * rows, columns, S)
 
 
-def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, gv: Tensor, S: Tensor) -> Trace:
-    return additive(q, k, v, g.exp(), gv.exp(), S)
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+) -> Trace:
+    rows = gk if g is None else g
+    assert rows is not None
+    return additive(q, k, v, rows.exp(), (0 * v if gv is None else gv).exp(), S)
 
 
 def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, S: Tensor) -> Trace:
@@ -137,7 +151,9 @@ def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, S
         yield (S @ q[:, t, :, :, None])[..., 0], S.mT
 
 
-def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, S: Tensor) -> Trace:
+def dplr_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, S: Tensor
+) -> Trace:
     """As the RWKV-7 paper has it: states are [V, K] and transitions act from the right."""
     q, k, a, b = grouped(q, k, a, b)
     S = S.mT
@@ -148,12 +164,12 @@ def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, S: T
         yield (S @ q[:, t, :, :, None])[..., 0], S.mT
 
 
-def iplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
-    return dplr(q, k, v, a, b, torch.zeros(B, T, HV, K, dtype=torch.float64), S)
+def iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
+    return dplr_delta_rule(q, k, v, a, b, torch.zeros(B, T, HV, K, dtype=torch.float64), S)
 
 
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
-    return dplr(r, k, v, a, b, w, S)
+    return dplr_delta_rule(r, k, v, a, b, w, S)
 
 
 def gated_delta_product(
@@ -184,16 +200,6 @@ def qkv(make: Callable[..., Tensor] = randn) -> dict[str, Tensor]:
 
 def beta(*shape: int) -> Tensor:
     return randn(*shape).sigmoid()
-
-
-def removal() -> dict[str, Tensor]:
-    a = unit(B, T, H, K)
-    return {"a": -a, "b": a * beta(B, T, H, 1)}
-
-
-def rwkv() -> dict[str, Tensor]:
-    args = qkv()
-    return {"r": args.pop("q"), **args, "w": log_decay(*CHANNEL)}
 
 
 def householder(g: bool) -> dict[str, Any]:
@@ -227,35 +233,17 @@ def gsa(
     return torch.stack(outputs, dim=1), (Sk, Sv)
 
 
-NAMED = ["rwkv6", "rwkv7", "dplr_delta_rule", "comba"]
-MODEL = {"layer_idx": 3, "num_layers": 12}
-# operator -> (arguments, recurrence, further arguments of the function)
-MAPPINGS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., Trace], dict[str, Any]]] = {
-    "linear_attn": (qkv, linear_attn, {"normalize": False}),
-    "retention": (qkv, retention, {}),
-    "lightning_attn": (qkv, lightning_attn, MODEL),
-    "simple_gla": (lambda: {**qkv(), "g": log_decay(*SCALAR)}, simple_gla, {}),
-    "gla": (lambda: {**qkv(), "g": log_decay(*CHANNEL), "gv": log_decay(B, T, HV, V)}, gla, {}),
-    "rwkv6": (lambda: {**rwkv(), "u": randn(HV, K)}, rwkv6, {}),
-    "delta_rule": (lambda: {**qkv(unit), "beta": beta(*SCALAR)}, delta_rule, {}),
-    "gated_delta_rule": (
-        lambda: {**qkv(unit), "g": log_decay(*SCALAR), "beta": beta(*SCALAR)},
-        gated_delta_rule,
-        {},
-    ),
-    "kda": (lambda: {**qkv(unit), "g": log_decay(*CHANNEL), "beta": beta(*SCALAR)}, kda, {}),
-    "comba": (
-        lambda: {
-            **qkv(unit),
-            "p": unit(B, T, H, K),
-            "g": log_decay(*SCALAR),
-            "beta": beta(*SCALAR),
-        },
-        comba,
-        {},
-    ),
-    "iplr_delta_rule": (lambda: {**qkv(), **removal()}, iplr, {}),
-    "dplr_delta_rule": (lambda: {**qkv(), **removal(), "gk": log_decay(*CHANNEL)}, dplr, {}),
-    "rwkv7": (lambda: {**rwkv(), **removal()}, rwkv7, {}),
-    "gated_delta_product": (lambda: householder(True), gated_delta_product, {"num_householder": 3}),
-}
+SIZE = Size(B=B, T=T, H=H, HV=HV, K=K, V=V, M=M, dtype=torch.float64, gate="mixed")
+NAMED = {"rwkv6", "rwkv7", "dplr_delta_rule", "comba"}
+# the two recurrences of gsa are a function of their own, and the sums of a normaliser
+ROWS = [
+    x
+    for x in LINEAR
+    if family(x.op) in globals() and family(x.op) != "gsa" and x.variant in ("", "values")
+]
+
+
+def arguments(name: str) -> dict[str, Tensor]:
+    """Of both forms of an operator, without a state."""
+    row = next(x for x in LINEAR if x.name == f"chunk_{name}")
+    return row.inputs(replace(SIZE, state=False))

@@ -4,11 +4,6 @@ The interpreter is chosen when a kernel is defined, so it runs in a process of i
 a script.
 """
 
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +13,7 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attention.latent import _op, eager_latent_attention, latent_attention
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.interpreted import run
 
 # B, T, S, H, page, width, rest
 CALLS = [(2, 1, 70, 7, 0, 40, 8), (3, 3, 96, 3, 16, 64, 32), (2, 2, 90, 5, 30, 48, 16)]
@@ -112,9 +108,7 @@ def test_latent_decoding_compiles(arch: str, page: int) -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
 def test_latent_kernel_interpreted() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run: Any = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-2000:]
+    run(script="tests.kernels.attention.test_latent")
 
 
 if __name__ == "__main__":

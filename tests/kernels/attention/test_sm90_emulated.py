@@ -102,6 +102,7 @@ def run(
 @pytest.mark.parametrize("extra", [0, 128])
 @pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("call", CALLS, ids=lambda c: c.name)
+@pytest.mark.sample(which=lambda call, room, extra: (room == 2) == (extra == 128))
 def test_forward_ways(call: Call, room: int, extra: int) -> None:
     forward_matches(Call(**{**vars(call), "D": 16, "DV": 16}), room, extra)
 

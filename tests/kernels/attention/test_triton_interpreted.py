@@ -5,9 +5,7 @@ this file as a script. bfloat16 products are wrong in the interpreter: float32 a
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import warnings
 
 import pytest
 import torch
@@ -17,6 +15,12 @@ from slipstream.kernels.attention.eager import forward as eager_forward
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 from tests.support.attention_calls import CALLS, check, got, incoming, want
+from tests.support.interpreted import PARTS, parts, run
+
+# calls of the default run: masks, groups, options and ways of packing, each once
+SAMPLE = {"one", "causal", "more queries", "causal window", "gate, sinks", "slopes, sinks"}
+SAMPLE |= {"packed apart", "packed, caches", "used", "few queries"}
+NARROW = {"causal", "packed apart", "few queries"}
 
 
 def check_call(index: int, dtype: torch.dtype) -> None:
@@ -73,15 +77,14 @@ def surrounded(x: torch.Tensor) -> torch.Tensor:
     return around
 
 
-def check_caches() -> None:
+def check_caches(options: AttentionOptions) -> None:
     from slipstream.kernels.attention.triton import decode_launch
 
-    for options in (AttentionOptions(0.3, -1, 0), AttentionOptions(-0.3, 6, 0, 3.0)):
-        for name, call in caches().items():
-            o, lse = eager_forward(gather(call), options, hidden_keys(call))
-            right = {"o": o.double(), "lse": lse.double()}
-            found = dict(zip(right, decode_launch.decode(call, options)))
-            check(found, right, 5e-6, f"{name}, {options}")
+    for name, call in caches().items():
+        o, lse = eager_forward(gather(call), options, hidden_keys(call))
+        right = {"o": o.double(), "lse": lse.double()}
+        found = dict(zip(right, decode_launch.decode(call, options)))
+        check(found, right, 5e-6, f"{name}, {options}")
     for name, call in caches().items():
         if call.lengths is not None:
             k, v = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2, 16)
@@ -95,22 +98,23 @@ def check_caches() -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_kernels_match_reference_when_interpreted() -> None:
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, "-W", "error::RuntimeWarning", __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_match_reference_when_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.attention.test_triton_interpreted")
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error", RuntimeWarning)
     torch.manual_seed(int(os.environ.get("SEED", "0")))
     # NaN in whatever is never written
     torch.use_deterministic_algorithms(True)
-    check_caches()
-    check_strides()
-    for i, call in enumerate(CALLS):
-        check_call(i, torch.float32)
-        if call.name in ("causal", "packed apart", "few queries"):
-            check_call(i, torch.float16)
-        print(call.name, "ok", flush=True)
+    for part in parts():
+        check_caches(AttentionOptions(-0.3, 6, 0, 3.0))
+        if part == "further":
+            check_caches(AttentionOptions(0.3, -1, 0))
+            check_strides()
+        for i, call in enumerate(CALLS):
+            if (call.name in SAMPLE) == (part == "sample"):
+                check_call(i, torch.float32)
+            if call.name in NARROW and (call.name == "packed apart") == (part == "sample"):
+                check_call(i, torch.float16)

@@ -5,9 +5,6 @@ this file as a script.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from slipstream.ops import chunk_hgrn
 from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import run
 from tests.support.operators import offsets, relative_error
 
 # rows of a tile there
@@ -41,7 +39,7 @@ CASES = [
 ]
 
 
-def run(args: dict[str, Tensor], weights: list[Tensor], **options) -> dict[str, Tensor]:
+def outcome(args: dict[str, Tensor], weights: list[Tensor], **options) -> dict[str, Tensor]:
     args = {n: x.detach().requires_grad_() for n, x in args.items()}
     h, final = chunk_hgrn(**args, output_final_state=True, **options)
     assert final is not None
@@ -58,9 +56,9 @@ def check(size: str, gate: str, dtype: torch.dtype, state: bool, reverse: bool) 
         args["initial_state"] = torch.randn(N, D)
     cu = None if lengths is None else offsets(lengths).int()
     weights = [torch.randn(B, T, D).to(dtype), torch.randn(N, D)]
-    got = run(args, weights, impl="triton", reverse=reverse, cu_seqlens=cu)
+    got = outcome(args, weights, impl="triton", reverse=reverse, cu_seqlens=cu)
     wide = {n: x.double() for n, x in args.items()}
-    want = run(wide, weights, impl="reference", reverse=reverse, cu_seqlens=cu)
+    want = outcome(wide, weights, impl="reference", reverse=reverse, cu_seqlens=cu)
     for name, x in want.items():
         error = relative_error(got[name], x)
         limit = 1e-6 if dtype == torch.float32 else 1e-3
@@ -93,11 +91,7 @@ def check_alone_equals_packed() -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_scan_matches_reference_when_interpreted():
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(script="tests.kernels.gated_scan.test_triton_scan_interpreted")
 
 
 def test_scan_refuses_the_cpu_by_name():

@@ -166,6 +166,9 @@ def check(job: Job) -> Compiled:
         for marks in [pytest.mark.slow if make in FURTHER and name != "gated" else ()]
     ],
 )
+@pytest.mark.sample(
+    which=lambda case, make: case == SPLIT or make in ("solve", "o", "back", "one_walk")
+)
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * TILE_V):
         pytest.skip("V is one tile")

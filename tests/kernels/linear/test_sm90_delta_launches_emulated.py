@@ -189,6 +189,7 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["again", "saved"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.sample(which=lambda way, keeps: keeps or way[1][5] == PACKED)
 def test_launches_lead_from_inputs_to_gradients(
     way: tuple, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

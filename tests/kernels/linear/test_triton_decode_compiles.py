@@ -55,6 +55,7 @@ def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bo
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("width", [16, 128, 256])
+@pytest.mark.sample(which=lambda kind, width, capability, v_first: (capability == 90) == v_first)
 def test_step_compiles(kind: str, width: int, capability: int, v_first: bool) -> None:
     got = compile_step(kind, width, capability, v_first, pool=kind != "all")
     assert got.stack == 0, f"{got.stack} bytes spilled"

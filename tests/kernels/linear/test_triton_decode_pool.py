@@ -5,9 +5,6 @@ as a script.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ from tests.support.decode_pool import (
     make,
     step,
 )
+from tests.support.interpreted import PARTS, parts, run
 from tests.support.operators import relative_error
 
 
@@ -159,20 +157,18 @@ def test_step_passes_opcheck_and_compiles() -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_step_updates_the_pool_when_interpreted():
-    root = str(Path(__file__).parents[3])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    run = [sys.executable, __file__]
-    done = subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.mark.parametrize("part", PARTS)
+def test_step_updates_the_pool_when_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.linear.test_triton_decode_pool")
 
 
 if __name__ == "__main__":
     torch.manual_seed(int(os.environ.get("SEED", "0")))
     # NaN in whatever is never written
     torch.use_deterministic_algorithms(True)
-    for i, kind in enumerate(KINDS):
-        check_kind(kind, "triton", (i % 2 == 0,))
-        print(kind, "ok", flush=True)
-    for check in CHECKS:
-        check("triton")
+    for part in parts():
+        for i, kind in enumerate(KINDS):
+            if (kind in ("retention", "gla both", "rwkv7", "all")) == (part == "sample"):
+                check_kind(kind, "triton", (i % 2 == 0,))
+        for check in CHECKS if part == "sample" else ():
+            check("triton")
