@@ -68,7 +68,7 @@ check: lint test
 
 # The documentation site, docs/_build/html. Any warning, such as a broken link, is an error.
 docs: venv
-	OMP_NUM_THREADS=1 $(RUN) -m sphinx -W -n -q --keep-going -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 $(RUN) -m sphinx -E -W -n -q --keep-going -b html docs docs/_build/html
 
 # The kernels for every architecture, without a GPU: docs/SUPPORT.md. Under the Triton that is here
 # thoroughly, with other ptxas on sm_90 if PTXAS names some, and under the other releases briefly.

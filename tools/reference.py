@@ -248,6 +248,10 @@ def commands() -> list[str]:
     return lines
 
 
+def package() -> list[str]:
+    return [*heading("slipstream"), *autosummary("slipstream", ["synchronize"])]
+
+
 def integration() -> list[str]:
     module = "slipstream.integrations.transformers"
     lines = [*heading(module), 'Registers ``attn_implementation="slipstream"`` when imported; see']
@@ -259,6 +263,7 @@ def write(folder: Path) -> None:
     """Files whose text is the same are left alone, so that a second build is quick; pages of
     functions that are gone are deleted."""
     pages = {
+        "slipstream": package(),
         "ops": operators(),
         **{name: classes(*about) for name, about in MODULES.items()},
         "integrations": integration(),
@@ -270,7 +275,7 @@ def write(folder: Path) -> None:
         f"{module}.{name}.rst" for module in api_snapshot.MODULES for name, _ in public(module)
     }
     for path in (folder / "generated").glob("*.rst"):
-        if path.name not in listed:
+        if path.name not in (*listed, "slipstream.synchronize.rst"):
             path.unlink()
     for name, lines in pages.items():
         path, text = folder / f"{name}.rst", "\n".join(lines) + "\n"
