@@ -8,6 +8,7 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.householder import at_step
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._preprocess import maybe_l2_norm
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
@@ -137,7 +138,7 @@ def _impl(
         return ""
     laid = given.terms(slice(0, 1), given.state, "eager")
     check(laid, {}, options, recurrent)
-    return plan_for(laid, options.impl).tries
+    return "" if groups_of(laid).is_split else plan_for(laid, options.impl).tries
 
 
 def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> LinearInputs:

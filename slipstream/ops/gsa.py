@@ -9,6 +9,7 @@ from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for
 from slipstream.kernels.linear.gsa import GSAInputs, attend
+from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
@@ -195,6 +196,7 @@ def _stays_narrow(given: GSAInputs, dtype: torch.dtype, options: LinearOptions) 
     """Whether only the scores are float32 (kernels/linear/gsa.py)."""
     plain = not (options.reverse or options.state_v_first or options.impl == "reference")
     plain = plain and given.g is not None and given.q.is_cuda
+    plain = plain and not any(groups_of(x).is_split for x in (given.first(), given.second(given.s)))
     whole = all(x.numel() > 0 for x in (given.q, given.v, given.s))
     return plain and whole and dtype in (torch.bfloat16, torch.float16)
 

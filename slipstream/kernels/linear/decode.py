@@ -19,13 +19,15 @@ from slipstream.kernels.linear.dispatch import LinearOptions, as_autocast, check
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
-from slipstream.kernels.linear.triton.plan import MAX_HEAD_DIM, kind
+from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import bypass_dispatcher, register_op
 from slipstream.runtime.dispatch import Candidate, Selection, choose
 from slipstream.runtime.token_ids import expect_below
 from slipstream.runtime.validation_cache import ValidationCache, signature
+
+MAX_K = 1024  # all rows of the state are in one program's registers
 
 
 class Pool(NamedTuple):
@@ -48,8 +50,8 @@ def unsupported_reason(call: tuple[LinearInputs, Pool]) -> str | None:
         return reason
     if pool.state.dtype == torch.float64:
         return "it computes in float32, and state is float64"
-    if max(terms.q.shape[-1], terms.v.shape[-1]) > MAX_HEAD_DIM:
-        return f"K and V may be at most {MAX_HEAD_DIM}"
+    if terms.q.shape[-1] > MAX_K:
+        return f"K may be at most {MAX_K}"
     if all(x.stride()[-2:] != (x.shape[-1], 1) for x in (pool.state, pool.state.mT)):
         return "the last two dimensions of state are not contiguous"
     return guarded_launch.known_failure(lambda: kind(terms, by_token=True), terms.q.device)

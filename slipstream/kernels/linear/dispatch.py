@@ -16,7 +16,13 @@ from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
-from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.kernels.linear.wide_heads import (
+    groups_of,
+    join_heads,
+    shapes_of_split,
+    split_heads,
+)
+from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 CANDIDATES = (
@@ -75,12 +81,23 @@ def run(
         o, state = linear_reference(terms, scale)
     else:
         chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        o, state = linear(terms, scale, chunk, plan.tries)
+        o, state = _linear(terms, scale, chunk, plan)
     if options.reverse:
         o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _linear(
+    terms: LinearInputs, scale: float, chunk: int, plan: Selection
+) -> tuple[Tensor, Tensor]:
+    groups = groups_of(terms)
+    if plan.impl in PLAIN or not groups.is_split:
+        return linear(terms, scale, chunk, plan.tries)
+    parts = split_heads(terms, groups)
+    o, state = linear(parts, scale, chunk, plan.tries, wide=groups.rows > 1)
+    return join_heads(o, state, terms, groups)
 
 
 def _checked(
@@ -92,7 +109,8 @@ def _checked(
 
 
 def plan_for(terms: LinearInputs, impl: str | None) -> Selection:
-    return choose(CANDIDATES, terms, impl, "linear attention", terms.q)
+    """Of heads as wide as they are; kernels are asked about what wide_heads.py makes of them."""
+    return choose(CANDIDATES, shapes_of_split(terms), impl, "linear attention", terms.q)
 
 
 def check(

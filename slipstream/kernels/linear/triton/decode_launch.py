@@ -32,6 +32,8 @@ TILES = {
     64: DecodeTile(32, 2),
     128: DecodeTile(32, 4),
     256: DecodeTile(32, 8),
+    512: DecodeTile(32, 16),
+    1024: DecodeTile(16, 16),
 }
 
 

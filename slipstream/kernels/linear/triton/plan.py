@@ -4,12 +4,12 @@ import torch
 
 from slipstream.compiler.compiler_state import KernelKey, arch_of_device
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.wide_heads import MAX_HEAD_DIM
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
 from slipstream.runtime.backends import triton_unsupported
 
-MAX_HEAD_DIM = 256
 UNTRANSPOSED_MAX_BYTES = 1 << 16  # bytes of shared memory, of sm_75
 
 
@@ -19,8 +19,8 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         return reason
     if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
         return "q, k and v differ in dtype"
-    if max(terms.q.shape[-1], terms.v.shape[-1]) > MAX_HEAD_DIM:
-        return f"K and V may be at most {MAX_HEAD_DIM}"
+    if max(terms.q.shape[-1], terms.v.shape[-1]) > MAX_HEAD_DIM:  # not split (wide_heads.py)
+        return f"K of a recurrence that erases may be at most {MAX_HEAD_DIM}"
     if reason := _unwritten(terms) or _without_room(terms):
         return reason
     return guarded_launch.known_failure(lambda: kind(terms), terms.q.device)

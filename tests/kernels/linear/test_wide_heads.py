@@ -1,0 +1,202 @@
+"""Heads of more than 256 channels are split into such as kernels take, and nothing else changes.
+
+Triton's checks run in a process of their own, this file as a script, under its interpreter.
+"""
+
+import pytest
+import torch
+
+from slipstream import ops
+from slipstream.compiler.aot import Job
+from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.trace import PlainTorch, trace
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from slipstream.kernels.linear.wide_heads import (
+    groups_of,
+    join_heads,
+    shapes_of_split,
+    split_heads,
+)
+from slipstream.tools.catalog import Shape, chosen, flat
+from tests.support.interpreted import run
+from tests.support.operators import Size, cast, offsets, packed, relative_error, with_grads
+
+B, T, H, HV, N = 1, 23, 2, 4, 3
+LENGTHS = (9, 0, 14)
+# V, and the groups of columns and how wide one is
+WIDTHS = {256: (1, 256), 257: (2, 144), 300: (2, 160), 384: (3, 128), 512: (2, 256), 1000: (4, 256)}
+# terms besides q, k and v
+KINDS = {
+    "none": (),
+    "scalar": ("g",),
+    "channel": ("gk", "u"),
+    "values": ("gv",),
+    "both": ("gk", "gv"),
+    "delta": ("g", "beta"),
+    "comba": ("g", "beta", "p"),
+    "kda": ("gk", "beta"),
+    "by column": ("g", "beta wide"),
+    "dplr": ("gk", "a", "b"),
+}
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def make(kind: str, K: int, V: int) -> LinearInputs:
+    makers = {
+        "g": lambda: -randn(B, T, HV).abs(),
+        "gk": lambda: -randn(B, T, HV, K).abs(),
+        "gv": lambda: -randn(B, T, HV, V).abs(),
+        "beta": lambda: randn(B, T, HV).sigmoid(),
+        "beta wide": lambda: randn(B, T, HV, V).sigmoid(),
+        "u": lambda: randn(HV, K),
+        **{x: lambda: randn(B, T, H, K) / K**0.5 for x in "qkpab"},
+    }
+    names = {"gk": "g", "beta wide": "beta"}
+    given = {names.get(x, x): makers[x]() for x in ("q", "k", *KINDS[kind])}
+    return LinearInputs(
+        **given,
+        v=randn(B, T, HV, V),
+        initial_state=randn(N, HV, K, V),
+        cu_seqlens=offsets(LENGTHS),
+    )
+
+
+def differentiable(terms: LinearInputs) -> LinearInputs:
+    given = {name: getattr(terms, name) for name in DIFFERENTIABLE}
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items() if x is not None}
+    return terms._replace(**leaves)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_heads_are_cut_as_wide_as_kernels_take_them(width: int) -> None:
+    groups = groups_of(make("delta", 16, width))
+    assert (groups.columns, groups.V) == WIDTHS[width]
+    assert groups.rows == 1
+    assert groups_of(make("none", width, 16))[:2] == WIDTHS[width]
+    assert groups_of(make("dplr", width, 16)).rows == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("K", "V"), [(8, 300), (8, 512), (300, 520)], ids=str)
+def test_split_heads_give_the_same_numbers_and_gradients(kind: str, K: int, V: int) -> None:
+    terms = make(kind, K, V)
+    groups = groups_of(terms)
+    assert groups.columns == (3 if V == 520 else 2)
+    whole, parts = differentiable(terms), differentiable(terms)
+    split = split_heads(parts, groups)
+    for x, y in zip(split, shapes_of_split(terms), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype)
+    want = linear_reference(whole, 0.3)
+    got = join_heads(*linear_reference(split, 0.3), parts, groups)
+    weights = [torch.randn_like(x) for x in want]
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.is_contiguous()
+    inputs = [(x, y) for x, y in zip(parts, whole) if x is not None and x.requires_grad]
+    found = torch.autograd.grad(got, [x for x, _ in inputs], weights)
+    wanted = torch.autograd.grad(want, [y for _, y in inputs], weights)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+CHUNKS = ("retention", "gla", "gsa", "gated_delta_rule", "kda", "comba", "rwkv7")
+
+
+def compiled(name: str, K: int, V: int, arch: str, impl: str | None = None) -> set[str]:
+    sample, *_ = chosen([name])
+    shape = Shape(T=100, H=2, K=K, V=V, state=True)
+    jobs = trace(lambda device: sample.call(sample.inputs(shape, device), impl), arch)
+    return {job.name for job in jobs}
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", [*CHUNKS, "gated_delta_product"])
+def test_kernels_take_values_of_512_channels(name: str, arch: str) -> None:
+    found = compiled(f"chunk_{name}", 128, 512, arch)
+    assert found
+    assert any("sm90" in x for x in found) == (arch == "sm_90" and "gated" in name)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("name", CHUNKS)
+def test_kernels_take_keys_of_512_channels_where_nothing_is_erased(name: str) -> None:
+    erases = name not in ("retention", "gla", "gsa")
+    if not erases:
+        assert compiled(f"chunk_{name}", 512, 128, "sm_90")
+        return
+    with pytest.raises(PlainTorch):
+        compiled(f"chunk_{name}", 512, 128, "sm_90")
+    with pytest.raises(NotImplementedError, match="K of a recurrence that erases may be at most"):
+        compiled(f"chunk_{name}", 512, 128, "sm_90", impl="triton")
+
+
+def step_jobs(K: int, V: int, impl: str | None = None) -> list[Job]:
+    def call(device: torch.device) -> None:
+        q = torch.empty(2, 1, 1, K, device=device)
+        state = torch.empty(2, 2, K, V, device=device)
+        v, beta = state[:, None, :, 0], torch.empty(2, 1, 2, device=device)
+        ops.recurrent_step(q, q, v, beta=beta, state=state, impl=impl)
+
+    return trace(call, "sm_90", backward=False)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(("K", "V"), [(128, 2000), (300, 64), (1024, 64)], ids=str)
+def test_one_step_is_a_kernel_at_any_width_of_values(K: int, V: int) -> None:
+    (job,) = step_jobs(K, V)
+    assert job.name == "linear_decode_kernel"
+    assert job.compile().shared <= ARCHS["sm_90"].shared
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_one_step_is_plain_torch_where_registers_do_not_hold_a_column() -> None:
+    with pytest.raises(NotImplementedError, match="K may be at most 1024"):
+        step_jobs(1025, 64, "triton")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_wide_heads_match_reference_when_interpreted() -> None:
+    run(script="tests.kernels.linear.test_wide_heads")
+
+
+def check(name: str, size: Size) -> None:
+    op, *_ = chosen([f"chunk_{name}"])
+    args = op.inputs(size)
+    want = with_grads(lambda x: flat(op(x, impl="reference")), cast(args, torch.float64))
+    got = with_grads(lambda x: flat(op(x, impl="triton")), args)
+    for found, wanted in zip(got, want, strict=True):
+        for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
+            error = relative_error(x, y)
+            assert error <= 1e-5, f"{name}, {size}: {i} is off by {error:.1e}"
+    print(name, "ok", flush=True)
+
+
+def check_step(K: int, V: int) -> None:
+    q, k = torch.randn(2, 1, 1, K), torch.randn(2, 1, 1, K) / K**0.5
+    v, state = torch.randn(2, 1, 2, V), torch.randn(2, 2, K, V)
+    given = {"g": -torch.rand(2, 1, 2), "beta": torch.rand(2, 1, 2)}
+    want, final = ops.fused_recurrent_gated_delta_rule(
+        q, k, v, **given, initial_state=state, output_final_state=True, impl="reference"
+    )
+    got = ops.recurrent_step(q, k, v, **given, state=state, impl="triton")
+    assert relative_error(got, want) <= 1e-5
+    assert relative_error(state, final) <= 1e-5
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # NaN in whatever is never written
+    small = Size(B=1, T=20, H=1, HV=2, K=16, V=300)
+    check("retention", small)
+    check("gated_delta_rule", packed(small, 3, 0, 17))
+    check("kda", small)
+    check("simple_gla", Size(B=1, T=20, H=1, HV=2, K=300, V=16))
+    check_step(20, 300)
+    check_step(300, 12)
