@@ -1,7 +1,7 @@
 """Registration of operators with torch.library, in one namespace.
 
-An operator is `define`d with one implementation for CPU and CUDA and a fake one that only makes
-outputs of the right shape; gradients are an autograd.Function outside of it. So torch.compile
+A KernelOp has one implementation for CPU and CUDA and a fake one that only makes outputs of the
+right shape; gradients are an autograd.Function outside of it. So torch.compile
 (fullgraph=True), torch.export, fake tensors and dispatch modes all see one opaque node and never
 look inside. A graph made by torch.export has the operator without the autograd.Function, so the
 operator has its gradient as well (runtime/gradient.py). Plain calls on plain tensors go to the
@@ -22,8 +22,6 @@ from slipstream.runtime.token_ids import raise_pending
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# overload -> device -> implementation
-_IMPLEMENTATIONS: dict[Any, dict[str, Callable]] = {}
 
 
 def is_plain_call(x: Any) -> bool:
@@ -46,107 +44,121 @@ def is_fake(x: torch.Tensor) -> bool:
     return type(x) not in _PLAIN and isinstance(x, FakeTensor) and not TRACING
 
 
-def _without_autocast(impl: Callable, device: str) -> Callable:
-    """Autocast would reach the torch operations inside; dtypes are decided before the boundary."""
-
-    def call(*args: Any) -> Any:
-        if not torch.is_autocast_enabled(device):
-            return impl(*args)
-        with torch.autocast(device, enabled=False):
-            return impl(*args)
-
-    return call
-
-
-def register_op(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
-    """Registers slipstream::name and returns its overload.
+class DirectCall:
+    """A function of tensors on a GPU that is replayed where nobody is looking
+    (runtime/call_replay.py).
 
     Args:
-        schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor".
+        impl: called below autograd, with autocast off: dtypes are decided before. What it does on a
+            GPU follows from what call_replay.call_key looks at.
+        compile_also: given the arguments and the results, calls what such a call is followed by,
+            its gradient, so that the kernels of both are compiled at once.
+    """
+
+    def __init__(
+        self,
+        impl: Callable,
+        *,
+        replay: bool = True,
+        compile_also: Callable[[tuple, Any], object] | None = None,
+    ) -> None:
+        self.impl, self._replay, self._compile_also = impl, replay, compile_also
+        self._overload: Any = None
+        # key -> True where the next call is recorded, then the record, or False if there is none
+        self._known: dict[tuple | None, Any] = {}
+        # of calls that take the same kernels, but for what a short or long sequence adds
+        self._kinds: set[tuple] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        x = args[0]
+        if not is_plain_call(x):
+            return (self._overload or self._without_autocast)(*args)
+        device = x.device.type
+        if self._replay and not TRACING and call_replay.is_enabled(x):
+            key = call_replay.call_key(args)
+            known = self._known.get(key)
+            if known is True:
+                return self._record(key, args)
+            if known and not (known.operations and torch.is_autocast_enabled(device)):
+                raise_pending()
+                with device_of(x.device):
+                    return known.play(args)
+            if known is None and key is not None:
+                self._expect(key, args)
+        elif self._overload is not None and device not in ("cpu", "cuda"):
+            return self._overload(*args)  # such as meta, which has no implementation
+        if torch.is_autocast_enabled(device):
+            return self._without_autocast(*args)
+        return self.impl(*args)
+
+    def _expect(self, key: tuple, args: tuple) -> None:
+        """The first call of a key: compiles its kernels side by side, and has the next recorded."""
+        if len(self._known) >= call_replay.MAX_KEYS:
+            self._known.clear()
+        self._known[key] = True
+        kind = call_replay.compile_class_key(args)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            parallel_compile.compile_kernels(self._compile, args)
+
+    def _compile(self, *args: Any) -> None:
+        results = self._without_autocast(*args)
+        if self._compile_also is not None:
+            self._compile_also(args, results)
+
+    def _record(self, key: tuple | None, args: tuple) -> Any:
+        result, record = call_replay.record(self._without_autocast, args)
+        self._known[key] = record or False
+        return result
+
+    def _without_autocast(self, *args: Any) -> Any:
+        """Autocast would reach the torch operations inside; dtypes are decided before."""
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return self.impl(*args)
+        with torch.autocast(device, enabled=False):
+            return self.impl(*args)
+
+
+class KernelOp(DirectCall):
+    """slipstream::name, registered with torch.library and called without the dispatcher where
+    nobody is looking. For callers above whom autograd is dealt with.
+
+    Args:
+        schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor"; the first
+            argument is a tensor.
         impl: called on CPU and CUDA tensors, below autograd; outputs must not alias inputs.
         fake: the same arguments, shapes only; its strides must be those of `impl`.
+        replay, compile_also: as DirectCall has them.
     """
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    inside = {device: _without_autocast(impl, device) for device in ("cpu", "cuda")}
-    for device, call in inside.items():
-        _LIBRARY.impl(name, call, device.upper())
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _LIBRARY.impl(name, gradient.autograd_kernel(overload), "Autograd", with_keyset=True)
-    _IMPLEMENTATIONS[overload] = inside
-    return overload
 
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        impl: Callable,
+        fake: Callable,
+        *,
+        replay: bool = False,
+        compile_also: Callable[[tuple, Any], object] | None = None,
+    ) -> None:
+        super().__init__(impl, replay=replay, compile_also=compile_also)
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, self._without_autocast, device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        _LIBRARY.impl(name, gradient.autograd_kernel(self.overload), "Autograd", with_keyset=True)
+        self._overload = self.overload
 
-def bypass_dispatcher(
-    overload: Any,
-    *,
-    replays: bool = False,
-    follows: Callable[[tuple, Any], object] | None = None,
-) -> Callable:
-    """Calls the implementation where nobody is looking, else the operator. For callers above whom
-    autograd is dealt with, and whose first argument is a tensor.
+    def set_gradient(self, differentiable: Callable) -> None:
+        """Registers a function of the operator's arguments that returns its first results with
+        gradients, for calls that come by the dispatcher. Further results, which only the
+        operator's own backward reads, have none."""
+        gradient.set_gradient(self.overload, differentiable)
 
-    Args:
-        replays: what the implementation does on a GPU follows from what replay.key_of looks at.
-        follows: given the arguments and the results, calls what such a call is followed by, its
-            gradient, so that the kernels of both are compiled at once.
-    """
-    inside = _IMPLEMENTATIONS[overload]
-
-    def call(*args: Any) -> Any:
-        # what has no implementation of its own, such as meta, goes by the dispatcher
-        device_impl = inside.get(args[0].device.type) if is_plain_call(args[0]) else None
-        return overload(*args) if device_impl is None else device_impl(*args)
-
-    return _with_replay(call, inside["cuda"], follows) if replays else call
-
-
-def with_replay(impl: Callable, follows: Callable[[tuple, Any], object] | None = None) -> Callable:
-    """shortcut(..., replays=True) of what is no operator, for calls of CUDA tensors alone that
-    nobody looks at."""
-    call = _without_autocast(impl, "cuda")
-    return _with_replay(call, call, follows)
-
-
-def _with_replay(
-    call: Callable, inside: Callable, follows: Callable[[tuple, Any], object] | None = None
-) -> Callable:
-    # key -> True where the next call is recorded, then the record, or False if there is none
-    known: dict[tuple, Any] = {}
-    # of calls that take the same kernels, but for what a short or long sequence adds
-    kinds: set[tuple] = set()
-
-    def first(*args: Any) -> None:
-        results = inside(*args)
-        if follows is not None:
-            follows(args, results)
-
-    def again(*args: Any) -> Any:
-        x = args[0]
-        if TRACING or not call_replay.is_enabled(x) or not is_plain_call(x):
-            return call(*args)
-        key = call_replay.call_key(args)
-        if key is None:
-            return call(*args)
-        found = known.get(key)
-        if found is None:
-            if len(known) >= call_replay.MAX_KEYS:
-                known.clear()
-            known[key] = True
-            kind = call_replay.compile_class_key(args)
-            if kind not in kinds:
-                kinds.add(kind)
-                parallel_compile.compile_kernels(first, args)
-        if not found:
-            return call(*args)
-        if found is True:
-            result, record = call_replay.record(inside, args)
-            known[key] = record or False
-            return result
-        if found.operations and torch.is_autocast_enabled(x.device.type):
-            return call(*args)
-        raise_pending()
-        with device_of(x.device):
-            return found.play(args)
-
-    return again
+    def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
+        """The same operator, called where a backward follows."""
+        call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
+        call._overload = self.overload
+        return call

@@ -208,7 +208,7 @@ def test_cache_calls_pass_opcheck_and_compile() -> None:
     q, k, v = qkv(2, 1)
     lengths = torch.tensor([7, 3])
     call = Cache(q, k, v, lengths, sinks=torch.randn(4))
-    torch.library.opcheck(op.decode, (*call, 0.3, -1, 0, 0.0, 0.0, "eager"))
+    torch.library.opcheck(op.call_decode.overload, (*call, 0.3, -1, 0, 0.0, 0.0, "eager"))
     new = torch.randn(2, 1, 2, 8)
     torch.library.opcheck(op.append, (k, v, new, new, lengths, None, None, "eager"))
     torch._dynamo.reset()

@@ -85,7 +85,8 @@ def test_linear_cross_entropy_passes_opcheck(grads: bool) -> None:
     hidden, weight, bias = torch.randn(5, 4), torch.randn(6, 4), torch.randn(6)
     target = torch.tensor([0, 5, -100, 2, 3])
     torch.library.opcheck(
-        op._LINEAR, (hidden, weight, bias, target, None, -100, 0.1, 5.0, 0.01, 1.0, grads)
+        op._call_linear.overload,
+        (hidden, weight, bias, target, None, -100, 0.1, 5.0, 0.01, 1.0, grads),
     )
 
 

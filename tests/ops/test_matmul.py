@@ -81,7 +81,7 @@ def test_matmul_compiles_fullgraph() -> None:
 def test_matmul_passes_opcheck() -> None:
     a, b, bias = torch.randn(5, 7), torch.randn(7, 4), torch.randn(4)
     args = (a, b, bias, None, torch.rand(5), None, "relu", "tf32", torch.float32, [], "")
-    torch.library.opcheck(op._OP, args)
+    torch.library.opcheck(op._CALL.overload, args)
 
 
 def test_matmul_rejects_what_does_not_fit() -> None:

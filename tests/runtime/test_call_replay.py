@@ -35,8 +35,7 @@ class Toy:
             self.calls += 1
             return body(*args)
 
-        inside = custom_op._without_autocast(counted, "cpu")
-        self.run = custom_op._with_replay(inside, inside)
+        self.run = custom_op.DirectCall(counted)
 
 
 def launch(x: Tensor, y: Tensor) -> None:
@@ -309,7 +308,7 @@ def test_what_follows_is_compiled_with_the_first_call(monkeypatch: pytest.Monkey
         launch(x, y)
         return y
 
-    run = custom_op._with_replay(twice, twice, lambda args, y: compiled.append((args, y)))
+    run = custom_op.DirectCall(twice, compile_also=lambda args, y: compiled.append((args, y)))
     x = torch.arange(4.0)
     for _ in range(3):
         run(x)

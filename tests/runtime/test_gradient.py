@@ -99,34 +99,37 @@ def _steps() -> tuple:
 
 
 ROWS: dict[str, tuple[Any, Row]] = {
-    "linear": (linear._forward_op, Row(_linear, 2)),
-    "linear in spans": (linear._spans_op, Row(lambda: (*_linear(), 1), 2)),
+    "linear": (linear._call_forward.overload, Row(_linear, 2)),
+    "linear in spans": (linear._call_spans.overload, Row(lambda: (*_linear(), 1), 2)),
     "scan": (
-        scan._forward_op,
+        scan._call_forward.overload,
         Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),
     ),
-    "softmax": (attention._forward_op, Row(_softmax, 2)),
+    "softmax": (attention._call_forward.overload, Row(_softmax, 2)),
     "latent": (
-        latent._op,
+        latent._call.overload,
         Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2),
     ),
-    "conv": (conv._OP, Row(_conv, 1)),
-    "norm": (norm._forward_op, Row(_norm, 1)),
-    "matmul": (matmul._OP, Row(_matmul, 1)),
-    "glu": (activation._FORWARD, Row(lambda: (rand(3, 4), rand(3, 4), "silu", "eager"), 1)),
-    "embedding": (embedding._EMBEDDING, Row(lambda: (IDS, rand(5, 3)), 1)),
-    "rotary": (rotary._ROTARY, Row(lambda: _rotary(False), 1, inputs=1)),
-    "rotary back": (rotary._ROTARY, Row(lambda: _rotary(True), 1, inputs=1)),
+    "conv": (conv._call.overload, Row(_conv, 1)),
+    "norm": (norm._forward_op.overload, Row(_norm, 1)),
+    "matmul": (matmul._CALL.overload, Row(_matmul, 1)),
+    "glu": (activation.forward.overload, Row(lambda: (rand(3, 4), rand(3, 4), "silu", "eager"), 1)),
+    "embedding": (embedding._call.overload, Row(lambda: (IDS, rand(5, 3)), 1)),
+    "rotary": (rotary._call.overload, Row(lambda: _rotary(False), 1, inputs=1)),
+    "rotary back": (rotary._call.overload, Row(lambda: _rotary(True), 1, inputs=1)),
     "token_shift": (
-        token_shift._OP,
+        token_shift._call.overload,
         Row(lambda: (rand(1, 4, 3), rand(1, 3), None, False, "eager"), 2),
     ),
-    "linear_cross_entropy": (loss._LINEAR, Row(_linear_loss, 1)),
-    "cross_entropy": (cross_entropy_op._OP, Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1)),
-    "linear_kl_div": (distill._OP, Row(_distill, 1, inputs=3)),
+    "linear_cross_entropy": (loss._call_linear.overload, Row(_linear_loss, 1)),
+    "cross_entropy": (
+        cross_entropy_op._call.overload,
+        Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1),
+    ),
+    "linear_kl_div": (distill._CALL.overload, Row(_distill, 1, inputs=3)),
     # these two compute in float32, and are looked at with less precision
-    "slots": (gsa._forward_op, Row(_slots, 3)),
-    "steps": (gated_delta_product._forward_op, Row(_steps, 2)),
+    "slots": (gsa._call_forward.overload, Row(_slots, 3)),
+    "steps": (gated_delta_product._call_forward.overload, Row(_steps, 2)),
 }
 rows = pytest.mark.parametrize(("op", "row"), ROWS.values(), ids=ROWS)
 
@@ -180,9 +183,9 @@ def test_operator_gives_all_results_with_gradients_as_without(
 def test_operator_without_a_gradient_refuses_its_backward() -> None:
     q, k, v = (torch.randn(1, n, 1, 4, requires_grad=True) for n in (1, 3, 3))
     args = (q, k, v, *[None] * 6, 0.5, -1, 0, 0.0, 0.0, "eager")
-    o, _ = attention.decode(*args)
+    o, _ = attention.call_decode.overload(*args)
     with torch.no_grad():
-        want, _ = attention.decode(*args)
+        want, _ = attention.call_decode.overload(*args)
     torch.testing.assert_close(o, want)
     with pytest.raises(NotImplementedError, match=r"slipstream\.softmax_decode.*no gradient"):
         o.sum().backward()
@@ -192,6 +195,6 @@ def test_further_results_refuse_their_backward() -> None:
     """The gradients that a loss makes in its forward have none of their own."""
     args = _linear_loss()
     args[0].requires_grad_()
-    _, dhidden, *_ = loss._LINEAR(*args)
+    _, dhidden, *_ = loss._call_linear.overload(*args)
     with pytest.raises(NotImplementedError, match=r"slipstream\.linear_cross_entropy"):
         dhidden.sum().backward()

@@ -5,7 +5,6 @@
 slipstream::softmax_latent has no gradient; where one is wanted, plain torch makes it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from slipstream.kernels.attention.triton.plan import kind_of_cache
 from slipstream.kernels.attention.triton.tiles import LATENT, family
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import INTERPRETED, triton_unsupported
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, choose
-from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import expect_below
 
 # of the latents, and of what follows them in a row
@@ -158,12 +156,11 @@ def _fake(q: Tensor, latent: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, T, H, rest[2]), q.new_empty(B, H, T, dtype=wide)
 
 
-_op: Callable = register_op(
+_call = KernelOp(
     "softmax_latent",
     "(Tensor q, Tensor latent, Tensor? lengths, Tensor? table, int width, float scale, str impl)"
     " -> (Tensor, Tensor)",
     _latent,
     _fake,
 )
-_call = bypass_dispatcher(_op)
-set_gradient(_op, lambda *args: eager_latent_attention(*args[:-1]))
+_call.set_gradient(lambda *args: eager_latent_attention(*args[:-1]))

@@ -17,8 +17,7 @@ from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs,
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp
 
 _TERMS = ", ".join(
     f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in AttentionInputs._fields
@@ -158,19 +157,20 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in given if x is not None]
 
 
-_forward_op: Callable = register_op(
-    "softmax_forward", f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward
+_call_forward = KernelOp(
+    "softmax_forward",
+    f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    replay=True,
 )
-_backward_op: Callable = register_op(
+_call_backward = KernelOp(
     "softmax_backward",
     f"({_TERMS}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
+    replay=True,
 )
-
-
-_call_forward = bypass_dispatcher(_forward_op, replays=True)
-_call_backward = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Softmax(Function):
@@ -206,7 +206,7 @@ def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     return _Softmax.apply((*options, impl), "|".join(with_gradients) or "eager", *terms)
 
 
-set_gradient(_forward_op, _of_operator)
+_call_forward.set_gradient(_of_operator)
 
 
 def softmax(
@@ -257,7 +257,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         run,
         None if impl == "triton" else _decode_eager,
         (call, options),
-        lambda: probe.mismatch_of_cache(call, options, decode),
+        lambda: probe.mismatch_of_cache(call, options, call_decode),
     )
 
 
@@ -298,17 +298,16 @@ def _append(
     )
 
 
-decode: Callable = register_op(
+call_decode = KernelOp(
     "softmax_decode",
     f"({_CACHE}, {_OPTIONS}) -> (Tensor, Tensor)",
     _decode,
     lambda *args: _fake_forward(*args[:3], *[None] * (_COUNT - 3)),
 )
-append: Callable = register_op(
+append = KernelOp(
     "softmax_append",
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? rows, "
     "Tensor? table, str impl) -> Tensor",
     _append,
     lambda *args: torch.empty_like(args[4]),
-)
-call_decode = bypass_dispatcher(decode)
+).overload

@@ -23,8 +23,7 @@ from slipstream.runtime.autograd import (
     wants_gradient,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp
 
 MAX_TAPS = 8
 
@@ -233,28 +232,28 @@ def _fake_update(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_OP = register_op(
+_call = KernelOp(
     "short_convolution",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? cu_seqlens, "
     "bool silu, str impl) -> Tensor[]",
     _forward,
     _fake,
+    replay=True,
 )
-_OP_BACKWARD = register_op(
+_call_backward = KernelOp(
     "short_convolution_backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens, "
     "Tensor? where, bool silu, str impl) -> Tensor[]",
     _backward,
     _fake_backward,
+    replay=True,
 )
-_OP_UPDATE = register_op(
+_call_update = KernelOp(
     "short_convolution_update",
     "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? residual, Tensor? indices, "
     "bool silu, str impl) -> Tensor",
     _update,
     _fake_update,
+    replay=True,
 )
-set_gradient(_OP, _Convolution.apply)
-_call = bypass_dispatcher(_OP, replays=True)
-_call_backward = bypass_dispatcher(_OP_BACKWARD, replays=True)
-_call_update = bypass_dispatcher(_OP_UPDATE, replays=True)
+_call.set_gradient(_Convolution.apply)

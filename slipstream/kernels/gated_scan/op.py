@@ -17,8 +17,7 @@ from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
 from slipstream.kernels.gated_scan.reference import compute_dtype
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -121,21 +120,21 @@ def _fake_backward(
     return [x.new_empty(x.shape) for x in (h, g, initial_state) if x is not None]
 
 
-_forward_op: Callable = register_op(
+_call_forward = KernelOp(
     "scan_forward",
     "(Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
+    replay=True,
 )
-_backward_op: Callable = register_op(
+_call_backward = KernelOp(
     "scan_backward",
     "(Tensor g, Tensor h, Tensor? initial_state, Tensor? cu_seqlens, Tensor? dh, Tensor? dfinal, "
     "str impl) -> Tensor[]",
     _backward,
     _fake_backward,
+    replay=True,
 )
-_call_forward = bypass_dispatcher(_forward_op, replays=True)
-_call_backward = bypass_dispatcher(_backward_op, replays=True)
 
 
 class _Scan(Function):
@@ -165,7 +164,7 @@ class _Scan(Function):
         return (*grads, *(None,) * (5 - len(grads)))
 
 
-set_gradient(_forward_op, _Scan.apply)
+_call_forward.set_gradient(_Scan.apply)
 
 
 def scan(

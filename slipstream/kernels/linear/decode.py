@@ -5,7 +5,6 @@ pool's: sequence n's is state[state_indices[n]], or state[n] without indices, an
 after its tokens. It has no gradient.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, Selection, choose
 from slipstream.runtime.token_ids import expect_below
 from slipstream.runtime.validation_cache import ValidationCache, signature
@@ -196,11 +195,11 @@ def _fake(state: Tensor, indices: Tensor | None, v_first: bool, *args: Any) -> T
 _TERMS = ", ".join(
     f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields[:-2]
 )
-_op: Callable = register_op(
+_call = KernelOp(
     "linear_step",
     f"(Tensor(a!) state, Tensor? state_indices, bool v_first, {_TERMS}, Tensor? cu_seqlens, "
     "float scale, bool l2_norm, str impl) -> Tensor",
     _step_triton,
     _fake,
+    replay=True,
 )
-_call = bypass_dispatcher(_op, replays=True)

@@ -17,8 +17,7 @@ from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.householder import deinterleave, interleave
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, register_op, with_replay
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
 
 # Steps of a span, at least, where walks leave half of a GPU idle unless they are cut into segments.
 MAX_UNSLICED_TOKENS = 4096
@@ -165,21 +164,21 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 _TENSORS = ", ".join(f"Tensor{'?' if n in ('g', 'state') else ''} {n}" for n in Steps._fields)
 _OPTIONS = "float scale, int chunk, str impl"
-_forward_op = register_op(
+_call_forward = KernelOp(
     "steps_forward",
     f"({_TENSORS}, {_OPTIONS}, int spans) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
+    replay=True,
 )
-_backward_op = register_op(
+_call_backward = KernelOp(
     "steps_backward",
-    f"({_TENSORS}, Tensor checkpoints, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
+    f"({_TENSORS}, Tensor marks, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
+    replay=True,
 )
-_call_forward: Callable = bypass_dispatcher(_forward_op, replays=True)
-_call_alone: Callable = with_replay(lambda *args: _forward(*args)[:2])
-_call_backward: Callable = bypass_dispatcher(_backward_op, replays=True)
+_call_alone: Callable = DirectCall(lambda *args: _forward(*args)[:2])
 
 
 class _Steps(Function):
@@ -210,7 +209,7 @@ def _of_operator(*args: Any) -> Any:
     return _Steps.apply(args[width:-1], *args[:width])
 
 
-set_gradient(_forward_op, _of_operator)
+_call_forward.set_gradient(_of_operator)
 
 
 def product(given: Steps, *options: Any) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,7 @@ from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, register_op, with_replay
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
 
 # Spans of a row of tokens whose o is not small, and where backward follows.
 LITTLE, SPANS, TRAINED = 1 << 24, 2, 3
@@ -219,23 +218,23 @@ def _mismatch(like: Tensor) -> str | None:
     return None
 
 
-_forward_op = register_op(
+_call_forward = KernelOp(
     "slots_forward",
     f"({_TENSORS}, {_OPTIONS}, int spans, bool keep) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
+    replay=True,
 )
-_backward_op = register_op(
+_call_backward = KernelOp(
     "slots_backward",
-    f"({_TENSORS}, Tensor p, Tensor first_checkpoints, Tensor second_checkpoints, Tensor? dout, "
+    f"({_TENSORS}, Tensor p, Tensor first_marks, Tensor second_marks, Tensor? dout, "
     f"Tensor? dkeys, Tensor? dvalues, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
+    replay=True,
 )
-_call_forward = bypass_dispatcher(_forward_op, replays=True)
-_call_alone = with_replay(lambda *args: _forward(*args)[:3])
-_call_backward = bypass_dispatcher(_backward_op, replays=True)
+_call_alone = DirectCall(lambda *args: _forward(*args)[:3])
 
 
 class _Slots(Function):
@@ -266,7 +265,7 @@ def _of_operator(*args: Any) -> Any:
     return _Slots.apply(args[len(_NAMES) : -2], *args[: len(_NAMES)])
 
 
-set_gradient(_forward_op, _of_operator)
+_call_forward.set_gradient(_of_operator)
 
 
 def attend(given: GSAInputs, *options: Any) -> tuple[Tensor, Tensor, Tensor]:

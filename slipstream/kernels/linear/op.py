@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import probe, workspace
-from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
@@ -26,8 +25,7 @@ from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import bypass_dispatcher, is_plain_call, register_op, with_replay
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
@@ -57,74 +55,84 @@ def forward_impl(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[T
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
         return o, final, final.new_zeros(workspace.checkpoints_shape(terms, spans))
-    impl, _, rest = impl.partition("|")
+    first, _, rest = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= MAX_STEP_TOKENS)
+    if first == "eager":
+        return _run_eager(terms, scale, chunk, wide, spans, out)
 
-    def run(terms: LinearInputs, scale: float) -> tuple[Tensor, ...]:
-        if impl == "eager":
-            eager = partial(_eager, chunk=chunk)
-            terms = _as_fp32(terms) if wide else terms
-            return _forward_sliced(eager, terms, scale, wide, spans, out)
-        launches = _backend_for(impl, terms, by_token)
-        wider = wide and not launches.CAPABILITIES.fp32_out
-        terms = _as_fp32(terms) if wider else terms
-        saves = keep and launches.CAPABILITIES.saves_wy
-        forward = launches.forward_saving if saves else launches.forward
-        return _forward_sliced(forward, terms, scale, wide, spans, out, launches)
-
-    if impl == "eager":
-        return run(terms, scale)
-
-    def instead(terms: LinearInputs, scale: float) -> tuple[Tensor, ...]:
+    def instead(*_: Any) -> tuple[Tensor, ...]:
         return forward_impl(*terms, scale, chunk, rest, wide, spans, out=out, keep=keep)
 
     return guarded_launch.run_guarded(
-        lambda: kind(terms, impl, by_token),
+        lambda: kind(terms, first, by_token),
         terms.q.device,
-        partial(_with_fp32_operands, run, wide)
-        if guarded_launch.needs_fp32_operands(terms.q)
-        else run,
+        _run_kernels,
         instead if rest else None,
-        (terms, scale),
-        lambda: probe.mismatch(terms, impl, by_token, linear),
+        (first, terms, scale, by_token, wide, spans, out, keep),
+        lambda: probe.mismatch(terms, first, by_token, linear),
     )
+
+
+def _run_eager(
+    terms: LinearInputs, scale: float, chunk: int, wide: bool, spans: int, out: Outputs
+) -> tuple[Tensor, ...]:
+    forward = partial(_eager, chunk=chunk)
+    terms = _as_fp32(terms) if wide else terms
+    if spans <= 1 and out is None:
+        return *forward(terms, scale), _no_checkpoints(terms, spans)
+    parts = workspace.fwd_slices(terms, spans) if spans > 1 else [workspace.WHOLE]
+    dtype = torch.float32 if wide else None
+    run = partial(_into_out, forward)
+    return workspace.forward(run, terms, scale, parts, dtype, spans, out or (None, None), True)
+
+
+def _run_kernels(
+    impl: str,
+    terms: LinearInputs,
+    scale: float,
+    by_token: bool,
+    wide: bool,
+    spans: int,
+    out: Outputs,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    """forward_impl by the kernels of one back end, in slices if the call is long."""
+    backend, dtype = _backend_for(impl, terms, by_token), terms.q.dtype
+    can = backend.CAPABILITIES
+    fp32_operands = guarded_launch.needs_fp32_operands(terms.q)
+    if fp32_operands or (wide and not can.fp32_out):
+        terms = _as_fp32(terms)
+    forward = backend.forward_saving if keep and can.saves_wy else backend.forward
+    more: dict[str, Any] = {"dtype": torch.float32} if wide and can.fp32_out else {}
+    cut = spans > 1 or (can.writes_out and out is None)  # with out it is a slice already
+    parts = workspace.fwd_slices(terms, spans) if cut else [workspace.WHOLE]
+    if spans > 1 and terms.cu_seqlens is None and can.checkpoints:
+        shape = workspace.checkpoints_shape(terms, spans)
+        checkpoints = terms.v.new_empty(shape, dtype=torch.float32)
+        o, final, *saved = forward(terms, scale, checkpoints=checkpoints)
+        results = o, final, checkpoints, *(saved[0] if saved else ())
+    elif len(parts) == 1 and out is None:
+        o, final, *saved = forward(terms, scale, **more)
+        results = o, final, _no_checkpoints(terms, spans), *(saved[0] if saved else ())
+    else:
+        run = workspace.with_active_count(forward, terms, parts, can)
+        run = run if can.writes_out else partial(_into_out, run)
+        fp32 = torch.float32 if wide else None
+        results = workspace.forward(run, terms, scale, parts, fp32, spans, out or (None, None))
+    if fp32_operands and not wide:
+        return results[0].to(dtype), *results[1:]
+    return results
+
+
+def _no_checkpoints(terms: LinearInputs, spans: int) -> Tensor:
+    shape = workspace.checkpoints_shape(terms, spans)
+    return terms.v.new_empty(shape, dtype=terms.dtype)
 
 
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     if chunk == 0:
         return recurrent_forward(terms, scale)
     return chunk_forward(terms, scale, chunk)
-
-
-def _forward_sliced(
-    forward: Callable,
-    terms: LinearInputs,
-    scale: float,
-    wide: bool,
-    spans: int,
-    out: Outputs,
-    launches: Any = None,
-) -> tuple[Tensor, ...]:
-    """launches: the module that forward is of; None for plain torch."""
-    can = BackendCapabilities() if launches is None else launches.CAPABILITIES
-    more = {"dtype": torch.float32} if wide and can.fp32_out else {}
-    cut = spans > 1 or (can.writes_out and out is None)  # with out it is a slice already
-    parts = workspace.fwd_slices(terms, spans) if cut else [workspace.WHOLE]
-    if spans > 1 and terms.cu_seqlens is None and can.checkpoints:
-        checkpoints = terms.v.new_empty(
-            workspace.checkpoints_shape(terms, spans), dtype=torch.float32
-        )
-        o, final, *saved = forward(terms, scale, checkpoints=checkpoints)
-        return o, final, checkpoints, *(saved[0] if saved else ())
-    if len(parts) == 1 and out is None:
-        o, final, *saved = forward(terms, scale, **more)
-        checkpoints = final.new_empty(workspace.checkpoints_shape(terms, spans))
-        return o, final, checkpoints, *(saved[0] if saved else ())
-    forward = workspace.with_active_count(forward, terms, parts, can)
-    run = forward if can.writes_out else partial(_into_out, forward)
-    dtype = torch.float32 if wide else None
-    memory, plain = out or (None, None), launches is None
-    return workspace.forward(run, terms, scale, parts, dtype, spans, memory, plain)
 
 
 def _into_out(
@@ -173,14 +181,6 @@ def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
     from slipstream.kernels.linear.triton.scalar_decay import backend as scalar_decay_backend
 
     return scalar_decay_backend
-
-
-def _with_fp32_operands(
-    run: Callable, wide: bool, terms: LinearInputs, scale: float
-) -> tuple[Tensor, ...]:
-    """With products of float32 operands, where the compiler can do no others."""
-    o, *states = run(_as_fp32(terms), scale)
-    return o if wide else o.to(terms.q.dtype), *states
 
 
 def _as_fp32(terms: LinearInputs) -> LinearInputs:
@@ -301,28 +301,6 @@ def _grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
     return [name for name in given if gate_gradient or name != "g"]
 
 
-_OPTIONS = "float scale, int chunk, str impl"
-_forward_op: Callable = register_op(
-    "linear_forward",
-    f"({_TERMS}, {_OPTIONS}, bool wide) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-)
-_spans_op: Callable = register_op(
-    "linear_spans",
-    f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
-    forward_impl,
-    _fake_spans,
-)
-_backward_op: Callable = register_op(
-    "linear_backward",
-    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
-    "Tensor? checkpoints=None) -> Tensor[]",
-    _backward,
-    _fake_backward,
-)
-
-
 def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     """Of o alone, as most calls have it."""
     width = len(LinearInputs._fields)
@@ -332,14 +310,35 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     _backward(*given, torch.empty_like(results[0]), None, *options, gate_gradient, *results[2:])
 
 
-_call_forward = bypass_dispatcher(_forward_op, replays=True)
-_call_forward_training = bypass_dispatcher(
-    _forward_op, replays=True, follows=_compile_backward_also
+_OPTIONS = "float scale, int chunk, str impl"
+_call_forward = KernelOp(
+    "linear_forward",
+    f"({_TERMS}, {_OPTIONS}, bool wide) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    replay=True,
 )
-_call_spans = bypass_dispatcher(_spans_op, replays=True, follows=_compile_backward_also)
-_call_forward_saving = with_replay(_forward_saving, _compile_backward_also)
-_call_backward_saved = with_replay(_backward)
-_call_backward = bypass_dispatcher(_backward_op, replays=True)
+_call_spans = KernelOp(
+    "linear_spans",
+    f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
+    forward_impl,
+    _fake_spans,
+    replay=True,
+    compile_also=_compile_backward_also,
+)
+_call_backward = KernelOp(
+    "linear_backward",
+    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
+    "Tensor? marks=None) -> Tensor[]",
+    _backward,
+    _fake_backward,
+    replay=True,
+)
+
+
+_call_forward_training = _call_forward.before(_compile_backward_also)
+_call_forward_saving = DirectCall(_forward_saving, compile_also=_compile_backward_also)
+_call_backward_saved = DirectCall(_backward)
 
 
 class _Linear(Function):
@@ -384,8 +383,8 @@ def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     return _Linear.apply(*args[width : width + 4], *args[:width])
 
 
-set_gradient(_forward_op, _of_operator)
-set_gradient(_spans_op, _of_operator)
+_call_forward.set_gradient(_of_operator)
+_call_spans.set_gradient(_of_operator)
 
 
 def linear(

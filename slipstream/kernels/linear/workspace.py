@@ -115,7 +115,7 @@ def forward(
     out: tuple[Tensor | None, Tensor | None] = (None, None),
     plain: bool = False,
 ) -> tuple[Tensor, ...]:
-    """o, the final state, and the states between `spans` spans, of marks_shape; then what run
+    """o, the final state, and the states between `spans` spans, of checkpoints_shape; then what run
     leaves for backward, slice after slice.
 
     Args:

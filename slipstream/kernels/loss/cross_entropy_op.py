@@ -14,8 +14,7 @@ from torch import Tensor
 from slipstream.kernels.loss import launch
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op, with_replay
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.token_ids import expect_ids, launched
 
 
@@ -111,7 +110,7 @@ def _make(
 
 
 # a later call of its kind is played from its record
-_made = with_replay(_make)
+_made = DirectCall(_make)
 
 
 def _again(
@@ -153,18 +152,16 @@ _TERMS = (
     "int ignore_index, float label_smoothing, float softcap, float z_loss, float logit_scale, "
     "str impl"
 )
-_OP = register_op(
+_call = KernelOp(
     "cross_entropy",
     f"(Tensor logits, Tensor target, {_TERMS}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
-_OP_BACKWARD = register_op(
+_call_backward = KernelOp(
     "cross_entropy_backward",
     f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {_TERMS}) -> Tensor",
     _backward,
     _backward_fake,
 )
-set_gradient(_OP, lambda *args: _Rows.apply(*args[:2], LossInputs(*args[2:-1]), args[-1]))
-_call = bypass_dispatcher(_OP)
-_call_backward = bypass_dispatcher(_OP_BACKWARD)
+_call.set_gradient(lambda *args: _Rows.apply(*args[:2], LossInputs(*args[2:-1]), args[-1]))

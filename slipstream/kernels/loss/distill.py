@@ -16,8 +16,7 @@ from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import run_guarded
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
@@ -216,7 +215,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
-_OP = register_op(
+_CALL = KernelOp(
     "linear_kl_div",
     "(Tensor student, Tensor student_weight, Tensor? student_bias, Tensor teacher, "
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor? live, Tensor? dloss, "
@@ -224,7 +223,6 @@ _OP = register_op(
     _impl,
     _fake,
 )
-_CALL = bypass_dispatcher(_OP)
 
 
 def _of_operator(*args: Any) -> Any:
@@ -233,4 +231,4 @@ def _of_operator(*args: Any) -> Any:
     return () if dloss is not None else _Rows.apply(*given, temperature, False, impl)
 
 
-set_gradient(_OP, _of_operator)
+_CALL.set_gradient(_of_operator)

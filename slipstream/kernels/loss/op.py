@@ -17,8 +17,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.token_ids import expect_ids, launched
 
 
@@ -246,7 +245,7 @@ def _linear_fake(
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
-_LINEAR = register_op(
+_call_linear = KernelOp(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? dloss, int ignore_index, "
     "float label_smoothing, float softcap, float z_loss, float logit_scale, bool grads, "
@@ -255,7 +254,6 @@ _LINEAR = register_op(
     _linear,
     _linear_fake,
 )
-_call_linear = bypass_dispatcher(_LINEAR)
 
 
 def _of_operator(*args: Any) -> Any:
@@ -266,4 +264,4 @@ def _of_operator(*args: Any) -> Any:
     return _LinearRows.apply(hidden, weight, bias, target, LossInputs(*terms), impl)
 
 
-set_gradient(_LINEAR, _of_operator)
+_call_linear.set_gradient(_of_operator)

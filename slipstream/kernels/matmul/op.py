@@ -29,9 +29,8 @@ from slipstream.kernels.matmul.reference import matmul_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, needs_autograd
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, Selection, choose
-from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.numeric_probe import Given, mismatch
 
 # and whether an implementation was named
@@ -249,14 +248,14 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-_OP = register_op(
+_CALL = KernelOp(
     "matmul",
     "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? scale_a, Tensor? scale_b, "
     "str activation, str precision, ScalarType out_dtype, int[] config, str impl) -> Tensor",
     _impl,
     _fake,
+    replay=True,
 )
-_CALL = bypass_dispatcher(_OP, replays=True)
 
 
 def _of_operator(*args: Any) -> Tensor:
@@ -265,4 +264,4 @@ def _of_operator(*args: Any) -> Tensor:
     return _with_gradient(MatmulInputs(*terms), packed, impl)
 
 
-set_gradient(_OP, _of_operator)
+_CALL.set_gradient(_of_operator)

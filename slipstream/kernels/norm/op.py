@@ -21,8 +21,7 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.runtime.custom_op import is_plain_call, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp, is_plain_call
 
 _NORM = (
     "float eps, bool centre, bool l2, int groups, bool zero_centered, str activation, "
@@ -220,14 +219,14 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     ]
 
 
-_forward_op: Any = register_op(
+_forward_op = KernelOp(
     "norm_forward",
     f"(Tensor x, {_GIVEN}, Tensor? residual, {_NORM}, bool save, str impl) -> "
     "(Tensor, Tensor, Tensor)",
     _forward_impl,
     _forward_fake,
 )
-_backward_op: Any = register_op(
+_backward_op = KernelOp(
     "norm_backward",
     f"(Tensor dy, Tensor? dh, Tensor h, {_GIVEN}, Tensor? stats, ScalarType? residual_dtype, "
     f"{_NORM}, bool needs_weight, bool needs_bias, str impl) -> Tensor[]",
@@ -243,4 +242,4 @@ def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     return (y,) if h is None else (y, h)
 
 
-set_gradient(_forward_op, _of_operator)
+_forward_op.set_gradient(_of_operator)

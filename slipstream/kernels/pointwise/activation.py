@@ -16,9 +16,8 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import choose_impl, is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.gradient import set_gradient
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -151,15 +150,18 @@ def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: st
     return [x.new_empty(x.shape) for x in (gate, up) if x is not None]
 
 
-_FORWARD = register_op(
-    "glu", "(Tensor gate, Tensor? up, str f, str impl) -> Tensor", _forward, _forward_fake
+forward = KernelOp(
+    "glu",
+    "(Tensor gate, Tensor? up, str f, str impl) -> Tensor",
+    _forward,
+    _forward_fake,
+    replay=True,
 )
-_BACKWARD = register_op(
+backward = KernelOp(
     "glu_backward",
     "(Tensor dy, Tensor gate, Tensor? up, str f, str impl) -> Tensor[]",
     _backward,
     _backward_fake,
+    replay=True,
 )
-forward = bypass_dispatcher(_FORWARD, replays=True)
-backward = bypass_dispatcher(_BACKWARD, replays=True)
-set_gradient(_FORWARD, _Glu.apply)
+forward.set_gradient(_Glu.apply)

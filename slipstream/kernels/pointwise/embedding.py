@@ -11,8 +11,7 @@ from torch import Tensor
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import HAVE_TRITON
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
-from slipstream.runtime.gradient import set_gradient
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.token_ids import clamped, expect_ids, launched, raise_pending
 
 
@@ -90,8 +89,10 @@ def _launch() -> Any:
     return embedding
 
 
-_EMBEDDING = register_op(
-    "embedding", "(Tensor input_ids, Tensor weight) -> Tensor", _embedding, _embedding_fake
+_call = KernelOp(
+    "embedding",
+    "(Tensor input_ids, Tensor weight) -> Tensor",
+    _embedding,
+    _embedding_fake,
 )
-_call = bypass_dispatcher(_EMBEDDING)
-set_gradient(_EMBEDDING, Embedding.apply)
+_call.set_gradient(Embedding.apply)

@@ -25,7 +25,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 
 
@@ -182,10 +182,10 @@ def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor,
     return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
 
 
-_AGAIN = register_op(
+_call = KernelOp(
     "glu_again",
     "(Tensor(a!) dh, Tensor gate, Tensor? up, str f, str impl) -> (Tensor, Tensor)",
     _recompute,
     _fake,
+    replay=True,
 )
-_call = bypass_dispatcher(_AGAIN, replays=True)

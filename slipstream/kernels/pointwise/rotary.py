@@ -23,9 +23,8 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.backends import is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.gradient import set_gradient
 from slipstream.runtime.token_ids import SYNC, launched
 
 
@@ -194,14 +193,14 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_ROTARY = register_op(
+_call = KernelOp(
     "rotary",
     "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str impl) "
     "-> Tensor",
     _rotary,
     _fake,
+    replay=not SYNC,
 )
-_call = bypass_dispatcher(_ROTARY, replays=not SYNC)
 
 
 def _of_operator(*args: Any) -> Tensor:
@@ -210,4 +209,4 @@ def _of_operator(*args: Any) -> Tensor:
     return _Turned.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
 
 
-set_gradient(_ROTARY, _of_operator)
+_call.set_gradient(_of_operator)

@@ -14,9 +14,8 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import guarded_launch, numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import choose_impl, is_triton
-from slipstream.runtime.custom_op import bypass_dispatcher, register_op
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.gradient import set_gradient
 
 
 def shift_reference(
@@ -177,13 +176,13 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty(_sequences(x, cu_seqlens), x.shape[2])
 
 
-_OP = register_op(
+_call = KernelOp(
     "token_shift",
     "(Tensor x, Tensor? edge, Tensor? cu_seqlens, bool back, str impl) -> (Tensor, Tensor)",
     _shift,
     _fake,
+    replay=True,
 )
-_call = bypass_dispatcher(_OP, replays=True)
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
@@ -192,4 +191,4 @@ def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     return () if back else _Shift.apply(*given, impl)
 
 
-set_gradient(_OP, _of_operator)
+_call.set_gradient(_of_operator)

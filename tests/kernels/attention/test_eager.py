@@ -49,10 +49,12 @@ def test_softmax_gradcheck(call: Call) -> None:
 @pytest.mark.parametrize("call", CALLS[10:16], ids=lambda call: call.name)
 def test_softmax_ops_pass_opcheck(call: Call) -> None:
     terms = call.terms()
-    torch.library.opcheck(op._forward_op, (*terms, *call.options, "eager"))
+    torch.library.opcheck(op._call_forward.overload, (*terms, *call.options, "eager"))
     do, dlse = incoming(terms)
     o, lse = op.softmax(terms, call.options, "eager")
-    torch.library.opcheck(op._backward_op, (*terms, o, lse, do, dlse, *call.options, "eager"))
+    torch.library.opcheck(
+        op._call_backward.overload, (*terms, o, lse, do, dlse, *call.options, "eager")
+    )
 
 
 def test_softmax_ops_return_contiguous_gradients_of_any_strides() -> None:
@@ -61,7 +63,9 @@ def test_softmax_ops_return_contiguous_gradients_of_any_strides() -> None:
     spread = terms._replace(k=terms.k.transpose(1, 2).contiguous().transpose(1, 2))
     do, dlse = incoming(terms)
     o, lse = op.softmax(spread, call.options, "eager")
-    torch.library.opcheck(op._backward_op, (*spread, o, lse, do, dlse, *call.options, "eager"))
+    torch.library.opcheck(
+        op._call_backward.overload, (*spread, o, lse, do, dlse, *call.options, "eager")
+    )
     right = want(terms, call.options, do, dlse)
     check(got(eager, spread, call.options, do, dlse), right, 5e-6, "strides")
 

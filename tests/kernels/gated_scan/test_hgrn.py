@@ -186,10 +186,10 @@ def test_hgrn_ops_pass_opcheck(is_packed: bool) -> None:
     args = inputs(B=1 if is_packed else 2, T=150, N=3 if is_packed else None, dtype=torch.float32)
     x, g, state = args.values()
     for given in (state, None):
-        torch.library.opcheck(scan_op._forward_op, (x, g, given, cu_seqlens, "eager"))
+        torch.library.opcheck(scan_op._call_forward.overload, (x, g, given, cu_seqlens, "eager"))
         for dh, dfinal in [(torch.randn_like(x), None), (None, torch.randn_like(state))]:
             torch.library.opcheck(
-                scan_op._backward_op, (g, x, given, cu_seqlens, dh, dfinal, "eager")
+                scan_op._call_backward.overload, (g, x, given, cu_seqlens, dh, dfinal, "eager")
             )
 
 

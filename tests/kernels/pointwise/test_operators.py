@@ -23,32 +23,44 @@ LOSS = (-100, 0.1, 5.0, 0.01, 0.9)
 def cases() -> Iterator[tuple[str, Any, tuple]]:
     """Name, operator, and its arguments but for impl."""
     x, other = torch.randn(1, 9, 6), torch.randn(1, 9, 6)
-    yield "glu", activation._FORWARD, (x, other, "silu")
-    yield "glu of one", activation._FORWARD, (x, None, "relu2")
-    yield "glu backward", activation._BACKWARD, (other, x, other, "gelu")
-    yield "glu backward of one", activation._BACKWARD, (other, x, None, "relu2")
-    yield "glu again", linear._AGAIN, (other, x, x + 1, "silu")
-    yield "glu again of one", linear._AGAIN, (other, x, None, "relu2")
+    yield "glu", activation.forward.overload, (x, other, "silu")
+    yield "glu of one", activation.forward.overload, (x, None, "relu2")
+    yield "glu backward", activation.backward.overload, (other, x, other, "gelu")
+    yield "glu backward of one", activation.backward.overload, (other, x, None, "relu2")
+    yield "glu again", linear._call.overload, (other, x, x + 1, "silu")
+    yield "glu again of one", linear._call.overload, (other, x, None, "relu2")
     heads, cos, places = torch.randn(1, 5, 2, 8), torch.randn(9, 3), torch.randint(0, 9, (1, 5))
-    yield "rotary", rotary._ROTARY, (heads, cos, cos, places, False, False)
-    yield "rotary backward", rotary._ROTARY, (heads, cos[None, :5], cos[None, :5], None, True, True)
+    yield "rotary", rotary._call.overload, (heads, cos, cos, places, False, False)
+    yield (
+        "rotary backward",
+        rotary._call.overload,
+        (heads, cos[None, :5], cos[None, :5], None, True, True),
+    )
     state = torch.randn(3, 6)
     for back in (False, True):
-        yield f"token_shift {back}", token_shift._OP, (x, state[:1], None, back)
-        yield f"token_shift packed {back}", token_shift._OP, (x, state, CU, back)
+        yield f"token_shift {back}", token_shift._call.overload, (x, state[:1], None, back)
+        yield f"token_shift packed {back}", token_shift._call.overload, (x, state, CU, back)
     weight, bias, past = torch.randn(6, 4), torch.randn(6), torch.randn(3, 6, 4)
-    yield "conv", conv._OP, (x, weight, None, None, None, None, True)
-    yield "conv packed", conv._OP, (x, weight, bias, other, past, CU, True)
+    yield "conv", conv._call.overload, (x, weight, None, None, None, None, True)
+    yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, True)
     where = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 2, 2, 2, 2, 2]]).int()
-    yield "conv backward", conv._OP_BACKWARD, (other, x, weight, None, None, None, None, False)
+    yield (
+        "conv backward",
+        conv._call_backward.overload,
+        (other, x, weight, None, None, None, None, False),
+    )
     packed = (other, x, weight, bias, past, CU, where, True)
-    yield "conv packed backward", conv._OP_BACKWARD, packed
+    yield "conv packed backward", conv._call_backward.overload, packed
     slots = torch.tensor([2, -1, 0])
-    yield "conv update", conv._OP_UPDATE, (x[0, :3], past, weight, bias, None, slots, True)
+    yield (
+        "conv update",
+        conv._call_update.overload,
+        (x[0, :3], past, weight, bias, None, slots, True),
+    )
     logits, target = torch.randn(5, 11), torch.tensor([0, 5, -100, 2, 3])
-    yield "cross_entropy", loss._OP, (logits, target, *LOSS)
+    yield "cross_entropy", loss._call.overload, (logits, target, *LOSS)
     given = (logits, target, torch.logsumexp(5 * torch.tanh(0.9 * logits / 5), -1), torch.rand(5))
-    yield "cross_entropy backward", loss._OP_BACKWARD, (*given, *LOSS)
+    yield "cross_entropy backward", loss._call_backward.overload, (*given, *LOSS)
 
 
 def copies(args: tuple) -> tuple:
