@@ -48,45 +48,33 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     terms, options, impl = _split(args)
     if 0 in (terms.v.numel(), terms.q.numel(), terms.sequences):
         return _blind(terms)
-    return _forward_any_dtype(terms, options, impl)
-
-
-def _forward_any_dtype(
-    terms: AttentionInputs, options: AttentionOptions, impl: str
-) -> tuple[Tensor, Tensor]:
-    if impl == "eager":
-        return eager.forward(terms, options)
-
-    def run(first: str) -> tuple[Tensor, Tensor]:
-        if not guarded_launch.needs_fp32_operands(terms.q):
-            return _backend_for(first).forward(terms, options)
-        o, lse = _backend_for(first).forward(_in_float32(terms), options)
-        return o.to(terms.q.dtype), lse
-
-    return _run_guarded(
-        impl, terms, options, run, lambda rest: _forward_any_dtype(terms, options, rest)
-    )
-
-
-def _run_guarded(
-    impl: str,
-    terms: AttentionInputs,
-    options: AttentionOptions,
-    run: Callable[[str], Any],
-    others: Callable,
-) -> Any:
-    """By the first of the implementations in impl, or by the rest of them."""
     first, _, rest = impl.partition("|")
+    if first == "eager":
+        return eager.forward(terms, options)
     return guarded_launch.run_guarded(
         lambda: kind(terms, options, first),
         terms.q.device,
-        lambda: run(first),
-        (lambda: others(rest)) if rest else None,
-        (),
-        lambda: probe.mismatch(
-            terms, options, first, softmax, first if has_gradients(first, terms) else "eager"
-        ),
+        _run_forward,
+        (lambda *_: _forward(*args[:-1], rest)) if rest else None,
+        (first, terms, options),
+        lambda: _mismatch(terms, options, first),
     )
+
+
+def _run_forward(
+    impl: str, terms: AttentionInputs, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    backend = _backend_for(impl)
+    if not guarded_launch.needs_fp32_operands(terms.q):
+        return backend.forward(terms, options)
+    o, lse = backend.forward(_in_float32(terms), options)
+    return o.to(terms.q.dtype), lse
+
+
+def _mismatch(terms: AttentionInputs, options: AttentionOptions, impl: str) -> str | None:
+    """The probe."""
+    of_gradients = impl if has_gradients(impl, terms) else "eager"
+    return probe.mismatch(terms, options, impl, softmax, of_gradients)
 
 
 def has_gradients(impl: str, terms: AttentionInputs) -> bool:
@@ -130,18 +118,35 @@ def _gradients(
     dlse: Tensor | None,
     impl: str,
 ) -> dict[str, Tensor]:
-    given = (terms, options, o, lse, do, dlse)
-    if impl == "eager":
-        return eager.backward(*given)
+    args = (terms, options, o, lse, do, dlse)
+    first, _, rest = impl.partition("|")
+    if first == "eager":
+        return eager.backward(*args)
+    return guarded_launch.run_guarded(
+        lambda: kind(terms, options, first),
+        terms.q.device,
+        _run_backward,
+        (lambda *_: _gradients(*args, rest)) if rest else None,
+        (first, *args),
+        lambda: _mismatch(terms, options, first),
+    )
 
-    def run(first: str) -> dict[str, Tensor]:
-        if not guarded_launch.needs_fp32_operands(terms.q):
-            return _backend_for(first).backward(*given)
-        d = None if do is None else do.float()
-        grads = _backend_for(first).backward(_in_float32(terms), options, o.float(), lse, d, dlse)
-        return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
 
-    return _run_guarded(impl, terms, options, run, lambda rest: _gradients(*given, rest))
+def _run_backward(
+    impl: str,
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    backend = _backend_for(impl)
+    if not guarded_launch.needs_fp32_operands(terms.q):
+        return backend.backward(terms, options, o, lse, do, dlse)
+    do = None if do is None else do.float()
+    grads = backend.backward(_in_float32(terms), options, o.float(), lse, do, dlse)
+    return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
