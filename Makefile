@@ -62,6 +62,7 @@ lint: venv
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
 	$(RUN) tools/sizes.py
+	$(RUN) tools/call_path.py --check
 	git ls-files -z | xargs -0 $(VENV)/bin/codespell
 
 check: lint test

@@ -6,7 +6,6 @@ gradients of the differentiable terms given, in their order. slipstream::softmax
 cache and has no gradient; slipstream::softmax_append writes into one.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
