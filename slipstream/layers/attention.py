@@ -28,10 +28,10 @@ class Attention(Mixer):
         num_heads: H, of queries.
         num_kv_heads: HKV, of keys and values, a divisor of H; None is H.
         head_dim: K; None is D / H.
-        rotary_dim: how many features of a head turn; None is all, 0 none.
+        rotary_dim: how many features of a head are rotated; None is all, 0 none.
         rotary_base: of the angles.
-        qk_norm: an rms norm with a weight [K] on each head's query and key, before they turn.
-        window_size: each token sees so many last ones, itself included; None is all.
+        qk_norm: an rms norm with a weight [K] on each head's query and key, before the rotation.
+        window_size: each token sees this many last tokens, itself included; None is all.
         norm_eps: of qk_norm.
         mode: None; this layer has no recurrent form. layer_idx: as Mixer.
 

@@ -34,7 +34,7 @@ class Mixer(nn.Module):
     """A layer that mixes tokens.
 
     Args:
-        mode: "chunk" or "fused_recurrent" to have only that; None chooses by length.
+        mode: "chunk" or "fused_recurrent" to always use that form; None chooses by length.
         layer_idx: where in the model it stands.
     """
 
@@ -53,7 +53,7 @@ class Mixer(nn.Module):
         method for theirs."""
 
     def recurrent(self, x: Tensor) -> bool:
-        """Whether to go token by token: if told to, or if x is short and nobody wants gradients."""
+        """Whether to run token by token: if mode says so, or x is short and needs no gradient."""
         if self.mode is not None:
             return self.mode == "fused_recurrent"
         return x.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()

@@ -44,7 +44,7 @@ class CrossEntropyLoss(nn.Module):
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """A linear layer and the cross entropy of its outputs, which are never held, as
+    """A linear layer and the cross entropy of its outputs, never stored whole, as
     torch.nn.LinearCrossEntropyLoss: its parameters are linear.weight and linear.bias.
 
     Args:

@@ -13,7 +13,8 @@ class RotaryEmbedding(nn.Module):
         dim: how many features turn; even.
         base: the slowest pair turns once in about 2 pi base tokens.
         interleaved: the pairs are (2i, 2i + 1), as GPT-J, not (i, i + dim / 2), as GPT-NeoX.
-        xpos: None is plain. Else scores fade with the tokens between query and key, 512 is usual.
+        xpos: None is plain rotary. Else scores decay with the distance of query and key; 512 is
+            usual.
     """
 
     def __init__(

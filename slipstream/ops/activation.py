@@ -92,7 +92,7 @@ def glu_linear(
         ValueError: shapes do not fit, or the activation is unknown. TypeError: dtypes.
 
     Cost: 2 T F D flops, twice that backward. Memory for the backward: gate and up; two operators
-        keep h as well. h is made again there, one pass over gate and up.
+        keep h as well. h is computed again there, one pass over gate and up.
     """
     if activation not in ACTIVATIONS:
         known = ", ".join(repr(name) for name in ACTIVATIONS)

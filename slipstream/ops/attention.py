@@ -78,7 +78,7 @@ def attention(
         lse_t = log(exp(sink) + sum_s exp(x_ts))        over the keys s that t sees
         o_t = sum_s m_ts exp(x_ts - lse_t) v_s          each part only if given
 
-    The last query stands on the last key: with T queries and S keys, query t is at position
+    Queries are aligned with the end of the keys: with T queries and S keys, query t is at position
     S - T + t, and causal means that it sees keys up to there.
 
     Args:
@@ -87,18 +87,19 @@ def attention(
         v: [B, S, HKV, DV] in q's dtype.
         scale: None is D^-0.5.
         causal: no query sees a later key.
-        window_size: W: sees the last W keys, its own position included, and without causal as many
-            ahead; or (left, right): so many before and after its own, -1 for no bound.
+        window_size: W: a query sees the last W keys, its own position included, and without causal
+            as many after it; or (left, right): how many keys before and after its own position, -1
+            for no bound.
         softcap: c > 0 bounds the scores; None or 0 is no bound.
-        g: [B, S, H], the forgetting gate: log of what is kept of all before a token, <= 0, -inf
-            forgets it (-1e4 and below are that). Wants causal.
+        g: [B, S, H], the forgetting gate: log of the factor on all earlier tokens, <= 0; -inf
+            forgets them (so do -1e4 and below). Needs causal.
         sinks: [H], a score beside those of the keys that takes its share of the sum.
         alibi_slopes: [H] or [B, H], >= 0, without gradient.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1. k, v and g are
             packed alike (S = T), or by cu_seqlens_k, or are [N, S, ...].
         cu_seqlens_k: int32 or int64 [N+1], offsets of the keys packed in [1, S, ...].
-        key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are real,
-            the first ones; the last query stands on the last of them. None is all.
+        key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are used,
+            the first ones; the last query is aligned with the last of them. None is all.
         dropout_p: each weight is dropped with this probability, else divided by 1 - dropout_p: m is
             0 or 1 / (1 - dropout_p). Each call draws a seed from torch's generator of q's device;
             what is dropped follows from it and from where query, key and head stand, alike in

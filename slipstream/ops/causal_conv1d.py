@@ -55,7 +55,7 @@ def causal_conv1d_fn(
             [D, T].
         weight: [D, W]. bias: [D].
         seq_idx: int32 or int64 [B, T], which of the sequences packed in a row a token belongs to,
-            not falling; not together with states.
+            non-decreasing; not together with states.
         initial_states: [N, D, W-1], the inputs before the first, oldest first; N = B without
             offsets.
         return_final_states: also return the last W-1 inputs, [N, D, W-1].
@@ -64,7 +64,7 @@ def causal_conv1d_fn(
         query_start_loc, cu_seqlens: two names of the offsets [N+1], int32 or int64, of N sequences
             packed in B = 1.
         impl: as short_convolution.
-        kwargs: other arguments that callers have; only None.
+        kwargs: other known arguments; they have to be None.
 
     Returns:
         x's shape, or a pair with the final states.
@@ -163,15 +163,15 @@ def causal_conv1d_update(
     Args:
         x: [B, D], or [B, D, T] for T tokens, one after the other.
         conv_state: [B, D, S] or, with conv_state_indices, a pool of them; the last inputs, oldest
-            first, S at least W - 1. It moves on in place.
+            first, S at least W - 1. It is updated in place.
         weight: [D, W]. bias: [D].
         activation: None, "silu" or "swish".
-        cache_seqlens: None; a state that goes round is not known here.
+        cache_seqlens: None; circular states are not supported.
         conv_state_indices: int32 or int64 [B], which state of the pool is each sequence's; negative
             where there is none: nothing is read or written, and y is 0.
-        pad_slot_id: an index that is as a negative one.
+        pad_slot_id: an index that means the same as a negative one.
         impl: as short_convolution_update.
-        kwargs: other arguments that callers have; only None.
+        kwargs: other known arguments; they have to be None.
 
     Returns:
         x's shape.

@@ -95,7 +95,7 @@ def short_convolution_update(
     state_indices: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """One token of short_convolution for each of N sequences; the state moves on in place.
+    """One token of short_convolution for each of N sequences; the state is updated in place.
 
     Args:
         x: [N, D] or [N, 1, D], any floating dtype.

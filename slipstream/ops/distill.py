@@ -25,7 +25,7 @@ def linear_kl_div(
     reduction: str = "mean",
     impl: str | None = None,
 ) -> Tensor:
-    """KL divergence of a student's classes from a teacher's, of logits that are never held.
+    """KL divergence of a student's classes from a teacher's, of logits that are never stored whole.
 
         s, t = student student_weight^T + student_bias, and the teacher's
         p, q = softmax(t / T), softmax(s / T);  loss = T^2 sum(p (log p - log q)), in nats
@@ -49,8 +49,8 @@ def linear_kl_div(
             teacher wants a gradient.
 
     Cost: 2 N V (D + E) flops, and 4 N V D more for gradients, which "mean" and "sum" make in the
-        forward ("none" in the backward, from logits made again). Memory: a chunk of rows of both
-        logits and, with gradients, student's and its weight's size.
+        forward ("none" in the backward, from logits computed again). Memory: a chunk of rows of
+        both logits and, with gradients, student's and its weight's size.
     Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015, section 2.
     """
     checks.expect_tensor("student", student)

@@ -33,12 +33,12 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Softmax attention: slipstream.ops.attention in flash_attn's words.
+    """Softmax attention: slipstream.ops.attention with flash_attn's arguments.
 
     Args:
         q: [B, T, H, D]. k: [B, S, HKV, D]. v: [B, S, HKV, DV].
         dropout_p: as attention has it. softmax_scale: None is D^-0.5.
-        causal: the last query stands on the last key.
+        causal: the last query is aligned with the last key.
         window_size: (left, right) keys seen before and after a query's own, -1 for no bound.
         softcap: c > 0 for c tanh(x / c), 0 for none.
         alibi_slopes: [H] or [B, H], of -slope |distance|.
@@ -86,17 +86,17 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """The same of packed sequences.
+    """flash_attn_func on packed sequences.
 
     Args:
-        q: [T, H, D], the queries of N sequences one behind the other.
+        q: [T, H, D], the queries of N sequences, one after another.
         k, v: [S, HKV, D] and [S, HKV, DV]; or with block_table pages [M, P, HKV, ...].
         cu_seqlens_q, cu_seqlens_k: int32 [N+1], where each sequence begins.
         max_seqlen_q, max_seqlen_k: not needed, and not read.
         block_table: int32 [N, pages], the pages of each sequence, negative where there is none: a
             sequence that has keys in such a page sees nothing, o is 0. They are copied into one
             tensor first; flash_attn_with_kvcache reads them where they are.
-        The rest is as flash_attn_func has it.
+        The rest: as flash_attn_func.
 
     Returns:
         o [T, H, DV]; or o, lse [H, T], None.
@@ -167,12 +167,11 @@ def flash_attn_with_kvcache(
     """Attention of new queries to a cache, into which new keys are written first. No gradients.
 
     Args:
-        q: [B, T, H, D], the last query on the last key.
+        q: [B, T, H, D], the last query aligned with the last key.
         k_cache, v_cache: [N, S, HKV, D] and [N, S, HKV, DV], N >= B; or with block_table pages
             [M, P, HKV, ...] of any size P.
-        k, v: [B, T', HKV, D] and [B, T', HKV, DV] in q's dtype, written behind the cache_seqlens
-            keys that there are; on a GPU what has no room is dropped, on the CPU it is a
-            ValueError.
+        k, v: [B, T', HKV, D] and [B, T', HKV, DV] in q's dtype, written after the cache_seqlens
+            keys in the cache; what does not fit is dropped on a GPU and a ValueError on a CPU.
         rotary_cos, rotary_sin: [S, R/2], turn k by its place in the cache, and q by its own if
             causal or windowed, else by the first new one's.
         cache_seqlens: int32 [B] or one for all: keys in the cache before this call; None is S.
@@ -184,7 +183,7 @@ def flash_attn_with_kvcache(
             On the CPU an index past the cache is a ValueError, on a GPU it is as a negative one.
         sinks: [H], a score beside those of the keys.
         impl: None chooses; "triton" or "eager" is used or refused.
-        The rest is as flash_attn_func has it.
+        The rest: as flash_attn_func.
 
     Returns:
         o [B, T, H, DV]; with return_softmax_lse also lse [B, H, T].

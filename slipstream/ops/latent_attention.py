@@ -26,8 +26,8 @@ def latent_attention(
         x_ts = scale q_t . [c_s, r_s]     o_t = sum_s softmax(x_t)_s c_s     s <= lengths - T + t
 
     Args:
-        q: [B, T, H, R + P], fp16, bf16, fp32 or fp64; the last query stands on its sequence's last
-            key.
+        q: [B, T, H, R + P], fp16, bf16, fp32 or fp64; the last query is aligned with its sequence's
+            last key.
         latent: [B, S, R + P] in q's dtype: c and then r; or pages [M, page, R + P].
         lengths: int32 or int64 [B], keys in use; None is all, negative is none, and o is 0.
         width: R, of c.

@@ -36,7 +36,7 @@ def cross_entropy(
         loss = (1 - s) (lse - z[target]) + s (lse - mean(z)) + z_loss lse^2
 
     Args:
-        logits: [..., V], any floating dtype; 16-bit ones are taken to float32.
+        logits: [..., V], any floating dtype; 16-bit logits are converted to float32.
         target: int64 [...], in [0, V) or ignore_index.
         ignore_index: rows with this target have loss and gradient 0 and are not counted.
         label_smoothing: s, in [0, 1].
@@ -55,7 +55,7 @@ def cross_entropy(
 
     Raises:
         ValueError: shapes do not fit, an option is out of range, or a target is outside [0, V)
-            (looked at on the CPU, outside of torch.compile). TypeError: dtypes.
+            (checked on a CPU, outside of torch.compile). TypeError: dtypes.
 
     Cost: on CUDA one read of logits and, if gradients are wanted, one write of them, which "mean"
         and "sum" make in the forward (under torch.compile in the backward, with one more read, as
@@ -104,7 +104,7 @@ def linear_cross_entropy(
     group: Any = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Cross entropy of logits = hidden weight^T + bias that are never held, in nats.
+    """Cross entropy of logits = hidden weight^T + bias, never stored whole, in nats.
 
         z = logit_scale * logits, then softcap * tanh(z / softcap) if given;  lse = log sum exp(z)
         loss = (1 - s) (lse - z[target]) + s (lse - mean(z)) + z_loss lse^2
@@ -126,8 +126,8 @@ def linear_cross_entropy(
             outside [0, V). TypeError: dtypes.
 
     Cost: 2 N D V flops, and 4 N D V more for gradients, which "mean" and "sum" make in the forward
-        if they are wanted ("none" in the backward, from logits made again). Memory: a chunk of rows
-        of the logits and, with gradients, hidden's and weight's size.
+        if they are wanted ("none" in the backward, from logits computed again). Memory: a chunk of
+        rows of the logits and, with gradients, hidden's and weight's size.
     """
     checks.expect_tensor("hidden", hidden)
     checks.expect_rank("weight", weight, 2, "[V, D]")

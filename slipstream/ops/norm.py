@@ -175,7 +175,7 @@ def group_norm(
     rms: bool = False,
     impl: str | None = None,
 ) -> Tensor:
-    """Norm of each of G equal groups of features alone, such as the heads of [B, T, H V].
+    """Norm of each of G equal groups of features, such as the heads of [B, T, H V].
 
         y[g] = (x[g] - mean(x[g])) / sqrt(var(x[g]) + eps) * weight[g] + bias[g]
 
@@ -229,7 +229,7 @@ def rms_norm_gated(
         eps: inside the root.
         activation: f, "silu" (also "swish") or "sigmoid".
         norm_before_gate: which of the two formulas.
-        group_size: normalise runs of so many features alone, a divisor of D; None is D.
+        group_size: normalise groups of this many features separately, a divisor of D; None is D.
         impl: as rms_norm.
 
     Returns:

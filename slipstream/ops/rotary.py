@@ -93,8 +93,8 @@ def rotary_tables(
         positions: integer or floating [...], p.
         dim: R, how many features turn; even.
         base: the slowest pair turns once in about 2 pi base tokens.
-        xpos: None is plain. Else scores of a query and a key fade with the tokens between them,
-            pair by pair, by z_i every so many: 512, say, for queries, and -512 for keys.
+        xpos: None is plain rotary. Else scores of a query and a key decay with their distance, pair
+            i by a factor z_i every |xpos| tokens: for example 512 for queries and -512 for keys.
         dtype: of the result; the angles are float32, float64 if this is.
 
     Returns:
