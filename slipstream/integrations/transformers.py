@@ -26,6 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise extras.missing("slipstream.integrations.transformers", error, "interop") from None
 
+from slipstream.integrations.linear_mixers import offsets_of, sequences_of
 from slipstream.integrations.masks import (
     Query,
     Rule,
@@ -37,18 +38,24 @@ from slipstream.integrations.masks import (
     visible,
     wants_entries,
 )
+from slipstream.integrations.patching import patch, unpatch
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
+
+__all__ = ["NAME", "patch", "slipstream_attention", "slipstream_mask", "unpatch"]
 
 NAME = "slipstream"
 # with more queries than this, reading all keys for all of them at once does not pay
 DECODED_QUERIES = 16
-# arguments that change no result; is_causal and sliding_window are in the mask
+# arguments that change no result: is_causal and sliding_window are in the mask, and some models
+# hand on all that they were given
 UNREAD = frozenset(
     (
-        "cache_position", "deterministic", "is_causal", "logits_to_keep", "max_length_k",
-        "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states",
-        "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
+        "cache_position", "deterministic", "grid_thw", "image_grid_thw", "input_ids",
+        "inputs_embeds", "is_causal", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+        "pixel_values", "pixel_values_videos", "position_ids", "return_dict", "sliding_window",
+        "use_cache", "video_grid_thw",
     )
 )  # fmt: skip
 # models that compute with the entries of a mask without a word to the mask interface, by what makes
@@ -103,8 +110,9 @@ def slipstream_mask(
         causal = pattern.rule.right == 0
         may_skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         # packed rows and a step on a static cache: transformers allows no None there
-        step = q_length == 1 and causal and not wants_entries(type(config).__module__)
-        may_skip = may_skip or pattern.cuts or step
+        wanted = wants_entries(type(config).__module__)
+        step = q_length == 1 and causal and not wanted
+        may_skip = may_skip or step or (pattern.cuts and not wanted)
         padding = None
         if attention_mask is not None:
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -140,17 +148,27 @@ def slipstream_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer: query [B, H, T, D], key [B, HKV, S, D], value [B, HKV, S, DV] -> [B, T, H, DV].
 
     Args:
         attention_mask: as masks.py has it, or dense, [B or 1, H or 1, T, S], bool or added.
-        s_aux: [H], sinks. position_bias: [B or 1, H or 1, T, S], added to the scores.
+        s_aux: [H], sinks; `sinks` [B, H, T, 1] are another for each query.
+        position_bias: [B or 1, H or 1, T, S], added to the scores.
+        indices: [B, T, N], the only keys that a query sees of those that the mask shows; negative
+            is none. block_indices: [B, G, T, N], the same of blocks of module.indexer.block_size
+            keys, for H / G heads each.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, with the B rows one behind the
             other; they cut what the mask lets see each other.
+        seq_idx: int [B, T], the sequences as numbers in place of offsets; not read beside them or
+            a mask that cuts.
 
     Raises:
         NotImplementedError: an argument that is not known here.
@@ -164,12 +182,21 @@ def slipstream_attention(
             )
     # norms in float32 leave q and k wider than v
     query, key = query.to(value.dtype), key.to(value.dtype)
-    options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout_p": float(dropout)}
+    if s_aux is not None:
+        sinks = s_aux
+    options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "dropout_p": float(dropout)}
+    selected = _selected(module, query, key, indices, block_indices)
     ruled = attention_mask is None or is_rule_mask(attention_mask)
-    if cu_seq_lens_q is not None and (not ruled or position_bias is not None):
-        raise ValueError("cu_seq_lens_q: want no dense mask and no position_bias beside it")
-    if not ruled or position_bias is not None:
-        return _dense(query, key, value, attention_mask, position_bias, scaling, **options), None
+    dense = not ruled or position_bias is not None or selected is not None
+    dense = dense or (sinks is not None and sinks.dim() > 1)
+    if seq_idx is not None and query.shape[2] != key.shape[2]:
+        raise ValueError(f"seq_idx: want as many keys as queries, got {query.shape}, {key.shape}")
+    if dense:
+        mask = _dense_mask(attention_mask, query, key)
+        for visible_keys in (selected, _within(cu_seq_lens_q, seq_idx, query, key)):
+            if visible_keys is not None:
+                mask = _both(mask, visible_keys)
+        return _dense(query, key, value, mask, position_bias, scaling, **options), None
     # learned queries of one row are every row's
     q, k, v = (x.transpose(1, 2) for x in (query.expand(key.shape[0], -1, -1, -1), key, value))
     rule = Rule() if attention_mask is None else Rule.of_size(attention_mask.shape[1])
@@ -177,6 +204,8 @@ def slipstream_attention(
     cuts = None
     if attention_mask is not None and attention_mask.shape[2] > 1:
         cuts = attention_mask[0, 0, :, 0]
+    if seq_idx is not None and cuts is None and cu_seq_lens_q is None:
+        cu_seq_lens_q = offsets_of(seq_idx).int()
     if cu_seq_lens_q is not None:
         _check_cuts(attention_mask, rule, q, k)
         if cuts is None:
@@ -267,6 +296,56 @@ def _packed(
     return o.unflatten(1, (B, T))[0]
 
 
+def _selected(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor | None,
+    blocks: Tensor | None,
+) -> Tensor | None:
+    """Top-k attention: the bool [B, H or 1, T, S] of the keys that a query sees, if not all."""
+    if indices is None and blocks is None:
+        return None
+    S = k.shape[2]
+    if blocks is not None:
+        indexer: Any = module.indexer
+        size = indexer.block_size
+        found = _scatter(blocks, -(-S // size)).repeat_interleave(size, -1)[..., :S]
+        return found.repeat_interleave(q.shape[1] // blocks.shape[1], 1)
+    assert indices is not None
+    return _scatter(indices, S)[:, None]
+
+
+def _scatter(indices: Tensor, size: int) -> Tensor:
+    """[..., N] in [0, size), negative for none -> bool [..., size]"""
+    seen = torch.zeros(*indices.shape[:-1], size + 1, dtype=torch.bool, device=indices.device)
+    indices = indices.long()
+    return seen.scatter_(-1, indices.where(indices >= 0, size), True)[..., :size]
+
+
+def _within(cuts: Tensor | None, seq_idx: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The bool [B, 1, T, S] of keys in a query's own sequence, of those packed in rows."""
+    if cuts is not None:
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"cu_seq_lens_q: want as many keys as queries beside a dense mask, got {q.shape}, "
+                f"{k.shape}"
+            )
+        seq_idx = sequences_of({"cu_seq_lens_q": cuts}, k.shape[0], k.shape[2])
+    if seq_idx is None:
+        return None
+    return seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
+
+
+def _both(mask: Tensor | None, selected: Tensor) -> Tensor:
+    """A dense mask, bool or added, within the selected keys."""
+    if mask is None:
+        return selected
+    if mask.dtype == torch.bool:
+        return mask & selected
+    return mask.masked_fill(~selected, torch.finfo(mask.dtype).min)
+
+
 def _dense(
     q: Tensor,
     k: Tensor,
@@ -280,7 +359,6 @@ def _dense(
 ) -> Tensor:
     """Plain torch, [B, H, T, D] -> [B, T, H, DV], in float32 or wider."""
     S, dtype = k.shape[2], v.dtype
-    mask = _dense_mask(mask, q, k)
     with torch.autocast(q.device.type, enabled=False):
         if dtype != torch.float64:
             q, k, v = (x.float() for x in (q, k, v))
@@ -296,7 +374,8 @@ def _dense(
         elif mask is not None:
             x = x + mask
         if sinks is not None:
-            beside = sinks.to(x.dtype)[:, None, None].expand(*x.shape[:-1], 1)
+            beside = sinks.to(x.dtype).view(-1, 1, 1) if sinks.dim() == 1 else sinks.to(x.dtype)
+            beside = beside.expand(*x.shape[:-1], 1)
             x = torch.cat([x, beside], -1)
         p = F.dropout(x.softmax(-1)[..., :S], dropout_p)
         return (p @ v).transpose(1, 2).contiguous().to(dtype)

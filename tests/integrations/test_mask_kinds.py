@@ -143,9 +143,72 @@ def attend(**kwargs: Any) -> Tensor:
 
 
 def test_unknown_arguments_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"indices: .* of Identity"):
-        attend(indices=torch.zeros(1, 4, 2, dtype=torch.int64))
-    attend(indices=None, output_attentions=False)
+    with pytest.raises(NotImplementedError, match=r"block_table: .* of Identity"):
+        attend(block_table=torch.zeros(1, 4, dtype=torch.int64))
+    attend(block_table=None, output_attentions=False)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("kind", ["none", "rule", "bool", "added"])
+def test_top_k_attention_sees_the_keys_selected(kind: str, blocks: bool) -> None:
+    B, H, T, S, D = 2, 4, 3, 8, 8
+    q, k, v = torch.randn(B, H, T, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
+    allowed = torch.ones(B, 1, T, S, dtype=torch.bool).tril(S - T)
+    mask = {
+        "none": None,
+        "rule": ours.slipstream_mask(B, T, S, S - T, mask_function=hf.causal_mask_function),
+        "bool": allowed,
+        "added": torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min),
+    }[kind]
+    module = torch.nn.Module()
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 3
+    # -1 is none; 8 keys are three blocks, of which the last is shorter
+    if blocks:
+        given = {"block_indices": torch.tensor([[0, 1], [2, 0], [0, -1]]).expand(B, 2, T, 2)}
+        keys = [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2], [0, 1, 2]]
+    else:
+        given = {"indices": torch.tensor([[0, 5], [3, 0], [0, -1]]).expand(B, T, 2)}
+        keys = [[0, 5], [3, 0], [0]]
+    seen = torch.zeros(T, S, dtype=torch.bool)
+    for t, row in enumerate(keys):
+        seen[t, row] = True
+    got = ours.slipstream_attention(module, q, k, v, mask, **given)[0].transpose(1, 2)
+    seen = seen if kind == "none" else seen & allowed
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(got, want)
+
+
+def test_sinks_of_each_query_take_part_in_the_softmax() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    sinks = torch.randn(2, 4, 5, 1)
+    got = ours.slipstream_attention(torch.nn.Identity(), q, k, v, None, sinks=sinks)[0]
+    scores = torch.cat([q @ k.mT * 8**-0.5, sinks], -1)
+    want = (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("told", ["cu_seq_lens_q", "seq_idx"])
+def test_told_sequences_stay_apart(told: str, bias: bool) -> None:
+    B, H, T, D = 2, 4, 6, 8
+    q, k, v = torch.randn(3, B, H, T, D)
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
+    given = {
+        "seq_idx": ids,
+        "cu_seq_lens_q": torch.tensor([0, 2, 6, 7, 10, 12], dtype=torch.int32),
+    }
+    added = torch.randn(1, H, T, T)
+    mask = ours.slipstream_mask(B, T, T, mask_function=hf.causal_mask_function)
+    got = ours.slipstream_attention(
+        torch.nn.Identity(), q, k, v, mask, position_bias=added if bias else None,
+        **{told: given[told]},
+    )[0].transpose(1, 2)  # fmt: skip
+    seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
+    entries = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    entries = entries + added if bias else entries
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=entries)
+    torch.testing.assert_close(got, want)
 
 
 def test_attributes_of_a_layer_change_nothing() -> None:

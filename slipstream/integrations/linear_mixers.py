@@ -1,0 +1,328 @@
+"""What the linear layers of transformers' models call, on slipstream's operators.
+
+Each function here has the arguments of transformers' own function of that purpose, by its names,
+and its results. FUNCTIONS says under which name transformers looks it up in fla, causal_conv1d or
+mamba_ssm. An argument that transformers passes on to every layer (use_cache, position_ids) is in
+kwargs and not read, apart from those that say where packed sequences begin.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
+from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
+from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from slipstream.ops.hgrn import chunk_hgrn
+from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
+from slipstream.ops.recurrent_step import recurrent_step
+from slipstream.ops.simple_gla import chunk_simple_gla
+
+# entries of Mamba-1's states that are kept at a time if no gradient is wanted
+SCAN_ENTRIES = 1 << 24
+
+
+class Sequences(threading.local):
+    """The sequences packed in the rows that a model and one of its layers run on, int [B, T]."""
+
+    of_model: Tensor | None = None
+    of_layer: Tensor | None = None
+
+
+running = Sequences()
+
+
+def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
+    """Which of the packed sequences each token belongs to, int [B, T], or None if none is packed.
+
+    seq_idx says so itself; cu_seqlens and cu_seq_lens_q are offsets into the B rows laid one behind
+    the other. Without any of them they are the layer's.
+    """
+    if (seq_idx := kwargs.get("seq_idx")) is not None:
+        return seq_idx
+    cuts = kwargs.get("cu_seqlens")
+    cuts = kwargs.get("cu_seq_lens_q") if cuts is None else cuts
+    if cuts is None:
+        return running.of_layer
+    token = torch.arange(B * T, device=cuts.device, dtype=cuts.dtype)
+    seq_idx = torch.searchsorted(cuts[1:].contiguous(), token, right=True).view(B, T)
+    return seq_idx.int()
+
+
+def offsets_of(seq_idx: Tensor) -> Tensor:
+    """Offsets of the sequences in the rows of seq_idx [B, T] laid one behind the other.
+
+    They are kept with the tensor: all layers ask, and the host waits for their number.
+    """
+    if torch.compiler.is_compiling() or seq_idx.is_inference():
+        return _find_offsets(seq_idx)
+    kept = getattr(seq_idx, "slipstream_offsets", None)
+    if kept is None or kept[0] != seq_idx._version:
+        kept = seq_idx._version, _find_offsets(seq_idx)
+        seq_idx.slipstream_offsets = kept  # pyright: ignore[reportAttributeAccessIssue]
+    return kept[1]
+
+
+def _find_offsets(seq_idx: Tensor) -> Tensor:
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    total = seq_idx.numel()
+    if torch.compiler.is_compiling():
+        # their number is not known to the host: as many as tokens, the last ones empty
+        places = torch.arange(total, device=seq_idx.device)
+        begins = torch.where(starts.flatten(), places, total).sort().values
+    else:
+        begins = starts.flatten().nonzero().flatten()
+    return F.pad(begins, (0, 1), value=total)
+
+
+def _run(
+    op: Callable,
+    tensors: tuple[Tensor, ...],
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    seq_idx: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """op on tensors [B, T, ...]; the states are those before and after a row."""
+    options["output_final_state"] = output_final_state
+    if initial_state is not None:
+        initial_state = _wide(initial_state)
+    if seq_idx is None:
+        return op(*tensors, initial_state=initial_state, **options)
+    B, T = tensors[0].shape[:2]
+    cuts = offsets_of(seq_idx)
+    rows = torch.arange(B + 1, device=cuts.device) * T
+    if initial_state is not None:
+        first = torch.searchsorted(cuts[:-1].contiguous(), rows[:-1])
+        before = initial_state.new_zeros(cuts.shape[0] - 1, *initial_state.shape[1:])
+        initial_state = before.index_copy(0, first, initial_state)
+    flat = (x.reshape(1, B * T, *x.shape[2:]) for x in tensors)
+    o, state = op(*flat, initial_state=initial_state, cu_seqlens=cuts, **options)
+    if state is not None:
+        state = state[torch.searchsorted(cuts, rows[1:]) - 1]
+    return o.reshape(B, T, *o.shape[2:]), state
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _delta(op: Callable) -> Callable:
+    """A delta rule with gates: query, key [B, T, H, K], value [B, T, HV, V] -> o and the state."""
+
+    def delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        seq_idx = sequences_of(kwargs | {"cu_seqlens": cu_seqlens}, *query.shape[:2])
+        tensors = (query, key.to(query.dtype), value.to(query.dtype), _wide(g), beta)
+        norm = use_qk_l2norm_in_kernel
+        return _run(
+            op, tensors, initial_state, output_final_state, seq_idx, use_qk_l2norm_in_kernel=norm
+        )
+
+    return delta_rule
+
+
+def _gated_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **options)
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """hidden_states [B, D, T], weight [D, W] -> [B, D, T]
+
+    With a cache transformers puts earlier inputs before those of the call, so that T is more than
+    the tokens that seq_idx or offsets speak of.
+    """
+    x = hidden_states.to(weight.dtype)
+    B, D, T = x.shape
+    seq_idx = sequences_of(kwargs, B, T)
+    if seq_idx is None:
+        return conv_fn(x, weight, bias, activation=activation).to(hidden_states.dtype)
+    if seq_idx.shape[1] < T:
+        before = seq_idx[:, :1].expand(-1, T - seq_idx.shape[1])
+        seq_idx = torch.cat([before, seq_idx], 1)
+    rows = x.mT.reshape(1, B * T, D).mT
+    y = conv_fn(rows, weight, bias, activation=activation, cu_seqlens=offsets_of(seq_idx))
+    return y.mT.reshape(B, T, D).mT.to(hidden_states.dtype)
+
+
+def causal_conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The next token hidden_states [B, D, 1] or [B, D]; conv_state [B, D, S] moves on in place."""
+    x = hidden_states.to(weight.dtype)
+    return conv_update(x, conv_state, weight, bias, activation).to(hidden_states.dtype)
+
+
+def mamba_chunk_scan_combined(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Mamba-2: hidden_states [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N], z as
+    hidden_states, D [H] or [H, P] -> [B, T, H, P], and the states [B, H, P, N]."""
+    x = hidden_states
+    seq_idx = sequences_of(kwargs, *x.shape[:2])
+    step = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    v = (_wide(x) * step[..., None]).to(x.dtype)
+    tensors = (C.to(x.dtype), B.to(x.dtype), v, step * _wide(A))
+    y, state = _run(
+        chunk_simple_gla, tensors, initial_states, return_final_states, seq_idx,
+        scale=1.0, state_v_first=True,
+    )  # fmt: skip
+    y = _skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
+    return (y, state) if return_final_states else y
+
+
+def selective_state_update(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """The next token of Mamba-2, hidden_states [B, H, P]; state [B, H, P, N] moves on in place.
+
+    dt [B, H, P], A [H, P, N], dt_bias and D [H, P] are a number a head, expanded; B, C [B, G, N].
+    """
+    x = hidden_states
+    if x.dim() != 3 or any(A.stride()[1:]) or dt.stride(-1):
+        raise NotImplementedError("a decay of each channel and state (Mamba-1)")
+    if dt_bias is not None:
+        if dt_bias.stride(-1):
+            raise NotImplementedError("dt_bias of each channel")
+        dt_bias = dt_bias[:, 0]
+    step = _step_size(dt[..., 0], dt_bias, dt_softplus)  # [B, H]
+    v = (_wide(x) * step[..., None]).to(x.dtype)
+    y = recurrent_step(
+        C[:, None].to(x.dtype), B[:, None].to(x.dtype), v[:, None], state=state,
+        g=(step * _wide(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
+    )[:, 0]  # fmt: skip
+    return _skip_and_gate(y, x, D, z)
+
+
+def selective_scan_fn(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Mamba-1: hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T], D [D] -> [B, D, T], and
+    the last states [B, D, N].
+
+    Every pair of a channel and a state is one of HGRN's channels: h_t = exp(A dt_t) h_{t-1} +
+    dt_t B_t x_t. The states of all tokens are kept if a gradient is wanted.
+    """
+    if B.dim() != 3 or C.dim() != 3 or A.is_complex():
+        raise NotImplementedError("B and C with groups, or complex A")
+    x = hidden_states.mT  # [B, T, D]
+    step = _step_size(dt.mT, delta_bias, delta_softplus)
+    rows, T, channels = x.shape
+    N = A.shape[1]
+    seq_idx = sequences_of(kwargs, rows, T)
+    starts = None
+    if seq_idx is not None:
+        starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))[..., None]
+    B, C, A = _wide(B.mT), _wide(C.mT), _wide(A)
+    pieces, state = [], None
+    length = max(16, SCAN_ENTRIES // max(rows * channels * N, 1))
+    for begin in range(0, T, length):
+        here = slice(begin, begin + length)
+        decay = (step[:, here, :, None] * A).flatten(2)
+        if starts is not None:
+            decay = decay.masked_fill(starts[:, here], float("-inf"))
+        new = ((step * x)[:, here, :, None] * B[:, here, None]).flatten(2)
+        h, state = chunk_hgrn(new, decay, initial_state=state, output_final_state=True)
+        h = h.unflatten(2, (channels, N))
+        pieces.append((h @ C[:, here, :, None]).squeeze(-1))
+    y = torch.cat(pieces, 1).to(x.dtype)
+    y = _skip_and_gate(y, x, D, None if z is None else z.mT).mT
+    if return_last_state:
+        assert state is not None
+        return y, state.unflatten(1, (channels, N))
+    return y
+
+
+def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = _wide(dt) if bias is None else _wide(dt) + _wide(bias)
+    return F.softplus(dt) if softplus else dt
+
+
+def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    if D is not None:
+        y = y + x * D
+    if z is not None:
+        y = y * F.silu(z)
+    return y.to(x.dtype)
+
+
+def not_fused(*args: Any, **kwargs: Any) -> None:
+    """A whole layer in one function: transformers then calls the functions of its parts."""
+
+
+FUNCTIONS: dict[str, Callable] = {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+    "chunk_gated_delta_rule": _delta(chunk_gated_delta_rule),
+    "fused_recurrent_gated_delta_rule": _delta(_gated_recurrence),
+    "chunk_kda": _delta(chunk_kda),
+    "fused_recurrent_kda": _delta(fused_recurrent_kda),
+    "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+    "mamba_split_conv1d_scan_combined": not_fused,
+    "mamba_inner_fn": not_fused,
+    "selective_scan_fn": selective_scan_fn,
+    "selective_state_update": selective_state_update,
+}

@@ -1,0 +1,344 @@
+"""patch(): the linear layers of transformers' models run slipstream's operators.
+
+transformers decorates the functions of such layers (use_kernel_func_from_hub_with_fallback): a
+function of fla, causal_conv1d or mamba_ssm if that is installed when the module is imported, else
+plain torch. A layer looks them up among the globals of its module whenever it runs. patch() finds
+the decorated functions by what the decorator leaves in their closures, and puts those of
+linear_mixers.FUNCTIONS in their place; a finder does it for modules that are imported later. Gated
+norms are found by their arguments, and replaced if ours gives the same numbers.
+
+Packed sequences are kept apart whatever transformers is told of them (seq_idx, offsets, or
+position_ids that fall back): forward of a model and of its layers is wrapped, and hands it down.
+"""
+
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from slipstream.integrations.linear_mixers import FUNCTIONS, not_fused, running, sequences_of
+from slipstream.ops.norm import rms_norm_gated
+
+MODELING = re.compile(r"transformers\.models\.[\w.]+\.modeling_\w+")
+# attributes of what is put in place: what was there, and whether it takes seq_idx
+ORIGINAL, TELLS = "slipstream_original", "slipstream_tells"
+
+logger = logging.getLogger(__name__)
+
+
+def patch(model: nn.Module | None = None) -> list[str]:
+    """Puts slipstream's operators into the linear layers of transformers' models.
+
+    Gated delta rule, KDA, Mamba-2, Mamba-1's scan, short convolutions and gated norms, wherever a
+    model looks up functions of fla, causal_conv1d or mamba_ssm. A call that slipstream does not
+    take goes to transformers' own function, which a warning says once. Softmax attention is apart
+    from this: attn_implementation="slipstream".
+
+    Args:
+        model: only the modules that its layers come from, already imported; None is all models of
+            transformers, loaded before or after. Functions are those of a module, so other models
+            of the same kind are patched too.
+
+    Returns:
+        What was replaced, by its full name; nothing that was already.
+    """
+    if model is None:
+        names = [name for name in list(sys.modules) if MODELING.fullmatch(name)]
+        _Finder.put()
+    else:
+        names = sorted({cls.__module__ for m in model.modules() for cls in type(m).__mro__})
+    call = GradientCheckpointingLayer.__call__
+    if not hasattr(call, ORIGINAL):
+        replacement = _layer_call(call)
+        setattr(replacement, ORIGINAL, call)
+        GradientCheckpointingLayer.__call__ = replacement
+    found = (sys.modules.get(name) for name in names)
+    return [name for module in found if module is not None for name in _patch_module(module)]
+
+
+def unpatch() -> None:
+    """Puts back what patch() replaced, everywhere."""
+    _Finder.take()
+    call = GradientCheckpointingLayer.__call__
+    GradientCheckpointingLayer.__call__ = getattr(call, ORIGINAL, call)
+    for name, module in list(sys.modules.items()):
+        if module is None or not MODELING.fullmatch(name):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if hasattr(value, ORIGINAL):
+                setattr(module, attribute, getattr(value, ORIGINAL))
+            elif inspect.isclass(value) and issubclass(value, nn.Module):
+                forward = vars(value).get("forward")
+                if hasattr(forward, ORIGINAL):
+                    value.forward = getattr(forward, ORIGINAL)
+
+
+def _patch_module(module: ModuleType) -> list[str]:
+    """Replaces what is in a module, if anything in it is looked up in those packages."""
+    found = {attribute: (looked_up(f), f) for attribute, f in vars(module).items()}
+    functions = {a: (name, f) for a, (name, f) in found.items() if name in FUNCTIONS}
+    if not functions:
+        return []
+    for attribute, (name, function) in functions.items():
+        setattr(module, attribute, _replacement(FUNCTIONS[name], function))
+    replaced = list(functions)
+    for cls in _classes_of(module):
+        forward = _forward_of(cls)
+        if forward is not None:
+            setattr(forward, ORIGINAL, cls.forward)
+            cls.forward = forward
+            replaced.append(f"{cls.__name__}.forward")
+    names = [f"{module.__name__}.{name}" for name in replaced]
+    logger.info("slipstream: replaced %s", ", ".join(names))
+    return names
+
+
+def looked_up(function: Any) -> str | None:
+    """The name under which transformers looked a function up in another package, if it did."""
+    if isinstance(function, nn.Module):  # what the package `kernels` makes of it
+        function = type(function).__dict__.get("forward", function)
+    code = getattr(function, "__code__", None)
+    if code is None or "is_new_implementation" not in code.co_freevars:
+        return None
+    return inspect.getclosurevars(function).nonlocals.get("func_name")
+
+
+def _classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
+    for value in list(vars(module).values()):
+        if inspect.isclass(value) and value.__module__ == module.__name__ and (
+            issubclass(value, nn.Module) and "forward" in vars(value)
+        ):  # fmt: skip
+            yield value
+
+
+def _forward_of(cls: type[nn.Module]) -> Callable | None:
+    """Another forward for a class of a patched module, or None if it stays."""
+    if issubclass(cls, PreTrainedModel):
+        return _model_forward(cls.forward)
+    if issubclass(cls, GradientCheckpointingLayer):
+        return _layer_forward(cls.forward)
+    return _gated_norm(cls)
+
+
+def _replacement(ours: Callable, theirs: Callable) -> Callable:
+    """ours, or theirs where ours does not take the call."""
+    parameters = inspect.signature(ours).parameters
+    # what transformers' own function reads and ours does not, with its default
+    unread = {
+        name: p.default
+        for name, p in inspect.signature(theirs).parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and name not in parameters and ours is not not_fused
+    }
+
+    @wraps(theirs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return theirs(*args, **kwargs)
+        for name, default in unread.items():
+            if kwargs.get(name, default) is not default:
+                return theirs(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return ours(*args, **kwargs)
+        try:
+            return ours(*args, **kwargs)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if is_packed(kwargs):  # transformers' own would mix the sequences
+                raise
+            _say_theirs(theirs.__name__, str(error))
+        return theirs(*args, **kwargs)
+
+    setattr(replacement, ORIGINAL, theirs)
+    return replacement
+
+
+@cache
+def _say_theirs(name: str, why: str) -> None:
+    logger.warning("slipstream: transformers' own %s runs: %s", name, why)
+
+
+# packed sequences
+
+
+def is_packed(kwargs: dict[str, Any]) -> bool:
+    told = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+    return running.of_layer is not None or any(kwargs.get(name) is not None for name in told)
+
+
+def seq_idx_of_positions(given: dict[str, Any]) -> Tensor | None:
+    """seq_idx [B, T] where position_ids [B, T] fall back and nothing else says what is packed."""
+    positions = given.get("position_ids")
+    told = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cache", "past_key_values")
+    if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
+        return None
+    if any(given.get(name) is not None for name in told):
+        return None
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    if not bool(begins.any()):
+        return None
+    return nn.functional.pad(begins.cumsum(1), (1, 0)).int()
+
+
+def _model_forward(forward: Callable) -> Callable:
+    """forward of a model, which tells its layers what is packed, whatever it hands on to them."""
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @wraps(forward)
+    def replacement(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        outer = running.of_model
+        given = dict(zip(names, args)) | kwargs
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        if isinstance(tokens, Tensor) and is_packed(given):
+            running.of_model = sequences_of(given, *tokens.shape[:2])
+        elif (seq_idx := seq_idx_of_positions(given)) is not None:
+            running.of_model = seq_idx
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            running.of_model = outer
+
+    return replacement
+
+
+def _layer_call(call: Callable) -> Callable:
+    """__call__ of transformers' layers: what is packed is an argument of a layer from here on, so
+    that activation checkpointing, which runs it again later, keeps it."""
+
+    @wraps(call)
+    def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seq_idx = running.of_model
+        if seq_idx is not None and hasattr(type(self).forward, TELLS):
+            kwargs.setdefault("seq_idx", seq_idx)
+        return call(self, *args, **kwargs)
+
+    return replacement
+
+
+def _layer_forward(forward: Callable) -> Callable:
+    """forward of a layer, whose functions find in running.of_layer what it does not tell them."""
+    parameters = inspect.signature(forward).parameters.values()
+    open_ended = any(p.kind is p.VAR_KEYWORD or p.name == "seq_idx" for p in parameters)
+
+    @wraps(forward)
+    def replacement(
+        self: nn.Module, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        outer = running.of_layer
+        if seq_idx is not None:
+            running.of_layer = seq_idx
+            if open_ended:
+                kwargs["seq_idx"] = seq_idx
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            running.of_layer = outer
+
+    setattr(replacement, TELLS, True)
+    return replacement
+
+
+# gated norms
+
+
+def _gated_norm(cls: type[nn.Module]) -> Callable | None:
+    """forward of a root mean square norm with an output gate, if ours gives its numbers."""
+    forward = cls.forward
+    if list(inspect.signature(forward).parameters)[1:] != ["hidden_states", "gate"]:
+        return None
+    for activation in ("silu", "sigmoid"):
+        for before in (True, False):
+            ours = _gated_forward(forward, activation, before)
+            if _same_numbers(cls, ours):
+                return ours
+    return None
+
+
+def _gated_forward(theirs: Callable, activation: str, norm_before_gate: bool) -> Callable:
+    @wraps(theirs)
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None or gate.shape != hidden_states.shape or torch.compiler.is_exporting():
+            return theirs(self, hidden_states, gate)
+        groups = getattr(self, "n_groups", 1)
+        size = getattr(self, "group_size", hidden_states.shape[-1] // groups)
+        return rms_norm_gated(
+            hidden_states,
+            gate,
+            self.weight,
+            eps=self.variance_epsilon,
+            activation=activation,
+            norm_before_gate=getattr(self, "norm_before_gate", norm_before_gate),
+            group_size=size,
+        )
+
+    return forward
+
+
+def _same_numbers(cls: type[Any], ours: Callable) -> bool:
+    """Whether ours is forward of a class, by small modules of every kind that its options make."""
+    size, sizes = 8, {"hidden_size": 8, "group_size": 4, "n_groups": 2, "eps": 0.1}
+    parameters = inspect.signature(cls.__init__).parameters
+    options = {name: value for name, value in sizes.items() if name in parameters}
+    flags = [n for n, p in parameters.items() if isinstance(p.default, bool)]
+    generator = torch.Generator().manual_seed(0)
+    weight, *inputs = torch.randn(3, 2, size, generator=generator)
+    try:
+        for on in (False, True):
+            module = cls(**options, **dict.fromkeys(flags, on))
+            with torch.no_grad():
+                module.weight.copy_(weight[0])
+                got, want = ours(module, *inputs), cls.forward(module, *inputs)
+            if not torch.allclose(got, want, rtol=1e-4, atol=1e-5):
+                return False
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+# modules that are imported later
+
+
+class _ThenPatch(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        _patch_module(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # inspect asks it for the source
+
+
+class _Finder(MetaPathFinder):
+    """Patches transformers' modeling modules as they are imported."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if not MODELING.fullmatch(name):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenPatch(spec.loader)
+        return spec
+
+    @classmethod
+    def put(cls) -> None:
+        cls.take()
+        sys.meta_path.insert(0, cls())
+
+    @classmethod
+    def take(cls) -> None:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]

@@ -1,0 +1,220 @@
+"""Linear models of transformers, patched, beside what transformers' own functions give."""
+
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from slipstream.integrations import linear_mixers, patching
+from slipstream.integrations.transformers import NAME, patch, unpatch
+from tests.support.linear_models import alone, linear_classes, packed_inputs, tiny
+from tests.support.tiny_models import build, difference, runs_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# one for each kind of layer: Mamba-1, Mamba-2, gated delta rule, KDA, short convolution alone
+SAMPLE = (
+    "FalconMambaForCausalLM", "BambaForCausalLM", "Qwen3NextForCausalLM", "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM",
+)  # fmt: skip
+
+
+def every(names: tuple[str, ...] = SAMPLE) -> list:
+    rest = (pytest.param(n, marks=pytest.mark.slow) for n in linear_classes() if n not in names)
+    return [*names, *rest]
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch()
+
+
+@pytest.mark.parametrize("name", every())
+def test_patched_gives_what_transformers_gives(name: str) -> None:
+    cls, config, weights, inputs, want = tiny(name)
+    # in training transformers asks for whole layers fused
+    trained = _trained(build(cls, config, "eager", weights), inputs)
+    static = _static(build(cls, config, "eager", weights), inputs)
+    assert patch()
+    assert difference(runs_of(build(cls, config, "eager", weights), inputs), want) == ""
+    ours = build(cls, config, "eager", weights)
+    assert difference(_trained(ours, inputs), trained) == ""
+    ours = build(cls, config, "eager", weights)
+    if static is not None:  # transformers refuses it
+        assert difference(_static(ours, inputs), static) == ""
+
+
+def _trained(model, inputs) -> dict:
+    model.train()
+    logits = model(**inputs, use_cache=False).logits
+    return {"forward": {"logits": logits.detach()}, "backward": _gradients(logits, model)}
+
+
+def _gradients(logits, model) -> dict:
+    parameters = dict(model.named_parameters())
+    loss = (logits.float() * torch.randn(logits.shape, generator=_seeded())).sum()
+    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {n: g for n, g in zip(parameters, grads) if g is not None}
+
+
+def _static(model, inputs) -> dict | None:
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+    try:
+        result = model.generate(**inputs, cache_implementation="static", **options)
+    except RuntimeError as error:  # biases of Inkling are not as long as the cache
+        if "must match the size of tensor" in str(error):
+            return None
+        raise
+    return {"generate": {f"logits[{i}]": x for i, x in enumerate(result.logits)}}
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize("told", ["position_ids", "seq_idx", "offsets"])
+@pytest.mark.parametrize("name", every())
+def test_packed_sequences_stay_apart(name: str, told: str) -> None:
+    cls, config, weights, inputs, _ = tiny(name)
+    model = build(cls, config, NAME, weights)
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        want = alone(model, ids)
+    patch()
+    given = packed_inputs(told, ids)
+    got = model(**given, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
+    model.gradient_checkpointing_enable()
+    model.train()
+    again = model(**given, use_cache=False).logits
+    first, second = ({"backward": _gradients(x, model)} for x in (got, again))
+    assert difference(second, first) == ""
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_compiled_as_eager(name: str) -> None:
+    cls, config, weights, inputs, want = tiny(name)
+    patch()
+    model = torch.compile(build(cls, config, NAME, weights), backend="aot_eager")
+    with torch.no_grad():
+        got = {"logits": model(**inputs, use_cache=False).logits}
+    assert difference({"forward": got}, {"forward": {"logits": want["forward"]["logits"]}}) == ""
+
+
+def test_patch_names_what_it_replaced_once_and_unpatch_puts_it_back() -> None:
+    module = modeling_qwen3_next
+    before = dict(vars(module)), module.Qwen3NextRMSNormGated.forward
+    names = patch()
+    mine = [n.rsplit(".", 1)[0] for n in names if n.startswith(module.__name__)]
+    assert f"{module.__name__}.torch_chunk_gated_delta_rule" in names
+    assert f"{module.__name__}.Qwen3NextRMSNormGated.forward" in names
+    assert mine
+    assert patch() == []
+    assert module.torch_chunk_gated_delta_rule is not before[0]["torch_chunk_gated_delta_rule"]
+    unpatch()
+    assert dict(vars(module)) == before[0]
+    assert module.Qwen3NextRMSNormGated.forward is before[1]
+    assert patch() == names
+
+
+def test_patch_of_a_model_leaves_others() -> None:
+    cls, config, weights, _, _ = tiny("Qwen3NextForCausalLM")
+    names = patch(build(cls, config, "eager", weights))
+    assert {n.split(".")[2] for n in names} == {"qwen3_next"}
+    assert not hasattr(modeling_mamba2.causal_conv1d_fn, patching.ORIGINAL)
+
+
+def test_modules_imported_later_are_patched() -> None:
+    code = """
+import sys
+from slipstream.integrations.transformers import patch, unpatch
+assert patch() == []
+from transformers import LlamaForCausalLM, Lfm2ForCausalLM
+module = sys.modules["transformers.models.lfm2.modeling_lfm2"]
+assert hasattr(module.causal_conv1d_fn, "slipstream_original")
+unpatch()
+assert not hasattr(module.causal_conv1d_fn, "slipstream_original")
+from transformers import MambaForCausalLM
+module = sys.modules["transformers.models.mamba.modeling_mamba"]
+assert not hasattr(module.causal_conv1d_fn, "slipstream_original")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_functions_looked_up_are_all_known() -> None:
+    """A release that looks up another function, or in another way, has to be looked at."""
+    found = set()
+    for name in linear_classes():
+        module = inspect.getmodule(tiny_class(name))
+        found |= {n for f in vars(module).values() if (n := patching.looked_up(f))}
+    assert found == set(linear_mixers.FUNCTIONS)
+
+
+def tiny_class(name: str):
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def test_what_ours_does_not_take_goes_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    patching._say_theirs.cache_clear()
+    theirs = modeling_qwen3_next.causal_conv1d_fn
+    x, weight = torch.randn(2, 4, 6), torch.randn(4, 3)
+    want = theirs(x, weight, None, "gelu")
+    patch()
+    ours = modeling_qwen3_next.causal_conv1d_fn
+    with caplog.at_level(logging.WARNING, logger=patching.__name__):
+        assert torch.equal(ours(x, weight, None, "gelu"), want)
+    assert "causal_conv1d_fn runs: activation" in caplog.text
+    with pytest.raises(ValueError, match="activation"):
+        # transformers' own would mix the sequences
+        ours(x, weight, None, "gelu", seq_idx=torch.zeros(2, 6, dtype=torch.int32))
+
+
+def test_gated_norms_are_found_by_what_they_compute() -> None:
+    patch()
+    for module in (modeling_qwen3_next, modeling_mamba2):
+        (norm,) = (cls for n, cls in vars(module).items() if n.endswith("RMSNormGated"))
+        assert hasattr(norm.forward, patching.ORIGINAL), norm
+
+    class Other(torch.nn.Module):
+        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+            self.variance_epsilon = eps
+
+        def forward(self, hidden_states, gate=None):
+            return self.weight * hidden_states * gate
+
+    assert patching._gated_norm(Other) is None
+
+
+def test_states_of_packed_rows_go_on() -> None:
+    """Two rows of two and three sequences: the first goes on from a state, the last leaves one."""
+    torch.manual_seed(0)
+    B, T, H, D = 2, 10, 2, 8
+    q, k, v = torch.randn(3, B, T, H, D)
+    g, beta = -torch.rand(B, T, H), torch.rand(B, T, H)
+    state = torch.randn(B, H, D, D)
+    op = linear_mixers.FUNCTIONS["chunk_gated_delta_rule"]
+    seq_idx = torch.tensor([[0] * 4 + [1] * 6, [0] * 3 + [1] * 3 + [2] * 4])
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    o, final = op(q, k, v, g, beta, initial_state=state, seq_idx=seq_idx, **options)
+    for b, cuts in enumerate(((0, 4, 10), (0, 3, 6, 10))):
+        s = state[b : b + 1]
+        for i, j in pairwise(cuts):
+            row = (x[b : b + 1, i:j] for x in (q, k, v, g, beta))
+            want, s = op(*row, initial_state=s if i == 0 else None, **options)
+            torch.testing.assert_close(o[b : b + 1, i:j], want)
+        torch.testing.assert_close(final[b : b + 1], s)

@@ -1,0 +1,54 @@
+"""Models of transformers whose linear layers slipstream.integrations.transformers.patch changes."""
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support.tiny_configs import OTHERS
+from tests.support.tiny_models import eager_runs, first_of_each_type
+
+LENGTHS = (7, 2, 3)  # of packed sequences
+
+
+def linear_classes() -> list[str]:
+    """One causal language model of each type that looks functions up in other packages."""
+    return sorted({n for n in first_of_each_type("MODEL_FOR_CAUSAL_LM_") if _looks_up(n)})
+
+
+def _looks_up(name: str) -> bool:
+    module = import_module(getattr(transformers, name).__module__)
+    return "use_kernel_func_from_hub_with_fallback(" in inspect.getsource(module)
+
+
+def tiny(name: str) -> tuple[Any, Any, Any, Any, Any]:
+    """The class, its configuration, weights, inputs, and transformers' own results."""
+    errors = []
+    for other in OTHERS:
+        try:
+            return eager_runs(name, other)
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def packed_inputs(told: str, ids: Tensor) -> dict[str, Tensor]:
+    """One row of several sequences, with what transformers' collator says of them."""
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    given = {"input_ids": ids[:1], "position_ids": positions}
+    if told == "seq_idx":
+        which = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+        given["seq_idx"] = which[None].int()
+    elif told == "offsets":
+        cuts = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+        given |= {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+        given |= {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+    return given
+
+
+def alone(model: Any, ids: Tensor) -> Tensor:
+    """Logits of the packed sequences, each in a row of its own."""
+    return torch.cat([model(x, use_cache=False).logits for x in ids[:1].split(LENGTHS, 1)], 1)
