@@ -64,7 +64,11 @@ def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:
 
 
 def maybe_sigmoid(beta: Tensor, flag: bool, allow_neg_eigval: bool) -> Tensor:
-    """sigmoid(beta), or 2 sigmoid(beta): eigenvalues of the transition down to -1 instead of 0."""
+    """sigmoid(beta), or 2 sigmoid(beta): eigenvalues of the transition down to -1 instead of 0.
+
+    In beta's dtype, the same bits as torch.sigmoid(beta) passed as beta; the gradient is that of
+    the sigmoid before it is rounded.
+    """
     if not flag:
         if allow_neg_eigval:
             raise ValueError(
@@ -73,5 +77,6 @@ def maybe_sigmoid(beta: Tensor, flag: bool, allow_neg_eigval: bool) -> Tensor:
             )
         return beta
     checks.expect_floating({"beta": beta})
-    beta = beta.sigmoid() if beta.dtype == torch.float64 else beta.float().sigmoid()
+    wide = beta.sigmoid() if beta.dtype == torch.float64 else beta.float().sigmoid()
+    beta = wide.to(beta.dtype)
     return 2 * beta if allow_neg_eigval else beta

@@ -47,7 +47,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
         use_gate_in_kernel: g is raw: the decay is -exp(A_log) softplus(g + dt_bias).
         A_log, dt_bias: [HV], for use_gate_in_kernel; dt_bias may be None.
-        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used.
+        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used, rounded to beta's dtype.
         allow_neg_eigval: 2 sigmoid(beta), so that the transition has eigenvalues down to -1.
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.

@@ -51,7 +51,7 @@ def chunk_kda(
             lower_bound given, lower_bound sigmoid(exp(A_log) (g + dt_bias)).
         A_log: [HV], for use_gate_in_kernel; with lower_bound None stands for zeros.
         dt_bias: [HV K] or [HV, K], for use_gate_in_kernel; none if None.
-        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used.
+        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used, rounded to beta's dtype.
         allow_neg_eigval: 2 sigmoid(beta), so that the transition has eigenvalues down to -1.
         safe_gate: the decay is bounded: by lower_bound with use_gate_in_kernel, else as the caller
             promises. Kernels may use it to go faster; the result is the same with and without.
@@ -59,8 +59,8 @@ def chunk_kda(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
-            kernels have their own. Chosen if None.
+        chunk_size: a hint, tokens a chunk in plain torch, 32 or 64; Triton's kernels have their
+            own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
 
     Returns:
@@ -73,6 +73,8 @@ def chunk_kda(
     Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
     """
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size not in (32, 64)):
+        raise ValueError(f"chunk_size: want 32 or 64, got {chunk_size!r}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError(
             "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"

@@ -118,6 +118,24 @@ def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
             fn(**args, allow_neg_eigval=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
+def test_operator_sigmoid_in_kernel_has_the_bits_of_the_sigmoid_outside(
+    name: str, dtype: torch.dtype
+) -> None:
+    args = {x: y.to(dtype) for x, y in arguments(name).items()}
+    raw = (4 * randn(*SCALAR)).to(dtype)
+    for fn in both(name):
+        inputs = [args[x].requires_grad_() for x in "qkvg"]
+        inside, _ = fn(**{**args, "beta": raw}, use_beta_sigmoid_in_kernel=True)
+        outside, _ = fn(**{**args, "beta": raw.sigmoid()})
+        assert torch.equal(inside, outside)
+        weight = torch.randn_like(inside)
+        found = torch.autograd.grad(inside, inputs, weight)
+        for x, y in zip(found, torch.autograd.grad(outside, inputs, weight), strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("fns", list(zip(both("comba"), both("gated_delta_rule"))))
 def test_comba_without_auxiliary_key_erases_under_k(fns: tuple) -> None:
     args = arguments("gated_delta_rule")
