@@ -61,6 +61,8 @@ class Attention(Mixer):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
         self.head_dim = head_dim
+        if window_size is not None and window_size < 1:
+            raise ValueError(f"window_size: want at least 1 token or None, got {window_size}")
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.rotary_base, self.window_size, self.norm_eps = rotary_base, window_size, norm_eps
         heads = num_heads + 2 * self.num_kv_heads

@@ -88,8 +88,8 @@ def attention(
         scale: None is D^-0.5.
         causal: no query sees a later key.
         window_size: W: a query sees the last W keys, its own position included, and without causal
-            as many after it; or (left, right): how many keys before and after its own position, -1
-            for no bound.
+            as many after it; nothing if W is 0. Or (left, right): how many keys before and after
+            its own position, -1 for no bound.
         softcap: c > 0 bounds the scores; None or 0 is no bound.
         g: [B, S, H], the forgetting gate: log of the factor on all earlier tokens, <= 0; -inf
             forgets them (so do -1e4 and below). Needs causal.
@@ -113,7 +113,7 @@ def attention(
         Gradients flow through both, to q, k, v, g and sinks.
 
     Raises:
-        ValueError: shapes do not fit, an empty window, dropout_p is no probability, or cu_seqlens
+        ValueError: shapes do not fit, a negative window, dropout_p is no probability, or cu_seqlens
             are no offsets.
         TypeError: dtypes. NotImplementedError: impl cannot do it.
 
@@ -124,7 +124,8 @@ def attention(
     """
     k_offsets = _keys_of(cu_seqlens, cu_seqlens_k, key_lengths, k)
     _check(q, k, v, cu_seqlens, k_offsets, key_lengths)
-    left, right = window_of(window_size, causal)
+    nothing = type(window_size) is int and window_size == 0
+    left, right = window_of(1 if nothing else window_size, causal)
     _check_biases(q, k, g, sinks, alibi_slopes, cu_seqlens, right)
     narrow = autocast_dtype(q)
     if narrow is not None:
@@ -133,6 +134,9 @@ def attention(
         checks.expect_one_dtype({"q": q, "k": k, "v": v})
     factor = scale_of(scale, q)
     check_softcap(softcap)
+    if nothing:
+        o, lse = _sees_nothing(q, k, v, g, sinks)
+        return (o, lse) if return_lse else o
     seed = _seed(dropout_p, q)
     terms = AttentionInputs(
         q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed
@@ -140,6 +144,19 @@ def attention(
     options = AttentionOptions(factor, left, right, float(softcap or 0.0), float(dropout_p))
     o, lse = run(terms, options, return_lse, impl)
     return o if lse is None else (o, lse)
+
+
+def _sees_nothing(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """o and lse where no query sees a key; gradients are zeros."""
+    B, T, H, _ = q.shape
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    zero = sum(x.flatten()[:0].sum(dtype=wide) for x in (q, k, v, g) if x is not None)
+    o = (q.new_zeros(B, T, H, v.shape[-1], dtype=wide) + zero).to(q.dtype)
+    if sinks is None:
+        return o, q.new_full((B, H, T), -torch.inf, dtype=wide) + zero
+    return o, sinks.to(wide)[:, None].expand(B, H, T) + zero
 
 
 def _keys_of(

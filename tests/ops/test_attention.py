@@ -42,6 +42,22 @@ def test_attention_window_of_one_is_the_value_itself() -> None:
     torch.testing.assert_close(attention(q, k, v, window_size=(-1, -1)), attention(q, k, v))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_window_of_zero_sees_nothing(packed: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(1, 5, 5))
+    offsets = torch.tensor([0, 2, 5]) if packed else None
+    sinks = torch.randn(4, requires_grad=True)
+    o, lse = attention(q, k, v, window_size=0, cu_seqlens=offsets, return_lse=True)
+    assert torch.equal(o, torch.zeros(1, 5, 4, 8))
+    assert torch.equal(lse, torch.full((1, 4, 5), -torch.inf))
+    given = {"cu_seqlens": offsets, "sinks": sinks, "return_lse": True}
+    o, lse = attention(q, k, v, window_size=0, **given)
+    assert torch.equal(lse, sinks[:, None].expand(1, 4, 5))
+    *rest, dsinks = torch.autograd.grad(o.sum() + lse.sum(), [q, k, v, sinks])
+    assert not any(x.any() for x in rest)
+    assert torch.equal(dsinks, torch.full((4,), 5.0))
+
+
 def test_attention_gives_zero_where_a_query_sees_nothing() -> None:
     q, k, v = qkv(1, 5, 3)
     q.requires_grad_()
@@ -59,7 +75,8 @@ def test_attention_rejects_faults_by_name() -> None:
         (lambda: attention(q, k, v[:, :9]), ValueError, "v: want shape"),
         (lambda: attention(q[:, :, :3], k, v), ValueError, "heads of q"),
         (lambda: attention(q, k.double(), v), TypeError, "k: want torch.float32"),
-        (lambda: attention(q, k, v, window_size=0), ValueError, "window_size"),
+        (lambda: attention(q, k, v, window_size=-1), ValueError, "window_size"),
+        (lambda: attention(q, k, v, window_size=False), ValueError, "window_size"),
         (lambda: attention(q, k, v, cu_seqlens=torch.tensor([0, 9])), ValueError, "cu_seqlens"),
         (lambda: attention(q, k, v, key_lengths=torch.ones(2).long()), ValueError, "key_lengths"),
         (lambda: attention(q, k, v, key_lengths=torch.ones(1)), TypeError, "key_lengths"),
