@@ -35,12 +35,11 @@ OTHER_LIMIT = 0.008
 @pytest.fixture(autouse=True)
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {
-        "LITTLE": 0,
-        "MIN_SLICE_TOKENS_GROUPED": 1,
+        "MIN_WORKSPACE_BYTES": 0,
+        "MAX_WORKSPACE_PCT": 0,
+        "MIN_SLICE_TOKENS": 1,
         "MIN_ACTIVE_PROGRAMS": 1,
-        "GROUPED": 1,
-        "PACKED": 1,
-        "COUNT": SPANS,
+        "MAX_SLICES": SPANS,
     }
     for name, value in few.items():
         monkeypatch.setattr(workspace, name, value)

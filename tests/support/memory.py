@@ -9,7 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.linear.inputs import LinearInputs
 
-PROMISED = 25.0
+# What kernels may leave for each other beyond arguments, results and gradients: so many bytes, or
+# such a part of those.
+PROMISED_BYTES, PROMISED_PART = 512 << 20, 0.5
+
+
+def allowed(whole: float) -> float:
+    """Bytes that are promised as the most beyond so many."""
+    return max(PROMISED_BYTES, PROMISED_PART * whole)
 
 
 _K = 128

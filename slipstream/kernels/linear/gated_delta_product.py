@@ -62,24 +62,20 @@ def _of_steps(tokens: slice, n: int) -> slice:
 
 
 def num_slices(given: Steps, impl: str) -> int:
-    """So many that a span, which backward takes most for, takes less than slices.MOST percent, but
-    no more than leave walks long; one but for a single row of more than a little."""
+    """So many that a slice, which backward takes most for, takes what workspace.allowed_bytes says,
+    but no more than leave slices long; one but for a single row."""
     (B, R, HV, V), E = given.v.shape, given.q.element_size()
     programs = HV * -(-V // 64)
-    if (
-        B > 1
-        or given.v.numel() * E <= workspace.LITTLE
-        or 2 * programs < workspace.MIN_ACTIVE_PROGRAMS
-    ):
+    if B > 1 or 2 * programs < workspace.MIN_ACTIVE_PROGRAMS:
         return 1
     most = (
-        workspace.COUNT
+        workspace.MAX_SLICES
         if programs >= workspace.MIN_ACTIVE_PROGRAMS
         else max(1, R // MAX_UNSLICED_TOKENS)
     )
     size = sum(x.numel() * x.element_size() for x in given if x is not None)
     size += given.v.numel() * E // given.n  # o
-    allowed = 2 * size * int(10 * workspace.MAX_WORKSPACE_SHARE) // 1000
+    allowed = workspace.allowed_bytes(2 * size)
     allowed -= workspace.BORDERS * prod(given.state_shape) * 4
     return int(min(most, -(-R * HV * _workspace_bytes(given, impl) // max(allowed, 1))))
 

@@ -1,30 +1,31 @@
-"""Long calls one slice after the other, so that what kernels leave for each other takes little.
+"""Long calls one slice after the other, so that kernels leave each other a bounded workspace.
 
-A slice is a few rows of the batch, or a span of the tokens of a single row. From span to span the
-state goes on: forward it is what the next span begins with, backward its gradient is what the span
-before ends with. Backward also needs the states at the borders from forward, the checkpoints. What
-takes little memory anyway stays whole.
+A call may take 512 MiB of workspace, or half of the bytes of its arguments, results and gradients
+if that is more. What would take more is cut into slices: a few rows of the batch, or a time slice
+of a single row. The state goes on from slice to slice; backward, its gradient does, and starts from
+the states at the borders, the checkpoints that forward left.
 
-A span of packed sequences is a packed call itself (triton/varlen_slices.py), in which most of the N
-have no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the spans that
-they have tokens in; at a border one sequence crosses, and a mark is its state alone. Chunks begin
-where a span does, so that results are rounded otherwise than those of the sequence alone. Each span
-has room for N chunks more and programs for all N: sequences of few tokens on average are not cut.
+A time slice of packed sequences is a packed call itself (triton/varlen_slices.py), in which most of
+the N have no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the
+slices that have tokens of theirs; one sequence crosses a border, and a checkpoint is its state
+alone. Chunks begin where a slice does, so that results are rounded otherwise than those of the
+sequence alone. Each slice has room for N chunks more and programs for all N: sequences of few
+tokens on average are not cut.
 
-Bytes a token and value head, at E bytes an element, W the power of two of K, C tokens a chunk:
+Workspace in bytes a token and value head, at E bytes an element, W the power of two of K, C tokens
+a chunk:
 
     gla, rwkv6          forward 2 W E + C E: q and k with their decays, scores
     delta, one gate     backward V E + 2 K V E / C: w, S and dS' of chunks; R, C E, is whole.
-                        In one walk as sm90/delta/bwd_schedule.py says, which cuts it
+                        In one kernel as sm90/delta/bwd_schedule.py says
     kda, dplr           with 1 or 2 for D: forward (2 + D) W E + D C E + 4 V: q, w, b and k, scores
                         and u; backward 2 D C E + V E + K V E / C: scores, x and S; and the larger
                         of D W E + 4 V: b and k, u; and of D W E + V E + K V E / C, with y and dS'.
                         q and w are where their gradients go later. Of few heads forward up to
                         4 K (K + V) / (8 C) more: two states of segments, of 8 chunks at least
 
-The additive family with no or one gate a token needs next to nothing. A forward pass with a
-transition whose backward pass follows takes no more than inputs, results and gradients and that
-quarter: it is not cut, and only walks in spans.
+No transition and at most one gate a token need next to nothing. A forward pass with a transition
+whose backward pass follows is not cut: it only leaves checkpoints.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,20 +40,17 @@ from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
 
-# Percent of the bytes of arguments and results: what kernels may leave for each other. 25 are
-# promised; the rest is for spans that end where a chunk does.
-MAX_WORKSPACE_SHARE = 24.0
-# Of backward: states at the borders of spans, and gradients of states.
+# What kernels may leave for each other: so many bytes, or so many percent of arguments, results
+# and gradients, whichever is more. 512 MiB and 50 are promised: slices end where a chunk does, and
+# small tensors are not counted.
+MIN_WORKSPACE_BYTES = 480 << 20
+MAX_WORKSPACE_PCT = 48
+# Of backward: states at the borders of slices, and gradients of states.
 BORDERS = 4
-# Bytes that are not worth a slice; and how many there are at most.
-LITTLE, COUNT = 1 << 26, 8
-# Tokens of a span, at least, for each of the packed sequences.
-MIN_SLICE_TOKENS_GROUPED = 256
-# Of grouped heads, which leave so much that they would be cut most: tokens of a span times value
-# heads, at least, of a row and of packed sequences, whose spans take longer to begin. A span costs
-# a tenth of the time then (docs/dev/log/runtime.md).
-GROUPED, PACKED = 160_000, 800_000
-# Tokens a chunk, at most, and those of spans long enough to be cut into segments.
+MAX_SLICES = 8
+# Tokens of a slice, at least, for each of the packed sequences.
+MIN_SLICE_TOKENS = 256
+# Tokens a chunk, at most, and those of slices long enough to be cut into segments.
 CHUNK, LONG = 64, 1024
 # Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
 MIN_ACTIVE_PROGRAMS = 128
@@ -334,22 +332,26 @@ def _can_slice(terms: LinearInputs) -> bool:
     if terms.transition == "none" or terms.q.shape[0] > 1:
         return False
     if terms.cu_seqlens is not None:
-        return True  # _most
+        return True  # _max_slices
     HV, V = terms.v.shape[2:]
     return 2 * HV * -(-V // 64) >= MIN_ACTIVE_PROGRAMS
 
 
+def allowed_bytes(io_bytes: int) -> int:
+    """What kernels may leave for each other, of a call with so much to read and write."""
+    return max(MIN_WORKSPACE_BYTES, io_bytes * MAX_WORKSPACE_PCT // 100)
+
+
 def _max_slices(terms: LinearInputs) -> int:
-    """Spans, at most: of packed ones so many that those with tokens in one keep a GPU busy."""
+    """Of packed sequences so many that those with tokens in a slice keep a GPU busy."""
     T, HV, V = terms.v.shape[1:]
     N, programs = terms.sequences, HV * -(-V // 64)
-    packed, most = terms.cu_seqlens is not None and N > 0, COUNT
-    if terms.q.shape[2] != HV:
-        most = max(1, min(COUNT, T * HV // (PACKED if packed else GROUPED)))
-    if not packed:
-        return most
-    busy = COUNT if programs >= MIN_ACTIVE_PROGRAMS else programs * N // MAX_UNSLICED_CALL
-    return max(1, min(most, busy, T // (MIN_SLICE_TOKENS_GROUPED * N)))
+    if terms.cu_seqlens is None or N == 0:
+        return MAX_SLICES
+    busy = MAX_SLICES
+    if programs < MIN_ACTIVE_PROGRAMS:
+        busy = min(busy, programs * N // MAX_UNSLICED_CALL)
+    return max(1, min(busy, T // (MIN_SLICE_TOKENS * N)))
 
 
 def _num_slices(terms: LinearInputs, grads: bool) -> int:
@@ -359,21 +361,19 @@ def _num_slices(terms: LinearInputs, grads: bool) -> int:
     if grads and H != HV and terms.transition != "none":
         of_keys = (terms.q, terms.k, terms.p, terms.a, terms.b)
         each += sum(x is not None for x in of_keys) * K * E  # gradients for each value head
-    room = B * T * HV * each
-    if room <= LITTLE:
-        return 1
-    given = sum(x.numel() * x.element_size() for x in terms if x is not None)
-    given += B * T * HV * V * E
-    allowed = given * (2 if grads else 1) * int(10 * MAX_WORKSPACE_SHARE) // 1000
+    io_bytes = sum(x.numel() * x.element_size() for x in terms if x is not None)
+    io_bytes += B * T * HV * V * E
+    allowed = allowed_bytes(io_bytes * (2 if grads else 1))
     states = prod(terms.state_shape) * 4
     if packed:
         allowed -= terms.sequences * CHUNK * HV * each
-        allowed -= 2 * states + COUNT * HV * K * V * 4 if grads else 0
+        allowed -= 2 * states + MAX_SLICES * HV * K * V * 4 if grads else 0
     elif grads and B == 1:
         allowed -= BORDERS * states
     if grads and terms.transition == "delta" and terms.decay != "channel":
         allowed -= B * T * HV * CHUNK * E  # R, of all slices
-    return int(min(_max_slices(terms), -(-room // max(allowed, 1))))
+    wanted = -(-B * T * HV * each // max(allowed, 1))
+    return int(max(1, min(_max_slices(terms), wanted)))
 
 
 def _workspace_bytes(terms: LinearInputs, grads: bool) -> int:

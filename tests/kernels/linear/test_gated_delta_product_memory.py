@@ -10,17 +10,18 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import gated_delta_product, workspace
 from slipstream.runtime import call_recorder, call_replay
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.support.memory import PROMISED, Allocated
+from tests.support.memory import Allocated, allowed
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 WIDTH = 128
 OPTIONS = (0.1, 64, "sm90")
-# heads of keys and of values, tokens, steps a token; percent beyond arguments, results, gradients
+# heads of keys and of values, tokens, steps a token
 CASES = [
-    ((32, 32, 8192, 2), 30.5),  # no more spans than leave two segments of each worth it
-    ((32, 32, 32768, 2), PROMISED),
-    ((96, 96, 8192, 2), PROMISED),
-    ((96, 96, 4096, 3), PROMISED),
+    (32, 32, 8192, 2),
+    (32, 32, 32768, 2),
+    (32, 32, 65536, 2),
+    (96, 96, 8192, 2),
+    (96, 96, 4096, 3),
 ]
 
 
@@ -54,7 +55,7 @@ def steps(case: tuple[int, ...], device: torch.device) -> gated_delta_product.St
 
 
 def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
-    """Percent of memory beyond, and operations of the last pass."""
+    """Memory beyond, as a part of what is promised, and operations of the last pass."""
     results: list[tuple[float, int]] = []
 
     def call(device: torch.device) -> None:
@@ -70,7 +71,7 @@ def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
                 outs += gated_delta_product._backward(*given, marks, outs[1], None, *OPTIONS)
         made = sum(x.nbytes for x in outs)
         whole = made + sum(x.nbytes for x in tensors)
-        results.append((100 * (seen.peak - made) / whole, seen.operations - before))
+        results.append(((seen.peak - made) / allowed(whole), seen.operations - before))
 
     trace(call, "sm_90", backward=False)
     return results[0]
@@ -79,7 +80,7 @@ def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("trained", [False, True])
 def test_spans_take_little_and_are_replayed(
-    case: tuple[tuple[int, ...], float], trained: bool, monkeypatch: pytest.MonkeyPatch
+    case: tuple[int, ...], trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def placed(grads: dict[str, Tensor], out: Any) -> dict[str, Tensor]:
         for name, x in (out or {}).items():
@@ -88,5 +89,5 @@ def test_spans_take_little_and_are_replayed(
         return grads
 
     monkeypatch.setattr(workspace, "copy_into", placed)
-    percent, operations = found(case[0], trained)
-    assert percent <= case[1] and operations <= call_replay.MAX_OPERATIONS
+    share, operations = found(case, trained)
+    assert share <= 1 and operations <= call_replay.MAX_OPERATIONS

@@ -79,12 +79,12 @@ def check(kind: str, name: str, count: int, H: int, HV: int, states: bool) -> No
     else:
         more = {}
     (
-        workspace.LITTLE,
-        workspace.MIN_SLICE_TOKENS_GROUPED,
+        workspace.MIN_WORKSPACE_BYTES,
+        workspace.MIN_SLICE_TOKENS,
         workspace.MIN_ACTIVE_PROGRAMS,
-        workspace.COUNT,
-    ) = 0, 1, 1, count
-    workspace.GROUPED = workspace.PACKED = 1
+        workspace.MAX_SLICES,
+        workspace.MAX_WORKSPACE_PCT,
+    ) = 0, 1, 1, count, 0
     given = {n: x for n, x in terms._replace(**more)._asdict().items() if x is not None}
     live = {n: x.requires_grad_() for n, x in given.items() if n in DIFFERENTIABLE}
     ours = LinearInputs(**{**given, **live})

@@ -28,11 +28,11 @@ from slipstream.kernels.linear.segments import (
     split_into_segments,
     uses_fused_bwd,
 )
-from slipstream.kernels.linear.workspace import LITTLE
 
 # Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
 # not counted.
 MAX_WORKSPACE_PCT = 24.9
+LITTLE = 1 << 26  # bytes
 # Where no parts are that short: of the least, what shorter ones are not worth if that is LITTLE.
 SMALL_CALL_BYTES = 0.15
 MEMORY_SLACK = 0.125  # by which segments may grow so that they have a whole number of parts
