@@ -24,6 +24,8 @@ CASES = {
     "iplr": (False, False, torch.bfloat16, 64, 128, False),
     "rwkv7": (False, True, torch.bfloat16, 64, 64, False),
 }
+# the transitions, and the widths, whole; walks of segments
+SAMPLE = {False: ("kda_narrow", "dplr", "iplr"), True: ("kda",)}
 # bytes of stack a thread of dplr_intra_safe, of 64 channels: what ptxas makes before the loop over
 # chunks and reads once a chunk
 STACK = {"rwkv7": 72}
@@ -77,8 +79,7 @@ def jobs(case: tuple, split: bool) -> dict[str, Job]:
         pytest.param(name, split, id=f"{kind}-{name}", marks=marks)
         for kind, split in (("whole", False), ("segments", True))
         for name in CASES
-        # segments of others than these: widths of walks that are compiled whole
-        for marks in [pytest.mark.slow if split and name not in ("kda", "dplr") else ()]
+        for marks in [pytest.mark.slow if name not in SAMPLE[split] else ()]
     ],
 )
 def test_dplr_kernels_compile(name: str, split: bool) -> None:

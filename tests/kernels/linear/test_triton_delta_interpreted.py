@@ -29,29 +29,29 @@ SIZES = {
 # size, gate, p, dtype, states
 CASES = {
     "sample": [
-        *((size, "none", False, "float32", True) for size in ("one token", "odd")),
-        *(
-            (size, "mixed", False, "float32", True)
-            for size in ("one token", "odd", "grouped", "packed")
-        ),
-        *(("odd", gate, True, "float32", False) for gate in GATES),
+        ("one token", "none", False, "float32", True),
+        ("odd", "none", False, "float32", True),
+        *((size, "mixed", False, "float32", True) for size in ("grouped", "packed")),
+        *(("odd", gate, True, "float32", False) for gate in ("strong", "reset", "per head")),
         ("odd", "weak", True, "float16", True),
     ],
     "further": [
         *((size, "none", False, "float32", True) for size in ("grouped", "packed")),
+        *((size, "mixed", False, "float32", True) for size in ("one token", "odd")),
+        *(("odd", gate, True, "float32", False) for gate in ("none", "weak", "mixed")),
         ("packed", "weak", True, "float32", True),
         ("grouped", "weak", True, "float16", True),
     ],
 }
 # of two chunks each: size, gate, p, states
 SEGMENTS = {
-    "sample": [("long", "none", False, True), ("long packed", "weak", False, True)],
-    "further": [("long", "mixed", True, False)],
+    "sample": [("long packed", "weak", False, True)],
+    "further": [("long", "none", False, True), ("long", "mixed", True, False)],
 }
 # size, gate, p
 FINE = {
-    "sample": [("odd", "none", False), ("odd", "weak", True)],
-    "further": [("grouped", "weak", True)],
+    "sample": [("odd", "weak", True)],
+    "further": [("odd", "none", False), ("grouped", "weak", True)],
 }
 
 

@@ -35,19 +35,20 @@ CHANNEL_GATES = {
 CASES = {
     "sample": [
         *((kind, "one token", "weak", "float32", True) for kind in ("kda", "dplr")),
-        *((kind, "long", "weak", "float32", True) for kind in ("kda", "dplr")),
+        ("dplr", "long", "weak", "float32", True),
         ("dplr", "packed", "some channels", "float32", True),
-        *(
-            (kind, "short", gate, "float32", False)
-            for kind in ("kda", "dplr")
-            for gate in ("zero", "weak", "strong", "mixed", "reset")
-        ),
+        *(("kda", "short", gate, "float32", False) for gate in ("zero", "mixed", "reset")),
+        *(("dplr", "short", gate, "float32", False) for gate in ("weak", "strong", "mixed")),
         ("iplr", "odd", "none", "float32", True),
         ("scalar dplr", "short", "mixed", "float32", True),
-        *((kind, "grouped", "weak", "float16", True) for kind in ("kda", "dplr", "iplr")),
-        ("kda", "short", "mixed", "float16", True),
+        *((kind, "grouped", "weak", "float16", True) for kind in ("kda", "dplr")),
     ],
     "further": [
+        ("kda", "long", "weak", "float32", True),
+        *(("kda", "short", gate, "float32", False) for gate in ("weak", "strong")),
+        *(("dplr", "short", gate, "float32", False) for gate in ("zero", "reset")),
+        ("iplr", "grouped", "weak", "float16", True),
+        ("kda", "short", "mixed", "float16", True),
         ("kda", "packed", "some channels", "float32", True),
         *((kind, "odd", "mixed", "float32", True) for kind in ("kda", "dplr")),
         *((kind, "wide", "reset", "float32", True) for kind in ("kda", "dplr")),
@@ -59,12 +60,12 @@ CASES = {
 # transition, size, gate, states, chunks of a segment
 SEGMENTS = {
     "sample": [
-        ("kda", "wide", "reset", True, 1),
         ("kda", "packed", "weak", True, 2),
         ("dplr", "odd", "weak", False, 2),
-        ("iplr", "grouped", "none", True, 1),
     ],
     "further": [
+        ("kda", "wide", "reset", True, 1),
+        ("iplr", "grouped", "none", True, 1),
         ("kda", "wide", "strong", True, 1),
         ("kda", "packed", "some channels", True, 1),
         ("dplr", "odd", "reset", False, 2),

@@ -34,14 +34,18 @@ CASES = {
         *(("g", size, "mixed", "float32", True) for size in ("one token", "short", "odd", "wide")),
         *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
         ("u", "packed", "mixed", "float32", True),
-        *(("g", "long", gate, "float32", False) for gate in CHANNEL_GATES if gate != "mixed"),
-        *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
+        *(
+            ("g", "long", gate, "float32", False)
+            for gate in ("zero", "strong", "reset", "bfloat16")
+        ),
         ("gv", "long", "reset", "float32", False),
         *((form, "grouped", "weak", "float16", True) for form in ("g", "gv")),
         ("u, no g", "short", "zero", "float32", True),
         ("u, g a token", "grouped", "weak", "float32", True),
     ],
     "further": [
+        *(("g", "long", gate, "float32", False) for gate in ("weak", "huge", "per token")),
+        *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
         *(("g", size, "mixed", "float32", True) for size in ("long", "grouped", "packed")),
         ("gv", "packed", "mixed", "float32", True),
         ("u", "long", "reset", "float32", False),

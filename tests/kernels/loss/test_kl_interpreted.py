@@ -3,7 +3,6 @@
 TRITON_INTERPRET=1 python -m tests.kernels.loss.test_kl_interpreted
 """
 
-import itertools
 from typing import Any
 
 import pytest
@@ -44,7 +43,8 @@ def main() -> None:
     torch.manual_seed(0)
     launch.TILES = ((1 << 62, 16, 4),)
     launch.CHUNK_BYTES, launch.ROW_MULTIPLE = 4 * 4 * 64, 4
-    for V, masked, reduction in itertools.product((1, 16, 37), (False, True), ("mean", "none")):
+    cases = [(1, True, "mean"), (16, False, "none"), (37, False, "mean"), (37, True, "none")]
+    for V, masked, reduction in cases:
         check(V, 2.0 if masked else 1.0, masked, reduction, torch.float32)
     check(37, 1.0, True, "sum", torch.float16)
 
