@@ -4,7 +4,7 @@ import inspect
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -28,9 +28,10 @@ SAMPLE = (
 )  # fmt: skip
 
 
-def every(names: tuple[str, ...] = SAMPLE) -> list:
-    rest = (pytest.param(n, marks=pytest.mark.slow) for n in linear_classes() if n not in names)
-    return [*names, *rest]
+def every(names: tuple[str, ...] = SAMPLE, of: Iterable[str] | None = None) -> list:
+    """Those names by default, and the rest under slow."""
+    rest = linear_classes() if of is None else of
+    return [*names, *(pytest.param(n, marks=pytest.mark.slow) for n in rest if n not in names)]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,10 @@ def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-@pytest.mark.parametrize("told", ["position_ids", "seq_idx", "offsets"])
+@pytest.mark.parametrize(
+    "told",
+    ["position_ids", *(pytest.param(x, marks=pytest.mark.slow) for x in ("seq_idx", "offsets"))],
+)
 @pytest.mark.parametrize("name", every())
 def test_packed_sequences_stay_apart(name: str, told: str) -> None:
     cls, config, weights, inputs, _ = tiny(name)
@@ -102,7 +106,7 @@ def test_packed_sequences_stay_apart(name: str, told: str) -> None:
     assert difference(second, first) == ""
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", every(("BambaForCausalLM", "KimiLinearForCausalLM"), SAMPLE))
 def test_compiled_as_eager(name: str) -> None:
     cls, config, weights, inputs, want = tiny(name)
     patch()

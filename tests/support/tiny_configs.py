@@ -10,7 +10,8 @@ VOCABULARY, WINDOW = 64, 5
 # fields of configurations by what they count
 SIZES: dict[int, str] = {
     VOCABULARY: "vocab_size decoder_vocab_size text_vocab_size num_embeddings n_tokens "
-    "vocab_size_per_layer_input src_vocab_size tgt_vocab_size",
+    "vocab_size_per_layer_input src_vocab_size tgt_vocab_size image_size img_size "
+    "attention_hidden_size",
     128: "max_position_embeddings n_positions max_target_positions max_source_positions n_ctx "
     "max_seq_len max_sequence_length seq_length original_max_position_embeddings",
     32: "hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size "
@@ -41,7 +42,6 @@ SIZES: dict[int, str] = {
     "global_head_dim ssm_state_size mamba_d_head mamba_head_dim mamba_headdim attention_head_size",
     16: "q_lora_rank kv_lora_rank index_topk qk_head_dim rank mamba_dt_rank",
     WINDOW: "sliding_window attention_window local_attention window_size_text sliding_window_size",
-    64: "image_size img_size attention_hidden_size",
 }  # fmt: skip
 FIXED: dict[str, Any] = {
     **{name: size for size, names in SIZES.items() for name in names.split()},
