@@ -7,9 +7,9 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
-from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.runtime.token_ids import expect_offsets
 
 
 @overload
@@ -237,9 +237,9 @@ def _check(
     checks.expect_shape("k", k, (rows, keys, key_heads, width))
     checks.expect_shape("v", v, (rows, keys, key_heads, v.shape[3]))
     if cu_seqlens is not None and not torch.compiler.is_compiling():
-        check_cu_seqlens_values(cu_seqlens, tokens)
+        expect_offsets("cu_seqlens", cu_seqlens, tokens)
         if k_offsets is not None and k_offsets is not cu_seqlens:
-            check_cu_seqlens_values(k_offsets, keys)
+            expect_offsets("cu_seqlens_k", k_offsets, keys)
     checks.expect_multiple("heads of q", heads, "heads of k", key_heads)
     checks.expect_floating({"q": q, "k": k, "v": v})
     checks.expect_one_device({"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens})

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.ops.conv import short_convolution, short_convolution_update
-from slipstream.runtime.token_ids import expect_below
+from slipstream.runtime.token_ids import expect_below, expect_offsets
 
 # arguments of vLLM's functions of these names
 NOT_IMPLEMENTED = (
@@ -105,7 +104,7 @@ def causal_conv1d_fn(
         checks.expect_cu_seqlens(cu_seqlens, B, T, name=offsets)
         checks.expect_one_device({"x": x, offsets: cu_seqlens})
         if not torch.compiler.is_compiling():
-            check_cu_seqlens_values(cu_seqlens, T, offsets)
+            expect_offsets(offsets, cu_seqlens, T)
         N = cu_seqlens.shape[0] - 1
     if initial_states is not None:
         checks.expect_shape("initial_states", initial_states, (N, D, W - 1))

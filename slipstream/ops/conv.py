@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.backends import choose_impl, is_triton
+from slipstream.runtime.token_ids import expect_below, expect_offsets
 
 
 @checks.operator
@@ -61,7 +61,7 @@ def short_convolution(
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
         sequences = cu_seqlens.shape[0] - 1
         if not torch.compiler.is_compiling():
-            check_cu_seqlens_values(cu_seqlens, x.shape[1])
+            expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, *weight.shape))
     if residual is not None:
@@ -128,6 +128,8 @@ def short_convolution_update(
         if state_indices.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"state_indices: want int32 or int64, got {state_indices.dtype}")
         slots = state.shape[0]
+        if state_indices.is_cuda:  # plain torch looks on the CPU
+            expect_below("state_indices", state_indices, slots, "states")
     checks.expect_shape("state", state, (slots, *weight.shape))
     checks.expect_floating({"state": state, "residual": residual})
     given = {"x": x, "state": state, "residual": residual, "state_indices": state_indices}

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.cache import Cache, check_values, gather, present
 from slipstream.kernels.attention.dispatch import decode, plan_cache
 from slipstream.kernels.attention.inputs import AttentionOptions
 from slipstream.ops.attention import attention, check_slopes, check_softcap, scale_of, window_of
 from slipstream.ops.rotary import rotary_embedding
+from slipstream.runtime.token_ids import expect_offsets
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -171,7 +171,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: [N, S, HKV, D] and [N, S, HKV, DV], N >= B; or with block_table pages
             [M, P, HKV, ...] of any size P.
         k, v: [B, T', HKV, D] and [B, T', HKV, DV] in q's dtype, written after the cache_seqlens
-            keys in the cache; what does not fit is dropped on a GPU and a ValueError on a CPU.
+            keys in the cache. What does not fit is a ValueError on a CPU; on a GPU it is dropped,
+            and the next call raises.
         rotary_cos, rotary_sin: [S, R/2], turn k by its place in the cache, and q by its own if
             causal or windowed, else by the first new one's.
         cache_seqlens: int32 [B] or one for all: keys in the cache before this call; None is S.
@@ -180,7 +181,8 @@ def flash_attn_with_kvcache(
             cache_leftpad: int32 [B], the first keys of a row that are no keys. Neither beside a
             block_table.
         block_table: int32 [B, pages]. Nothing is written into a negative page, and it has no keys.
-            On the CPU an index past the cache is a ValueError, on a GPU it is as a negative one.
+            An index past the cache is a ValueError on the CPU, on a GPU it is as a negative one and
+            the next call raises.
         sinks: [H], a score beside those of the keys.
         impl: None chooses; "triton" or "eager" is used or refused.
         The rest: as flash_attn_func.
@@ -208,7 +210,8 @@ def flash_attn_with_kvcache(
         if k is None or v is None or lengths is None:
             raise ValueError("k: wants v and cache_seqlens beside it, got None")
         _check_new(k, v, k_cache, v_cache, q.shape[0])
-        check_values(cache, k.shape[1])
+        if q.device.type == "cpu":  # before anything is written; a device's are looked at once
+            check_values(cache, k.shape[1])
         if rotary_cos is not None and rotary_sin is not None:
             _check_rotary(rotary_cos, rotary_sin, k)
             together = left < 0 and right < 0
@@ -229,7 +232,7 @@ def _check_offsets(name: str, offsets: Tensor, tokens: int, q: Tensor) -> None:
     checks.expect_cu_seqlens(offsets, 1, tokens, name=name)
     checks.expect_one_device({"q": q, name: offsets})
     if not torch.compiler.is_compiling():
-        check_cu_seqlens_values(offsets, tokens, name)
+        expect_offsets(name, offsets, tokens)
 
 
 def _lengths(cache_seqlens: int | Tensor | None, q: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
+from slipstream.runtime.token_ids import expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 States = tuple[Tensor, Tensor]
@@ -118,6 +119,8 @@ def _run(
     if initial_state is not None:
         _expect_two(initial_state)
     states = initial_state or (None, None)
+    if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
+        expect_offsets("cu_seqlens", cu_seqlens, k.shape[1])
     given = GSAInputs(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
     key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.pointwise.rotary import (
     rotary,
     rotary_reference,
@@ -13,7 +12,7 @@ from slipstream.kernels.pointwise.rotary import (
     unsupported_reason,
 )
 from slipstream.runtime.backends import choose_impl, is_triton
-from slipstream.runtime.token_ids import clamped, expect_ids
+from slipstream.runtime.token_ids import clamped, expect_ids, expect_offsets
 
 
 @checks.operator
@@ -139,7 +138,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     """
     checks.expect_cu_seqlens(cu_seqlens, 1, tokens)
     if not torch.compiler.is_compiling():
-        check_cu_seqlens_values(cu_seqlens, tokens)
+        expect_offsets("cu_seqlens", cu_seqlens, tokens)
     token = torch.arange(tokens, device=cu_seqlens.device)
     start = cu_seqlens[:-1].long()
     if offsets is not None:

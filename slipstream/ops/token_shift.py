@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.pointwise.token_shift import previous
+from slipstream.runtime.token_ids import expect_offsets
 
 
 @checks.operator
@@ -45,7 +45,7 @@ def token_shift(
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
         sequences = cu_seqlens.shape[0] - 1
         if not torch.compiler.is_compiling():
-            check_cu_seqlens_values(cu_seqlens, x.shape[1])
+            expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})

@@ -1,6 +1,6 @@
-"""Token ids against the vocabulary: reading outside of it is the commonest way to a crash.
+"""Indices against what they index: token ids, rows and pages of caches, slots of states, offsets.
 
-On the CPU a wrong id is an error at once. On a device a kernel leaves it in host memory that the
+On the CPU a wrong one is an error at once. On a device a kernel leaves it in host memory that the
 device writes into and nobody has to fetch; the operator that is called next, whichever it is
 (runtime/guarded_launch.py:attempt), finds it by one read of a word there, and only then waits for
 the device. SLIPSTREAM_CHECK=sync waits in every call instead.
@@ -9,27 +9,34 @@ the device. SLIPSTREAM_CHECK=sync waits in every call instead.
 import ctypes
 import importlib.util
 import os
+import weakref
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.common.varlen import check_cu_seqlens_values
+
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
 if CHECK not in ("", "sync"):
     raise ValueError(f"SLIPSTREAM_CHECK: want sync or nothing, got {CHECK!r}")
 SYNC = CHECK == "sync"
-# What may be found wrong, by the number that kernels know it by, and what it indexes.
+# What may be found wrong, by the number that kernels know it by. Of the first, what they index; of
+# INDICES a negative one means none.
 TABLES = {"input_ids": "vocabulary", "target": "vocabulary", "positions": "table"}
-NAMES = tuple(TABLES)
+INDICES = ("state_indices", "conv_state_indices", "cache_seqlens", "cache_batch_idx")
+INDICES += ("cache_leftpad", "block_table", "table")
+OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc")
+NAMES = (*TABLES, *INDICES, *OFFSETS)
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,
 # size, length of the last dimension or 0 if it is the only one, number of the name.
 SLOTS, WORDS = 4096, 5
 
 
 class WrongId(ValueError):
-    """An id outside of the vocabulary: names it, its position and the vocabulary's size."""
+    """An index outside of what it indexes: names it, its position and the size of that."""
 
 
 def expect_ids(name: str, ids: Tensor, size: int, ignore_index: int | None = None) -> None:
@@ -57,20 +64,93 @@ def expect_ids(name: str, ids: Tensor, size: int, ignore_index: int | None = Non
         raise _error(name, int(ids[where]), where, size)
 
 
-def expect_below(name: str, indices: Tensor | None, size: int, of: str) -> None:
-    """On the CPU, no index into a pool of `size` is past it; a negative one means none.
+def expect_below(
+    name: str,
+    indices: Tensor | None,
+    size: int,
+    of: str,
+    *,
+    lengths: Tensor | None = None,
+    more: int = 0,
+    step: int = 1,
+    rows: Tensor | None = None,
+) -> None:
+    """No index [N] or [N, W] into a pool of `size` is past it; on CUDA the next call raises.
 
-    On a device nothing is looked at: reading an index there would wait for it.
+    A negative one means none. Nothing is looked at while torch.compile traces.
+
+    Args:
+        lengths: [N], column j counts where j * step is below lengths + more; no negative length.
+        rows: [N], only those count that are not negative.
 
     Raises:
         ValueError: names the largest index.
     """
-    if indices is None or indices.device.type != "cpu" or indices.numel() == 0:
+    if indices is None or indices.numel() == 0 or torch.compiler.is_compiling():
         return
-    if torch.compiler.is_compiling():
+    if indices.device.type == "cuda":
+        if HAVE_TRITON and not _looked_at(name, indices, size, lengths, more, rows):
+            _on_device(name, indices, "scan_indices", (size, lengths, more, step, rows))
         return
+    if indices.device.type != "cpu":
+        return
+    if lengths is not None:
+        used = torch.where(lengths < 0, 0, lengths + more)
+        indices = indices.masked_fill(torch.arange(indices.shape[1]) * step >= used[:, None], -1)
+    if rows is not None:
+        indices = indices.masked_fill(rows < 0, -1)
     if (largest := int(indices.max())) >= size:
         raise ValueError(f"{name}: want less than the {size} {of}, got {largest}")
+
+
+def expect_offsets(name: str, offsets: Tensor, tokens: int) -> None:
+    """They go from 0 to the number of tokens and never fall; on CUDA the next call raises.
+
+    Raises:
+        ValueError: names the offset.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if offsets.device.type != "cuda":
+        check_cu_seqlens_values(offsets, tokens, name)
+    elif HAVE_TRITON and not _looked_at(name, offsets, tokens):
+        _on_device(name, offsets, "scan_offsets", (tokens,))
+
+
+# name -> the tensors that were looked at last, and as what: layers share their indices
+_last: dict[str, tuple[list[weakref.ref], tuple]] = {}
+
+
+def _looked_at(name: str, *given: Any) -> bool:
+    """Whether the same was looked at before and is as it was; if not, it is what was last."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if any(type(x) is not Tensor or x.is_inference() for x in tensors):
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    state = tuple(x._version if isinstance(x, Tensor) else x for x in given)
+    refs, before = _last.get(name, ([], ()))
+    if state == before and all(ref() is x for ref, x in zip(refs, tensors, strict=True)):
+        return True
+    _last[name] = [weakref.ref(x) for x in tensors], state
+    return False
+
+
+def _on_device(name: str, indices: Tensor, scan: str, rest: tuple) -> None:
+    """Has a kernel look at the indices."""
+    from slipstream.runtime import custom_op, guarded_launch
+
+    raise_pending()
+    if custom_op.is_fake(indices):
+        return
+    guarded_launch.run_guarded(
+        lambda: (f"ids.{scan}", indices.dtype, *(x is not None for x in rest)),
+        indices.device,
+        getattr(_kernels(), scan),
+        lambda *args: None,
+        (name, indices, *rest),
+    )
+    launched()
 
 
 def clamped(ids: Tensor, size: int) -> Tensor:
@@ -157,6 +237,13 @@ _by_index: dict[int, _Watch] = {}
 
 
 def _error(name: str, i: int, where: tuple[int, ...], size: int) -> WrongId:
+    if name in INDICES:
+        return WrongId(f"{name}: want less than {size}, got {i} at position {where}")
+    if name in OFFSETS:
+        return WrongId(
+            f"{name}: want offsets from 0 to the {size} tokens given that never fall, got {i} at "
+            f"position {where}"
+        )
     return WrongId(f"{name}: id {i} at position {where} is outside the {TABLES[name]} of {size}")
 
 

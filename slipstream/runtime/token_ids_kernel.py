@@ -1,10 +1,10 @@
-"""Kernels that leave a wrong id where core.ids looks for it.
+"""Kernels that leave a wrong index where runtime/token_ids.py looks for it.
 
 Program i has the ids [i R, (i + 1) R) and writes the first wrong one of them into slot i; the first
 word of all says that there is one.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -53,13 +53,95 @@ def scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
     ids, N = ids.contiguous(), ids.numel()
     R = BLOCK * -(-N // (BLOCK * SLOTS))
     slots = slots_for(ids)
-    # the interpreter's tensors have no device to be on
-    here = ids.device.type != "cuda" or ids.get_device() == torch.cuda.current_device()
-    with nullcontext() if here else torch.cuda.device(ids.device):
+    with _device_of(ids):
         scan_kernel[(-(-N // R),)](
             ids, slots, N, R, size, last_length(ids), ignore_index or 0, NAMES.index(name),
             ignore_index is not None, BLOCK, num_warps=4,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "R", "W", "size", "more", "step", "last", "name"])
+def scan_indices_kernel(
+    ids_ptr,  # [N / W, W]
+    slots_ptr,
+    lengths_ptr,  # [N / W]
+    rows_ptr,  # [N / W]
+    N, R, W, size, more, step, last, name,
+    HAS_LENGTHS: tl.constexpr, HAS_ROWS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """As scan_kernel, of indices that are none where they are negative."""
+    begin = tl.program_id(0).to(tl.int64) * R
+    end = tl.minimum(begin + R, N)
+    first = end
+    for o in range(begin, end, B):
+        o_n = o + tl.arange(0, B)
+        live = o_n < end
+        b_bad = live & (tl.load(ids_ptr + o_n, mask=live, other=0) >= size)
+        if HAS_LENGTHS:
+            b_length = tl.load(lengths_ptr + o_n // W, mask=live, other=0)
+            b_bad &= (b_length >= 0) & ((o_n % W) * step < b_length + more)
+        if HAS_ROWS:
+            b_bad &= tl.load(rows_ptr + o_n // W, mask=live, other=0) >= 0
+        first = tl.minimum(first, tl.min(tl.where(b_bad, o_n, end), 0))
+    if first < end:
+        report(slots_ptr, tl.program_id(0), first, ids_ptr, size, last, name)
+
+
+def scan_indices(
+    name: str,
+    ids: Tensor,
+    size: int,
+    lengths: Tensor | None,
+    more: int,
+    step: int,
+    rows: Tensor | None,
+) -> None:
+    """Looks at indices [N] or [N, W], as expect_below describes."""
+    ids, N = ids.contiguous(), ids.numel()
+    R = BLOCK * -(-N // (BLOCK * SLOTS))
+    slots, W = slots_for(ids), ids.shape[-1] if ids.dim() > 1 else 1
+    lengths, rows = (None if x is None else x.contiguous() for x in (lengths, rows))
+    with _device_of(ids):
+        scan_indices_kernel[(-(-N // R),)](
+            ids, slots, lengths, rows, N, R, W, size, more, step, last_length(ids),
+            NAMES.index(name), lengths is not None, rows is not None, BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "R", "total", "name"])
+def scan_offsets_kernel(offsets_ptr, slots_ptr, N, R, total, name, B: tl.constexpr):
+    """Offsets [N] from 0 to the total that never fall, as scan_kernel looks at ids."""
+    begin = tl.program_id(0).to(tl.int64) * R
+    end = tl.minimum(begin + R, N)
+    first = end
+    for o in range(begin, end, B):
+        o_n = o + tl.arange(0, B)
+        live = o_n < end
+        b_offset = tl.load(offsets_ptr + o_n, mask=live, other=0)
+        # the first is 0, and none is below the one before it
+        b_before = tl.load(offsets_ptr + o_n - 1, mask=live & (o_n > 0), other=0)
+        b_bad = (b_offset < b_before) | (b_offset > total)
+        b_bad |= ((o_n == 0) & (b_offset != 0)) | ((o_n == N - 1) & (b_offset != total))
+        first = tl.minimum(first, tl.min(tl.where(live & b_bad, o_n, end), 0))
+    if first < end:
+        report(slots_ptr, tl.program_id(0), first, offsets_ptr, total, 0, name)
+
+
+def scan_offsets(name: str, offsets: Tensor, tokens: int) -> None:
+    """Looks at offsets [N + 1], as expect_offsets describes."""
+    offsets, N = offsets.contiguous(), offsets.numel()
+    R = BLOCK * -(-N // (BLOCK * SLOTS))
+    slots = slots_for(offsets)
+    with _device_of(offsets):
+        scan_offsets_kernel[(-(-N // R),)](
+            offsets, slots, N, R, tokens, NAMES.index(name), BLOCK, num_warps=4
+        )
+
+
+def _device_of(x: Tensor) -> AbstractContextManager:
+    # the interpreter's tensors have no device to be on
+    here = x.device.type != "cuda" or x.get_device() == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(x.device)
 
 
 def last_length(ids: Tensor) -> int:

@@ -1,6 +1,6 @@
 """Indices that are negative or too large, on a GPU: no foreign memory is read or written."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream import ops
+from slipstream.runtime.token_ids import raise_pending
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,6 +17,15 @@ pytestmark = [
 ]
 D, PAGE, N = 64, 16, 8
 MISSING = [-1, N, 1 << 20, -(1 << 20)]
+
+
+def expect_flag(name: str, index: int) -> None:
+    """A negative index is none; one that is too large is what the next call raises."""
+    if index < 0:
+        slipstream.synchronize()
+    else:
+        with pytest.raises(ValueError, match=rf"^{name}: want less than \d+, got {index} at"):
+            slipstream.synchronize()
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +62,7 @@ def test_cache_leaves_what_is_missing_alone(named: str, missing: int) -> None:
     given[named][1] = missing
     before = k_around.clone(), v_around.clone()
     o = ops.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, causal=True, impl="triton", **given)
-    torch.cuda.synchronize()
+    expect_flag(named, missing)
     for x, y, new in zip((k_around, v_around), before, (k, v)):
         y[N + 2, 5] = new[0, 0]
         assert torch.equal(x, y)
@@ -71,6 +81,7 @@ def test_latent_attention_reads_no_missing_page(page: int, missing: int) -> None
     table[1] = missing
     lengths = torch.tensor([2 * page + 3, 2 * page]).int().cuda()
     o = ops.latent_attention(q, latent, lengths, width=512, scale=0.05, table=table, impl="triton")
+    expect_flag("table", missing)
     assert not o[1].any()
     want = ops.latent_attention(
         q, latent, lengths, width=512, scale=0.05, table=table, impl="eager"
@@ -92,3 +103,55 @@ def test_rotary_position_outside_of_the_table_is_reported(calls: int) -> None:
         slipstream.synchronize()
     want = ops.rotary_embedding(x, cos, sin, positions=positions.clamp(max=19))
     assert torch.equal(y, want)
+
+
+OFFSETS = {"beyond": (0, 3, 9), "short": (0, 3, 7), "falling": (0, 5, 3, 8), "late": (2, 8)}
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+def test_offsets_that_do_not_fit_are_reported(offsets: tuple[int, ...]) -> None:
+    cu = torch.tensor(offsets, device="cuda", dtype=torch.int32)
+    x = torch.randn(1, 8, 2, D, device="cuda")
+    calls: dict[str, Callable[[], Any]] = {
+        "attention": lambda: ops.attention(x, x, x, cu_seqlens=cu),
+        "retention": lambda: ops.chunk_retention(x, x, x, cu_seqlens=cu),
+        "hgrn": lambda: ops.chunk_hgrn(x[:, :, 0], -x[:, :, 0].abs(), cu_seqlens=cu),
+        "gsa": lambda: ops.chunk_gsa(x, x, x, x, -x.abs(), cu_seqlens=cu),
+        "conv": lambda: ops.short_convolution(x[:, :, 0], x[0, 0].mT.repeat(1, 2), cu_seqlens=cu),
+        "shift": lambda: ops.token_shift(x[:, :, 0], cu_seqlens=cu),
+    }
+
+    def look(call: Callable[[], Any]) -> None:
+        call()  # whose later launches may find it already
+        slipstream.synchronize()
+
+    for call in calls.values():
+        with pytest.raises(ValueError, match="cu_seqlens: want offsets from 0 to the 8 tokens"):
+            look(call)
+        raise_pending()
+        cu.add_(0)  # nobody knows that nothing changed: it is looked at again
+
+
+@pytest.mark.parametrize("index", [4, 1 << 20])
+def test_slots_past_the_pool_are_reported(index: int) -> None:
+    x, pool = torch.randn(2, 1, 2, D, device="cuda"), torch.zeros(4, 2, D, D, device="cuda")
+    indices = torch.tensor([1, index], device="cuda", dtype=torch.int32)
+    ops.recurrent_step(x, x, x, state=pool, state_indices=indices)
+    expect_flag("state_indices", index)
+    assert pool[1].any() and not pool[[0, 2, 3]].any()
+    token, states = torch.randn(2, D, device="cuda"), torch.zeros(4, D, 4, device="cuda")
+    weight = torch.randn(D, 4, device="cuda")
+    ops.short_convolution_update(token, states, weight, state_indices=indices)
+    expect_flag("state_indices", index)
+    assert states[1].any() and not states[[0, 2, 3]].any()
+
+
+def test_indices_that_layers_share_are_looked_at_once() -> None:
+    indices = torch.tensor([1, 0], device="cuda", dtype=torch.int32)
+    x, pool = torch.randn(2, 1, 2, D, device="cuda"), torch.zeros(4, 2, D, D, device="cuda")
+    ops.recurrent_step(x, x, x, state=pool, state_indices=indices)
+    indices[1] = 9
+    for _ in range(2):
+        ops.recurrent_step(x, x, x, state=pool, state_indices=indices)
+        expect_flag("state_indices", 9)
+        indices[1] = 9

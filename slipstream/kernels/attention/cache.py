@@ -5,7 +5,7 @@ k[table[n, j // P], j % P] with pages of P keys. A negative row or page is none:
 nothing is written into it; so is one past the cache, where the host cannot look.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,32 +34,19 @@ class Cache(NamedTuple):
 
 
 def check_values(call: Cache, new: int = 0) -> None:
-    """On the CPU, that no index is past what there is, also after `new` keys have been written.
-
-    A negative one is no error: it says that there is none.
+    """No index is past what there is, also after `new` keys have been written; on CUDA the next
+    call raises. A negative one is no error: it says that there is none.
 
     Raises:
         ValueError: names the argument of flash_attn_with_kvcache.
     """
-    if call.k.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    k, lengths, room = call.k, call.lengths, call.room
-    if lengths is not None:
-        used = lengths if call.rows is None else lengths.masked_fill(call.rows < 0, -1)
-        lengths = lengths_after(used, new)
-        if lengths.numel() and (most := int(lengths.max())) > room:
-            raise ValueError(f"cache_seqlens: {new} new keys want room, got {most} of {room}")
+    k, room, rows = call.k, call.room, call.rows
+    fits = f"lengths with room for {new} new keys"
+    expect_below("cache_seqlens", call.lengths, room - new + 1, fits, rows=rows)
     expect_below("cache_leftpad", call.leftpad, room + 1, "keys of a row, and 1")
-    expect_below("cache_batch_idx", call.rows, k.shape[0], "rows of k_cache")
-    table = pages_in_use(call.table, lengths, k.shape[1])
-    expect_below("block_table", table, k.shape[0], "pages of k_cache")
-
-
-def pages_in_use(table: Tensor | None, lengths: Tensor | None, page: int) -> Tensor | None:
-    """The table [B, pages], with -1 behind the last page that a sequence has keys in."""
-    if table is None or lengths is None:
-        return table
-    return table.masked_fill(~_in_use(table, lengths, page), -1)
+    expect_below("cache_batch_idx", rows, k.shape[0], "rows of k_cache")
+    pages: dict[str, Any] = {"lengths": call.lengths, "more": new, "step": k.shape[1]}
+    expect_below("block_table", call.table, k.shape[0], "pages of k_cache", **pages)
 
 
 def _in_use(table: Tensor, lengths: Tensor, page: int) -> Tensor:

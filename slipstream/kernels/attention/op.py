@@ -282,7 +282,8 @@ def _append(
     if 0 in (k.numel() + v.numel(), k_cache.numel() + v_cache.numel()):
         return cache.lengths_after(lengths, k.shape[1])
     call = cache.Cache(k, k_cache, v_cache, lengths, rows, table=table)
-    cache.check_values(call, k.shape[1])
+    if k.device.type == "cpu":  # on a device the reading that follows looks
+        cache.check_values(call, k.shape[1])
     given = (k_cache, v_cache, k, v, lengths, rows, table)
     if impl == "eager":
         return cache.append(*given)

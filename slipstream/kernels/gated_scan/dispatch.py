@@ -9,6 +9,7 @@ from slipstream.kernels.gated_scan.reference import scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.token_ids import expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 
@@ -40,6 +41,8 @@ def run(
     """h [B, T, D] in x's dtype, and the final state [N, D] if asked for."""
     key = signature((x, g, initial_state, cu_seqlens), impl)
     plan = _PLANS.get(key, lambda: _checked(x, g, initial_state, cu_seqlens, impl))
+    if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
+        expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if reverse:  # packed sequences also change their order
         x, g = x.flip(1), g.flip(1)
         if cu_seqlens is not None:

@@ -23,7 +23,7 @@ from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, Selection, choose
-from slipstream.runtime.token_ids import expect_below
+from slipstream.runtime.token_ids import expect_below, expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 MAX_K = 1024  # all rows of the state are in one program's registers
@@ -82,6 +82,10 @@ def run(
     if key is None or dtype is not None:
         terms = as_autocast(terms)
     scale = max(terms.q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    if terms.q.is_cuda:  # outside of what is replayed; on the CPU the operator looks
+        expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
+        if terms.cu_seqlens is not None:
+            expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
     return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
 
 

@@ -23,6 +23,7 @@ from slipstream.kernels.linear.wide_heads import (
     split_heads,
 )
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
+from slipstream.runtime.token_ids import expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 CANDIDATES = (
@@ -74,6 +75,8 @@ def run(
     plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent))
     if key is None or dtype is not None:
         terms = as_autocast(terms)
+    if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
+        expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
     if options.reverse:
         terms = _reversed(terms)
     scale = max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)

@@ -40,6 +40,20 @@ def test_scan_compiles(ignored: bool) -> None:
     assert got.stack == 0
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_scans_of_indices_compile(given: bool) -> None:
+    more = {"lengths_ptr": "*i32", "rows_ptr": "*i64"} if given else {}
+    kernels = "slipstream.runtime.token_ids_kernel"
+    got = compile_kernel(
+        f"{kernels}:scan_indices_kernel",
+        {"ids_ptr": "*i32", "slots_ptr": "*i64", **more},
+        {"HAS_LENGTHS": given, "HAS_ROWS": given, "B": 1024},
+    )
+    assert got.stack == 0
+    pointers = {"offsets_ptr": "*i32" if given else "*i64", "slots_ptr": "*i64"}
+    assert compile_kernel(f"{kernels}:scan_offsets_kernel", pointers, {"B": 1024}).stack == 0
+
+
 def message() -> str:
     try:
         raise_pending()
