@@ -137,7 +137,7 @@ class Run:
         tensors = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v")]
         tensors += [(states, "s"), (states, "s")]
         kernel, sizes = (kernels().wide if wide else kernels().walk), (every,)
-        flags = {"KEEP": keep, "PARTS": every > 0}
+        flags = {"SAVE_STATES": keep, "SAVE_CHECKPOINTS": every > 0}
         self.call(kernel, tensors, s_in, s_out, sizes, **flags)
         return out, states
 

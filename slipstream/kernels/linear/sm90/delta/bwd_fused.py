@@ -38,6 +38,7 @@ from slipstream.kernels.linear.sm90.common.device import (
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
+    CHECKPOINT,
     CHUNK,
     CHUNKS,
     COUNT,
@@ -46,7 +47,6 @@ from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
     HEAD,
     K_COL,
     LENGTH,
-    MARK,
     NUM_SCALARS,
     ROW,
     ROWS,
@@ -91,12 +91,12 @@ def locate_checkpoint_block(i, n, every):
 
 @gluon.jit
 def load_partition(
-    descs, rows_ptr, tiles, rings, pad, HV, every,
+    descs, beta_gates_ptr, tiles, rings, pad, HV, every,
     V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, marks_desc = descs
+    q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, checkpoints_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
-    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, met_full, walked = rings
+    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, entry_full, walked = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
     row = load_scalar(pad, ROW, 1)
     n = load_scalar(pad, CHUNKS, 1)
@@ -104,14 +104,14 @@ def load_partition(
     k_col = load_scalar(pad, K_COL, 1)
     v_col = head * V
     r_col = head * C
-    p_rows, stride = beta_gate_ptr(
-        rows_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE
+    p_beta_gate, stride = beta_gate_ptr(
+        beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE
     )
     # where this program has S before the second chunk of a part
     scratch = load_scalar(pad, SLOT, 1) * ((every - 2) * V)
     m_step = HV * V  # from S before a part to that before the next
     parts = gl.maximum(gl.cdiv(n, every), 1)
-    mark = load_scalar(pad, MARK, 1) + (parts - 1) * m_step
+    checkpoint = load_scalar(pad, CHECKPOINT, 1) + (parts - 1) * m_step
     i = 0
     for part in range(parts):
         first, count = locate_checkpoint_block(i, n, every)
@@ -121,7 +121,7 @@ def load_partition(
             back = at >= count
             c = gl.where(back, first + 2 * count - 1 - at, first + at)
             t = row + c * C
-            b_rows = load_beta_gate(p_rows + c * stride, C, HAS_GATE)
+            b_beta_gate = load_beta_gate(p_beta_gate + c * stride, C, HAS_GATE)
             mbarrier.wait(empty.index(s), ((j // ST) & 1) ^ 1)
             if back:
                 mbarrier.expect(full.index(s), nbytes + q_desc.block_type.nbytes)
@@ -134,12 +134,12 @@ def load_partition(
                 copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
                 copy_in(v_desc, [t, v_col], full.index(s), os.index(s))
                 copy_in(r_desc, [t, r_col], full.index(s), b_r)
-            gs.index(s).store(b_rows)
+            gs.index(s).store(b_beta_gate)
             mbarrier.arrive(full.index(s), count=1)
             if at == 0:
                 mbarrier.wait(late.index(0), (i & 1) ^ 1)
-                mbarrier.expect(met_full.index(0), marks_desc.block_type.nbytes)
-                copy_in(marks_desc, [mark, 0], met_full.index(0), ss.index(0))
+                mbarrier.expect(entry_full.index(0), checkpoints_desc.block_type.nbytes)
+                copy_in(checkpoints_desc, [checkpoint, 0], entry_full.index(0), ss.index(0))
             before = ((i + at - count) & 1) ^ 1
             if back:
                 mbarrier.wait(r_empty.index(0), before)
@@ -155,12 +155,12 @@ def load_partition(
                 mbarrier.wait(late.index(0), before)
                 mbarrier.expect(s_full.index(0), states_desc.block_type.nbytes)
                 if c == first:
-                    copy_in(marks_desc, [mark, 0], s_full.index(0), ss.index(0))
+                    copy_in(checkpoints_desc, [checkpoint, 0], s_full.index(0), ss.index(0))
                 else:
                     s_row = scratch + (c - first - 1) * V
                     copy_in(states_desc, [s_row, 0], s_full.index(0), ss.index(0))
         i += count
-        mark -= m_step
+        checkpoint -= m_step
 
 
 @gluon.jit
@@ -308,7 +308,7 @@ def state_partition(
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """states: where dS comes from, goes to, and is while S is there."""
-    _, _, _, _, _, _, _, _, _, _, met_full, walked = rings
+    _, _, _, _, _, _, _, _, _, _, entry_full, walked = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
@@ -321,7 +321,7 @@ def state_partition(
         first, count = locate_checkpoint_block(gone, n, every)
         store_scalars(pad, (count,), COUNT, WARPS)
         if count > 0:
-            mbarrier.wait(met_full.index(0), part & 1)
+            mbarrier.wait(entry_full.index(0), part & 1)
         recompute_states(
             descs, tiles, made, rings, load_scalar(pad, ROW, WARPS),
             load_scalar(pad, HEAD, WARPS) * V,
@@ -374,14 +374,14 @@ def delta_chunk_bwd_sm90_kernel(
     r_desc,  # [tokens, HV * C] by [C, C]
     dv_desc,  # [tokens, HV * V] by [C, V]: w, in whose place dv comes
     states_desc,  # [slots * (every - 2) * V, K] by [V, K]: S before chunks of a part, by and by
-    marks_desc,  # [marks * HV * V, K] by [V, K]: S before each part
+    checkpoints_desc,  # [checkpoints * HV * V, K] by [V, K]: S before each part
     dq_desc,  # [tokens, HV / G * K] by [C, K]
     dk_desc,
     dq_ptr,
     dk_ptr,
     dv_ptr,
     park_ptr,  # [slots, V, K]: dS, while S is there; if SPLIT it goes where s_in was
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after a sequence; of segments [.., HV, K, V]
@@ -449,7 +449,7 @@ def delta_chunk_bwd_sm90_kernel(
     early = alloc_mbarriers(1, 1)
     late = alloc_mbarriers(1, 1)
     written = alloc_mbarriers(1, ST)
-    met_full = alloc_mbarriers(1, 1)
+    entry_full = alloc_mbarriers(1, 1)
     walked = alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
@@ -457,23 +457,25 @@ def delta_chunk_bwd_sm90_kernel(
         cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT
     )
     n = gl.cdiv(length, C)
-    mark = checkpoint_index(i_n, row - i_s * segment, T, every, C, PACKED)
+    checkpoint = checkpoint_index(i_n, row - i_s * segment, T, every, C, PACKED)
     to = pid
     if SPLIT:
         if (n == 0) & (i_s != 0):
             return
-        mark += i_s * (segment // (every * C))
+        checkpoint += i_s * (segment // (every * C))
         to = gl.where(i_s == 0, i_n * HV + i_h, -1)
     own = lock_workspace(counts_ptr, pid % slots, slots)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
-    turn = slots + chunk * (HV // G) + i_h // G
-    store_scalars(pad, (own, row, length, n, i_h, chunk, (mark * HV + i_h) * V, k_col), SLOT, WARPS)
-    store_scalars(pad, (i_h // G * K, HV // G, i_h % G, turn, pid, to, 0), D_COL, WARPS)
+    semaphore = slots + chunk * (HV // G) + i_h // G
+    store_scalars(
+        pad, (own, row, length, n, i_h, chunk, (checkpoint * HV + i_h) * V, k_col), SLOT, WARPS
+    )
+    store_scalars(pad, (i_h // G * K, HV // G, i_h % G, semaphore, pid, to, 0), D_COL, WARPS)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
     made = (ds, ys, bs, ms, owns, owed, zs)
     rings = (
-        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, met_full, walked
+        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, entry_full, walked
     )  # fmt: skip
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
@@ -488,8 +490,8 @@ def delta_chunk_bwd_sm90_kernel(
                 pad, HV, G, every, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
             (load_partition, (
-                (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, marks_desc),
-                rows_ptr, tiles, rings, pad, HV, every,
+                (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, checkpoints_desc),
+                beta_gates_ptr, tiles, rings, pad, HV, every,
                 V, C, ST, HAS_GATE)),
             (store_partition, (
                 descs, counts_ptr, tiles, rings, pad, HV, G, every,

@@ -34,7 +34,7 @@ LENGTH = gl.constexpr(2)  # tokens
 CHUNKS = gl.constexpr(3)
 HEAD = gl.constexpr(4)  # of v
 CHUNK = gl.constexpr(5)  # the first, among those of all heads
-MARK = gl.constexpr(6)  # where S before the first part is left
+CHECKPOINT = gl.constexpr(6)  # where S before the first part is left
 K_COL = gl.constexpr(7)  # the first column of q and k
 D_COL = gl.constexpr(8)  # and of their gradients
 HEADS = gl.constexpr(9)  # of those
@@ -268,16 +268,16 @@ def store_partition(
     row = load_scalar(pad, ROW, 1)
     length = load_scalar(pad, LENGTH, 1)
     n = load_scalar(pad, CHUNKS, 1)
-    p_turns = counts_ptr + load_scalar(pad, SEMAPHORE, 1)
+    p_semaphores = counts_ptr + load_scalar(pad, SEMAPHORE, 1)
     for i in range(n):
         c = n - 1 - i
         s = step_of(i, c, n, every) % ST
         t = row + c * C
-        p_turn = p_turns + c * heads
+        p_semaphore = p_semaphores + c * heads
         mbarrier.wait(written.index(i % ST), (i // ST) & 1)
         if (c + 1) * C <= length:
             if SHARED:
-                while semaphore_acquire(p_turn) < rank:
+                while semaphore_acquire(p_semaphore) < rank:
                     pass
                 if rank > 0:
                     tma_reduce_add(dq_desc, [t, col], qs.index(s))
@@ -291,5 +291,5 @@ def store_partition(
         store_wait(0)
         mbarrier.arrive(empty.index(s), count=1)
         if SHARED:
-            release_next(p_turn, rank, G)
+            release_next(p_semaphore, rank, G)
     store_wait(0)

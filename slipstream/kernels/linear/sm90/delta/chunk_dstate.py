@@ -40,7 +40,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, d_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col, v_col, r_col,
+    q_desc, k_desc, d_desc, r_desc, tiles, rings, p_beta_gate, stride, row, n, k_col, v_col, r_col,
     C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     qs, ks, ds, rs, gs, _, _ = tiles
@@ -51,7 +51,7 @@ def load_partition(
         + d_desc.block_type.nbytes
         + r_desc.block_type.nbytes
     )
-    b_rows = load_beta_gate(p_rows + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
+    b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
     for i in range(n):
         s = i % ST
         t = row + (n - 1 - i) * C
@@ -61,9 +61,9 @@ def load_partition(
         copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
         copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
         copy_in(d_desc, [t, v_col], full.index(s), ds.index(s))
-        gs.index(s).store(b_rows)
+        gs.index(s).store(b_beta_gate)
         mbarrier.arrive(full.index(s), count=1)
-        b_rows = load_beta_gate(p_rows + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
+        b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
 
 
 @gluon.jit
@@ -130,11 +130,12 @@ def wy_partition(
 def state_partition(
     tiles, copies, rings, ends, reads, writes, n, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    TRANSITION_ONLY: gl.constexpr,
 ):  # fmt: skip
     """reads, writes: whether s_in and s_out have the state at this program's ends.
 
-    ENDS: that before the slot alone.
+    TRANSITION_ONLY: that before the segment alone.
     """
     qs, ks, ds, _, gs, ws, zs = tiles
     ss, ys, s_full, s_empty, y_full, y_empty = copies
@@ -166,7 +167,7 @@ def state_partition(
         b_y = warpgroup_mma(
             gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_y, is_async=True
         )
-        if not ENDS:
+        if not TRANSITION_ONLY:
             mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
             ss.index(0).store(b_sb)
             fence_async_shared()
@@ -185,7 +186,7 @@ def state_partition(
             b_left *= b_start[None, :]
         b_left = gl.convert_layout(b_left.to(ks.dtype), ya)
         b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
-        if not ENDS:
+        if not TRANSITION_ONLY:
             mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
             ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
             fence_async_shared()
@@ -235,7 +236,7 @@ def delta_chunk_dstate_sm90_kernel(
     dv_desc,  # [tokens, HV * V] by [C, BV]
     states_desc,  # [chunks * HV * V, K] by [BV, K]: dS' after each chunk
     dv_ptr,
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot
     s_out_ptr,  # [N, HV, K, V]: of that before the sequence
     cu_ptr,  # [N + 1]
@@ -281,7 +282,7 @@ def delta_chunk_dstate_sm90_kernel(
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
-    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(slot, i_h, HV, K, V) + i_v
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = (qs, ks, ds, rs, gs, ws, zs)
@@ -298,7 +299,7 @@ def delta_chunk_dstate_sm90_kernel(
                 n, V, BV, C)),
             (wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (load_partition, (
-                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
+                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_beta_gate, stride, row, n, k_col,
                 v_col, r_col, C, ST, HAS_GATE)),
         ],
         [4, 4, 1],

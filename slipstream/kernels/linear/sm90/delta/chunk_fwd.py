@@ -46,7 +46,8 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row, v_row, n, k_col,
+    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_beta_gate, stride, row, v_row, n,
+    k_col,
     v_col, r_col,
     C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
 ):  # fmt: skip
@@ -56,7 +57,7 @@ def load_partition(
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
-    b_rows = load_beta_gate(p_rows, C, HAS_GATE)
+    b_beta_gate = load_beta_gate(p_beta_gate, C, HAS_GATE)
     for i in range(n):
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
@@ -64,9 +65,9 @@ def load_partition(
         copy_in(k_desc, [row + i * C, k_col], full.index(s), ks.index(s))
         copy_in(r_desc, [row + i * C, r_col], full.index(s), rs.index(s))
         copy_in(v_desc, [v_row + i * C, v_col], full.index(s), vs.index(s))
-        gs.index(s).store(b_rows)
+        gs.index(s).store(b_beta_gate)
         mbarrier.arrive(full.index(s), count=1)
-        b_rows = load_beta_gate(p_rows + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
+        b_beta_gate = load_beta_gate(p_beta_gate + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
         if HAS_Q:
             qs, q_full, q_empty = queries
             t = i % 2
@@ -113,12 +114,14 @@ def wy_partition(
 def state_partition(
     tiles, copies, rings, ends, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
-    ENDS: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    SAVE_STATES: gl.constexpr,
+    TRANSITION_ONLY: gl.constexpr,
 ):  # fmt: skip
     """reads, writes: whether s_in and s_out have the state at this program's ends.
 
-    width: columns of s_out. ENDS: the state after the slot alone; that of a unit matrix from
+    width: columns of s_out. TRANSITION_ONLY: the state after the segment alone; that of a unit
+    matrix from
     column `unit` on where v is zero, and unit is below K.
     """
     ks, vs, rs, gs, ws = tiles
@@ -136,7 +139,7 @@ def state_partition(
         b_s = gl.load(s_in_ptr + o_in, mask=(o_k >= 0)[None, :] & reads, other=0.0).to(gl.float32)
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
-    if ENDS:
+    if TRANSITION_ONLY:
         b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([BV, C], gl.float32, xl)
     for i in range(n):
@@ -159,14 +162,14 @@ def state_partition(
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
             b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
             b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
-        if not ENDS:
+        if not TRANSITION_ONLY:
             mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
             ss.index(w).store(b_sb)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         b_left = (b_w * b_share[None, :]).to(ks.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
-        if not ENDS:
-            if KEEP:
+        if not TRANSITION_ONLY:
+            if SAVE_STATES:
                 xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
             else:
                 xs.index(w).store(b_w.to(ks.dtype))
@@ -181,13 +184,14 @@ def state_partition(
 
 @gluon.jit
 def output_partition(
-    o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, o_row, v_col, length, n, scale,
+    o_desc, o_ptr, tiles, copies, rings, queries, os, checkpoints, row, o_row, v_col, length, n,
+    scale,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-    PARTS: gl.constexpr,
+    SAVE_CHECKPOINTS: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
-    if PARTS:
-        marks_desc, marked, every, m_row, m_step = marks
+    if SAVE_CHECKPOINTS:
+        checkpoints_desc, marked, every, m_row, m_step = checkpoints
     ks, _, _, gs, _ = tiles
     ss, xs = copies
     full, empty, w_full, x_full, x_empty = rings
@@ -204,8 +208,9 @@ def output_partition(
     for i in range(n):
         s = i % ST
         b = i % 2
-        # without PARTS there are registers for what it is made of, but not for that and itself
-        seen = (o_i + (0 if PARTS else i >> 30))[:, None] >= o_j[None, :]
+        # without SAVE_CHECKPOINTS there are registers for what it is made of, but not for that and
+        # itself
+        seen = (o_i + (0 if SAVE_CHECKPOINTS else i >> 30))[:, None] >= o_j[None, :]
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if i == whole:  # a short one, whose rest prepare clears
             mbarrier.wait(w_full.index(b), (i // 2) & 1)
@@ -215,9 +220,9 @@ def output_partition(
             qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, False
         )
         mbarrier.wait(x_full.index(b), (i // 2) & 1)
-        if PARTS:  # noqa: SIM102
+        if SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == marked:
-                copy_out(marks_desc, [m_row, 0], ss.index(b))
+                copy_out(checkpoints_desc, [m_row, 0], ss.index(b))
                 marked += every
                 m_row += m_step
         b_q = gl.convert_layout(b_q, aa)
@@ -227,7 +232,7 @@ def output_partition(
             b_o = b_o * b_start[:, None]
         b_o = warpgroup_mma(b_a, xs.index(b).permute((1, 0)), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
-        if PARTS:
+        if SAVE_CHECKPOINTS:
             store_wait(0)
         mbarrier.arrive(x_empty.index(b), count=1)
         b_o = (b_o * scale).to(ks.dtype)
@@ -275,11 +280,12 @@ def delta_chunk_fwd_sm90_kernel(
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, BV]
     r_desc,  # [tokens, HV * C] by [C, C]
-    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
-    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
-    marks_desc,  # [marks * HV * V, K] by [BV, K]: S before every so many chunks, if PARTS
+    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if SAVE_STATES
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if SAVE_STATES
+    # [checkpoints * HV * V, K] by [BV, K]: S before every so many chunks, if SAVE_CHECKPOINTS
+    checkpoints_desc,
     o_ptr,
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [slots, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
@@ -295,19 +301,20 @@ def delta_chunk_fwd_sm90_kernel(
     BV: gl.constexpr,
     C: gl.constexpr,
     ST: gl.constexpr,
-    KEEP: gl.constexpr,
+    SAVE_STATES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
-    PARTS: gl.constexpr = False,
+    SAVE_CHECKPOINTS: gl.constexpr = False,
 ):
     """grid (V / BV * HV * slots,), 4 warps: one program walks BV columns of V of one head.
 
     Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP:
-    where there are none its state is where it goes to, if it goes anywhere. PARTS: S is left before
+    where there are none its state is where it goes to,
+    if it goes anywhere. SAVE_CHECKPOINTS: S is left before
     `every` chunks of a sequence.
     """
     dtype: gl.constexpr = k_desc.dtype
@@ -326,12 +333,12 @@ def delta_chunk_fwd_sm90_kernel(
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     r_col = i_h * C
-    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(slot, i_h, HV, K, V) + i_v
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = (ks, vs, rs, gs, ws)
     ends = (s_in_ptr, s_out_ptr, o_in, o_out)
-    if KEEP:
+    if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = alloc_mbarriers(1, ST)
         copies = (ss, xs)
@@ -340,13 +347,14 @@ def delta_chunk_fwd_sm90_kernel(
             [
                 (state_partition, (
                     tiles, copies, rings, ends, V, True, last, K, n,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, copies, rings, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
                 (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_partition, (
-                    k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, row,
+                    k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_beta_gate, stride, row,
+                    row,
                     n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
@@ -362,21 +370,22 @@ def delta_chunk_fwd_sm90_kernel(
         copies = (ss, xs)
         rings = (full, empty, w_full, x_full, x_empty)
         queries = (qs, q_full, q_empty)
-        marks = queries
-        if PARTS:
+        checkpoints = queries
+        if SAVE_CHECKPOINTS:
             marked, number = first_checkpoint(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
-            marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+            checkpoints = (checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
                 (state_partition, (
                     tiles, copies, rings, ends, V, True, last, K, n,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP, False)),
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (output_partition, (
-                    o_desc, o_ptr, tiles, copies, rings, queries, os, marks, row, HV * V, v_col,
-                    length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
+                    o_desc, o_ptr, tiles, copies, rings, queries, os, checkpoints, row, HV * V,
+                    v_col,
+                    length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
                 (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_partition, (
-                    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_rows, stride, row,
+                    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_beta_gate, stride, row,
                     row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
             ],
             [4, 4, 1],

@@ -38,7 +38,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full, q_empty, p_rows,
+    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full, q_empty, p_beta_gate,
     stride, row, n, k_col, v_col, r_col,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_Q: gl.constexpr,
@@ -48,10 +48,10 @@ def load_partition(
     )
     row_layout: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
     o_c = gl.arange(0, C, row_layout)
-    b_beta = gl.load(p_rows + o_c)
+    b_beta = gl.load(p_beta_gate + o_c)
     if HAS_GATE:
-        b_G = gl.load(p_rows + C + o_c)
-        b_end = gl.load(p_rows + (2 * C - 1))
+        b_G = gl.load(p_beta_gate + C + o_c)
+        b_end = gl.load(p_beta_gate + (2 * C - 1))
     for i in range(n):
         s = i % ST
         t = row + i * C
@@ -68,7 +68,7 @@ def load_partition(
             rows.slice(2 * C, C).store(-gl.exp2(b_G))
             rows.slice(3 * C, C).store(b_beta * gl.exp2(b_end - b_G))
         mbarrier.arrive(full.index(s), count=1)
-        p_next = p_rows + gl.minimum(i + 1, n - 1) * stride
+        p_next = p_beta_gate + gl.minimum(i + 1, n - 1) * stride
         b_beta = gl.load(p_next + o_c)
         if HAS_GATE:
             b_G = gl.load(p_next + C + o_c)
@@ -84,11 +84,12 @@ def load_partition(
 def state_partition(
     tiles, rings, ends, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, KEEP: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    SAVE_STATES: gl.constexpr,
 ):  # fmt: skip
     ks, vs, rs, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
-    own: gl.constexpr = tile if KEEP else 0  # its barriers: read takes both tiles at once
+    own: gl.constexpr = tile if SAVE_STATES else 0  # its barriers: read takes both tiles at once
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -140,7 +141,7 @@ def state_partition(
         b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
         mbarrier.wait(x_empty.index(own), (i & 1) ^ 1)
         place = tile + (i >> 30)
-        if KEEP:
+        if SAVE_STATES:
             xs.index(place).permute((1, 0)).store(b_w.to(ks.dtype))
         else:
             xs.index(place).store(b_w.to(ks.dtype))
@@ -148,7 +149,7 @@ def state_partition(
         mbarrier.arrive(x_full.index(own), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
-    if not KEEP:
+    if not SAVE_STATES:
         if tile == 0:
             # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
             # knows
@@ -161,13 +162,13 @@ def state_partition(
 
 @gluon.jit
 def output_partition(
-    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, o_row, v_col, length, n,
+    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, checkpoints, row, o_row, v_col, length, n,
     scale, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-    PARTS: gl.constexpr,
+    SAVE_CHECKPOINTS: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
-    if PARTS:
-        marks_desc, marked, every, m_row, m_step = marks
+    if SAVE_CHECKPOINTS:
+        checkpoints_desc, marked, every, m_row, m_step = checkpoints
     ks, _, _, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -198,14 +199,14 @@ def output_partition(
         b_p = warpgroup_mma(
             b_q, ss.index(none + 1).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
-        if PARTS:  # noqa: SIM102
+        if SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == marked:
-                copy_out(marks_desc, [m_row, 0], ss.index(none))
-                copy_out(marks_desc, [m_row + BV, 0], ss.index(none + 1))
+                copy_out(checkpoints_desc, [m_row, 0], ss.index(none))
+                copy_out(checkpoints_desc, [m_row + BV, 0], ss.index(none + 1))
                 marked += every
                 m_row += m_step
         b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
-        if PARTS:
+        if SAVE_CHECKPOINTS:
             store_wait(0)
         mbarrier.arrive(s_empty.index(0), count=1)
         if HAS_GATE:
@@ -262,11 +263,12 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     k_desc,
     v_desc,  # [tokens, HV * V] by [C, BV]
     r_desc,  # [tokens, HV * C] by [C, C]
-    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if KEEP
-    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if KEEP
-    marks_desc,  # [marks * HV * V, K] by [BV, K]: S before every so many chunks, if PARTS
+    o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if SAVE_STATES
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if SAVE_STATES
+    # [checkpoints * HV * V, K] by [BV, K]: S before every so many chunks, if SAVE_CHECKPOINTS
+    checkpoints_desc,
     o_ptr,
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G
+    beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,
     cu_ptr,  # [N + 1]
@@ -281,27 +283,27 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     BV: gl.constexpr,
     C: gl.constexpr,
     ST: gl.constexpr,
-    KEEP: gl.constexpr,
+    SAVE_STATES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
-    PARTS: gl.constexpr = False,
+    SAVE_CHECKPOINTS: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
 
-    SKIP and PARTS as delta_chunk_fwd_sm90_kernel has them.
+    SKIP and SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has them.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
     full = alloc_mbarriers(2, ST)
-    empty = alloc_mbarriers(2 if KEEP else 3, ST)
-    s_full = alloc_mbarriers(1 if KEEP else 2, 2 if KEEP else 1)
-    s_empty = alloc_mbarriers(1, 2 if KEEP else 1)
-    x_full = alloc_mbarriers(1 if KEEP else 2, 2 if KEEP else 1)
-    x_empty = alloc_mbarriers(1, 2 if KEEP else 1)
+    empty = alloc_mbarriers(2 if SAVE_STATES else 3, ST)
+    s_full = alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
+    s_empty = alloc_mbarriers(1, 2 if SAVE_STATES else 1)
+    x_full = alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
+    x_empty = alloc_mbarriers(1, 2 if SAVE_STATES else 1)
     cleared = alloc_mbarriers(2, 1)
     i_v, i_h, slot, row, length, n, chunk, _, _, _ = program_coords(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
@@ -312,25 +314,25 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
-    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)
-    if KEEP:
+    if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         tiles = (ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
                 (state_partition, (
                     tiles, rings, ends, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
                     tiles, rings, ends, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
                 (load_partition, (
                     k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
-                    p_rows, stride, row, n, k_col, v_col, i_h * C,
+                    p_beta_gate, stride, row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
@@ -343,24 +345,24 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         q_full = alloc_mbarriers(1, 2)
         q_empty = alloc_mbarriers(1, 2)
         tiles = (ks, vs, rs, gs, ss, xs)
-        marks = ends
-        if PARTS:
+        checkpoints = ends
+        if SAVE_CHECKPOINTS:
             marked, number = first_checkpoint(slot, 0, row, T, T, every, C, PACKED, False)
-            marks = (marks_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+            checkpoints = (checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
                 (state_partition, (
                     tiles, rings, ends, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
                     tiles, rings, ends, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, KEEP)),
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (output_partition, (
-                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, marks, row, HV * V,
-                    v_col, length, n, scale, BV, C, ST, HAS_GATE, PARTS)),
+                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, checkpoints, row, HV * V,
+                    v_col, length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
                 (load_partition, (
                     q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
-                    q_empty, p_rows, stride, row, n, k_col, v_col, i_h * C,
+                    q_empty, p_beta_gate, stride, row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, True)),
             ],
             [4, 4, 1],

@@ -33,10 +33,10 @@ def program_coords(
 
 
 @gluon.jit
-def beta_gate_ptr(rows_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
+def beta_gate_ptr(beta_gates_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.constexpr):
     """beta and G of a chunk of one head, and how far it is to the next chunk's."""
     ROWS: gl.constexpr = 1 + HAS_GATE
-    return rows_ptr + chunk.to(gl.int64) * (ROWS * C), HV * (ROWS * C)
+    return beta_gates_ptr + chunk.to(gl.int64) * (ROWS * C), HV * (ROWS * C)
 
 
 @gluon.jit

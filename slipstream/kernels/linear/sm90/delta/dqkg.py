@@ -90,17 +90,26 @@ def store_or_add(
 
 
 @gluon.jit
-def release_next(p_turn, rank, G):
+def release_next(p_semaphore, rank, G):
     """To the head after this, if there is one: what was written and added is there."""
     if rank + 1 < G:
         wait_bulk_stores()
         gl.thread_barrier()
-        semaphore_release(p_turn, rank + 1)
+        semaphore_release(p_semaphore, rank + 1)
 
 
 @gluon.jit
 def triangular_products(
-    os, ws, vs, p_rows, o_i, o_j, scale, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr
+    os,
+    ws,
+    vs,
+    p_beta_gate,
+    o_i,
+    o_j,
+    scale,
+    al: gl.constexpr,
+    C: gl.constexpr,
+    HAS_GATE: gl.constexpr,
 ):
     """As operands [i, j], then [j, i]; what a token owes itself."""
     dtype: gl.constexpr = ws.dtype
@@ -110,12 +119,12 @@ def triangular_products(
     b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
-    beta_j = gl.load(p_rows + o_j)
+    beta_j = gl.load(p_beta_gate + o_j)
     before = o_i[:, None] > o_j[None, :]
     between = gl.full([C, C], 1.0, gl.float32, al)
     if HAS_GATE:
-        G_i = gl.load(p_rows + C + o_i)
-        G_j = gl.load(p_rows + C + o_j)
+        G_i = gl.load(p_beta_gate + C + o_i)
+        G_j = gl.load(p_beta_gate + C + o_j)
         between = G_i[:, None] - G_j[None, :]
         between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
     b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
@@ -142,11 +151,11 @@ def delta_dqkg_sm90_kernel(
     dk_desc,
     dq_ptr,
     dk_ptr,
-    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G of base 2
+    beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G of base 2
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
-    turns_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
+    semaphores_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
     scale,
     T,
     N,
@@ -195,7 +204,7 @@ def delta_dqkg_sm90_kernel(
 
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    p_rows = rows_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
+    p_beta_gate = beta_gates_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
         zero_tail_rows(os.index(0), left, C, V)
@@ -208,7 +217,7 @@ def delta_dqkg_sm90_kernel(
         fence_async_shared()
         gl.thread_barrier()
     b_a, b_m, b_at, b_mt, own = triangular_products(
-        os.index(0), ws.index(0), vs.index(0), p_rows, o_i, o_j, scale, al, C, HAS_GATE
+        os.index(0), ws.index(0), vs.index(0), p_beta_gate, o_i, o_j, scale, al, C, HAS_GATE
     )
     mbarrier.wait(bars.index(2), 0)
     zero = gl.zeros([C, BK], gl.float32, al)
@@ -226,8 +235,8 @@ def delta_dqkg_sm90_kernel(
         b_dk = warpgroup_mma(ws.index(none), ds.index(none), zero, use_acc=False, is_async=True)
         if HAS_GATE:
             # again, as beta below: they would take registers all the time
-            G_i = gl.load(p_rows + C + (o_i + none))
-            G_C = gl.load(p_rows + (2 * C - 1 + none))
+            G_i = gl.load(p_beta_gate + C + (o_i + none))
+            G_C = gl.load(p_beta_gate + (2 * C - 1 + none))
             z += row_products(ss.index(none), ds.index(none), V, BK)
             start = gl.exp2(G_i)
             end = gl.exp2(G_C - G_i)
@@ -249,7 +258,7 @@ def delta_dqkg_sm90_kernel(
         b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
         b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
         b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
-        beta = gl.load(p_rows + (o_i + none))
+        beta = gl.load(p_beta_gate + (o_i + none))
         b_k = ks.index(i).load(al)
         b_dq *= scale
         if HAS_GATE:
@@ -268,7 +277,7 @@ def delta_dqkg_sm90_kernel(
         fence_async_shared()
         gl.thread_barrier()
         if SHARED and (i == 0):
-            while semaphore_acquire(turns_ptr + slot * heads + i_sum) < rank:
+            while semaphore_acquire(semaphores_ptr + slot * heads + i_sum) < rank:
                 pass
         at, cols = (row + none, left + none), (i_sum * K + i * BK, heads * K)
         store_or_add(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
@@ -276,14 +285,14 @@ def delta_dqkg_sm90_kernel(
 
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
-        G_C = gl.load(p_rows + (2 * C - 1 + (left >> 31)))
-        beta = gl.load(p_rows + (o_i + (left >> 31)))
+        G_C = gl.load(p_beta_gate + (2 * C - 1 + (left >> 31)))
+        beta = gl.load(p_beta_gate + (o_i + (left >> 31)))
         z = gl.sum(e * beta, 0) + gl.sum(z, 0) * gl.exp2(G_C)
         gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
         gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
     if SHARED:
-        release_next(turns_ptr + slot * heads + i_sum, rank, G)
+        release_next(semaphores_ptr + slot * heads + i_sum, rank, G)
     invalidate_mbarriers(bars)
     store_wait(0)

@@ -109,11 +109,11 @@ def chunk_fwd(
         scale,
         *scalar_args(terms, segments),
         0 if checkpoints is None else checkpoints.every,
-        KEEP=states is not None,
+        SAVE_STATES=states is not None,
         **_flags(terms, s_in, s_out),
         SPLIT=segments is not None,
         SKIP=skip_empty,
-        PARTS=checkpoints is not None,
+        SAVE_CHECKPOINTS=checkpoints is not None,
     )
 
 
@@ -149,10 +149,10 @@ def chunk_fwd_2tile(
         scale,
         *scalar_args(terms, None)[:4],
         0 if checkpoints is None else checkpoints.every,
-        KEEP=states is not None,
+        SAVE_STATES=states is not None,
         **_flags(terms, s_in, s_out),
         SKIP=skip_empty,
-        PARTS=checkpoints is not None,
+        SAVE_CHECKPOINTS=checkpoints is not None,
     )
 
 

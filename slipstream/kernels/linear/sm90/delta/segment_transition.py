@@ -10,7 +10,8 @@ taken as zero, and E from those chunks alone (back from the first ones): what is
 float32's rounding of what was there. The gates decide that on the device, for each head.
 
 The first segment's E starts at the sequence's own state, and no M of the first or the last is ever
-wanted: these count as M = 0, which `far` says of each segment and head. state_passing.py joins
+wanted: these count as M = 0,
+which `m_is_zero` says of each segment and head. state_passing.py joins
 them.
 """
 
@@ -38,16 +39,23 @@ OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 @gluon.jit
 def effective_chunks(
-    rows_ptr, growth_ptr, chunk, HV, n, C: gl.constexpr, BLOCKS: gl.constexpr, BACK: gl.constexpr
+    beta_gates_ptr,
+    lognorm_ptr,
+    chunk,
+    HV,
+    n,
+    C: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    BACK: gl.constexpr,
 ):
     """Chunks, of n, that a state at the end comes from (back, at the start); whether it is so."""
     wide: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o = gl.arange(0, MAX_WINDOW_CHUNKS, flat)
     at = chunk + gl.where(o < n, o if BACK else n - 1 - o, 0) * HV
-    b = gl.load(rows_ptr + at.to(gl.int64) * (2 * C) + (2 * C - 1))
+    b = gl.load(beta_gates_ptr + at.to(gl.int64) * (2 * C) + (2 * C - 1))
     for i in gl.static_range(BLOCKS):
-        b += gl.load(growth_ptr + at * BLOCKS + i)
+        b += gl.load(lognorm_ptr + at * BLOCKS + i)
     b = gl.convert_layout(b, gl.SliceLayout(0, wide))
     o_i = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(1, wide))
     o_j = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(0, wide))
@@ -61,11 +69,11 @@ def delta_segment_transition_sm90_kernel(
     k_desc,  # [tokens, H * K] by [C, K]
     v_desc,  # [tokens, HV * V] by [C, BV]
     r_desc,  # [tokens, HV * C] by [C, C]
-    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
-    growth_ptr,  # [chunks, HV, BLOCKS]
+    beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
+    lognorm_ptr,  # [chunks, HV, BLOCKS]
     s_in_ptr,  # [N, HV, K, V]
-    ends_ptr,  # [slots, HV, K, V + K]: E and M
-    far_ptr,  # [slots, HV]
+    transition_ptr,  # [slots, HV, K, V + K]: E and M
+    m_is_zero_ptr,  # [slots, HV]
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -98,19 +106,21 @@ def delta_segment_transition_sm90_kernel(
     of_m = tile >= NV
     begins = i_s == 0
     need = n
-    far = begins | last
+    m_is_zero = begins | last
     if HAS_GATE:
-        need, decayed = effective_chunks(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, False)
-        far = far | decayed
-    gl.store(far_ptr + (slot * HV + i_h), far.to(gl.int32), mask=tile == 0)
+        need, decayed = effective_chunks(
+            beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, False
+        )
+        m_is_zero = m_is_zero | decayed
+    gl.store(m_is_zero_ptr + (slot * HV + i_h), m_is_zero.to(gl.int32), mask=tile == 0)
     skip = n - need
-    n = uniform(gl.where(last | (of_m & far), 0, need))
+    n = uniform(gl.where(last | (of_m & m_is_zero), 0, need))
     chunk += skip * HV
     row += skip * C
     length -= skip * C
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + gl.where(of_m, 0, tile * BV)
-    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_n, i_h, HV, K, V) + tile * BV
     o_out = state_offset(slot, i_h, HV, K, V + K) + tile * BV
     unit = gl.where(of_m, (tile - NV) * BV, K)
@@ -118,7 +128,7 @@ def delta_segment_transition_sm90_kernel(
     reads = begins & (skip == 0) & (tile < NV)
     tiles = (ks, vs, rs, gs, ws)
     rings = (full, empty, w_full, w_empty, w_empty)
-    ends = (s_in_ptr, ends_ptr, o_in, o_out)
+    ends = (s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (state_partition, (
@@ -126,7 +136,8 @@ def delta_segment_transition_sm90_kernel(
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
             (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
             (load_partition, (
-                k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_rows, stride, row, v_row, n,
+                k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_beta_gate, stride, row,
+                v_row, n,
                 k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
         ],
         [4, 1],
@@ -140,10 +151,10 @@ def delta_segment_transition_bwd_sm90_kernel(
     k_desc,
     do_desc,  # [tokens, HV * V] by [C, BV]
     r_desc,  # [tokens, HV * C] by [C, C]
-    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
-    growth_ptr,  # [chunks, HV, BLOCKS]
+    beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
+    lognorm_ptr,  # [chunks, HV, BLOCKS]
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after the sequence
-    ends_ptr,  # [slots, HV, K, V]: dE
+    transition_ptr,  # [slots, HV, K, V]: dE
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -176,18 +187,18 @@ def delta_segment_transition_bwd_sm90_kernel(
     )
     whole = n
     if HAS_GATE:
-        n, _ = effective_chunks(rows_ptr, growth_ptr, chunk, HV, n, C, BLOCKS, True)
+        n, _ = effective_chunks(beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, True)
     reads = last & (n == whole)
     length = gl.minimum(length, n * C)
     n = uniform(gl.where(i_s == 0, 0, n))
     k_col = i_h // (HV // H) * K
-    p_rows, stride = beta_gate_ptr(rows_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_n, i_h, HV, K, V) + i_v
     o_out = state_offset(slot, i_h, HV, K, V) + i_v
     tiles = (qs, ks, ds, rs, gs, ws, zs)
     copies = (ws, ws, p_full, p_full, p_full, p_full)  # not there
     rings = (full, empty, p_full, p_empty)
-    ends = (s_in_ptr, ends_ptr, o_in, o_out)
+    ends = (s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (bwd_state_partition, (
@@ -195,7 +206,7 @@ def delta_segment_transition_bwd_sm90_kernel(
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
             (bwd_wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (bwd_load_partition, (
-                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_rows, stride, row, n, k_col,
+                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_beta_gate, stride, row, n, k_col,
                 i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
         ],
         [4, 1],

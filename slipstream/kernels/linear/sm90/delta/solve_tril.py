@@ -50,8 +50,8 @@ def delta_solve_tril_sm90_kernel(
     r_ptr,
     g_ptr,  # [tokens, HV]
     beta_ptr,  # [tokens, HV]
-    rows_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta, G of base 2
-    growth_ptr,  # [chunks, HV, C // BASE], if there are gates
+    beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta, G of base 2
+    lognorm_ptr,  # [chunks, HV, C // BASE], if there are gates
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -77,17 +77,17 @@ def delta_solve_tril_sm90_kernel(
     mbarrier.expect(bar.index(0), k_desc.block_type.nbytes)
     copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
     o_t = gl.arange(0, C, line)
-    p_rows = rows_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
+    p_beta_gate = beta_gates_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
     o_x = (row + o_t).to(gl.int64) * HV + i_h
     b_x = gl.load(beta_ptr + o_x, mask=o_t < left, other=0.0).to(gl.float32)
     betas.store(b_x)
-    gl.store(p_rows + o_t, b_x)
+    gl.store(p_beta_gate + o_t, b_x)
     if HAS_GATE:
         sums = gl.allocate_shared_memory(gl.float32, [C], flat)
         b_g = gl.load(g_ptr + o_x, mask=o_t < left, other=0.0).to(gl.float32)
         b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
         sums.store(b_G)
-        gl.store(p_rows + C + o_t, b_G)
+        gl.store(p_beta_gate + C + o_t, b_G)
     gl.thread_barrier()
     mbarrier.wait(bar.index(0), 0)
     if left < C:
@@ -106,7 +106,7 @@ def delta_solve_tril_sm90_kernel(
     if HAS_GATE:
         b_grow = gl.sum(gl.log2(gl.maximum(gl.abs(b_own - 1.0), 1.0)), 1)
         o_b = gl.arange(0, C // BASE, b_grow.type.layout)
-        gl.store(growth_ptr + pid * (C // BASE) + o_b, b_grow)
+        gl.store(lognorm_ptr + pid * (C // BASE) + o_b, b_grow)
     out = gl.allocate_shared_memory(r_desc.dtype, [C, C], r_desc.layout)
     out.store(b_r.to(r_desc.dtype))
     fence_async_shared()

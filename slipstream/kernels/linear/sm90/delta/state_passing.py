@@ -16,11 +16,11 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "segment"])
 def delta_state_passing_sm90_kernel(
-    ends_ptr,  # [slots, HV, K, V + K]: E and M; back dE of [slots, HV, K, V]
+    transition_ptr,  # [slots, HV, K, V + K]: E and M; back dE of [slots, HV, K, V]
     m_ptr,  # [slots, HV, K, BESIDE + K]: what is beside M, and M
-    far_ptr,  # [slots, HV]
+    m_is_zero_ptr,  # [slots, HV]
     s_in_ptr,  # [N, HV, K, V]
-    met_ptr,  # [slots, HV, K, V]
+    entry_ptr,  # [slots, HV, K, V]
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -64,11 +64,13 @@ def delta_state_passing_sm90_kernel(
             b_s = tl.load(s_in_ptr + o_n + o_s).to(tl.float32)
     else:
         start = slot + step
-        while tl.load(far_ptr + start * HV + i_h) == 0:
+        while tl.load(m_is_zero_ptr + start * HV + i_h) == 0:
             start += step
-        b_s = tl.load(ends_ptr + (start.to(tl.int64) * HV + i_h) * (K * WIDTH) + o_e)
+        b_s = tl.load(transition_ptr + (start.to(tl.int64) * HV + i_h) * (K * WIDTH) + o_e)
         for i in range(1, tl.abs(slot - start)):
             at = (start - i * step).to(tl.int64) * HV + i_h
             b_m = tl.load(m_ptr + at * (K * WIDE) + o_m)
-            b_s = tile_product(b_s, b_m, "halves") + tl.load(ends_ptr + at * (K * WIDTH) + o_e)
-    tl.store(met_ptr + (slot.to(tl.int64) * HV + i_h) * (K * V) + o_s, b_s)
+            b_s = tile_product(b_s, b_m, "halves") + tl.load(
+                transition_ptr + at * (K * WIDTH) + o_e
+            )
+    tl.store(entry_ptr + (slot.to(tl.int64) * HV + i_h) * (K * V) + o_s, b_s)
