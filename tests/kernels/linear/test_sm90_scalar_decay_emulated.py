@@ -121,7 +121,7 @@ class Run:
         pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
         sizes = (self.T, t.sequences, self.HV, *heads, self.B * self.T, self.segment or self.T)
         strides = (0, 0, 0) if t.g is None else t.g.stride()
-        flags |= {"C": C, "ST": 2, "SPAN": SPAN, "HAS_GATE": t.g is not None}
+        flags |= {"C": C, "ST": 2, "ANCHOR_INTERVAL": SPAN, "HAS_GATE": t.g is not None}
         flags |= {"HAS_DG": rows is not None, "HAS_S_IN": s_in is not None}
         flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": self.segment is not None}
         spans = (self.spans,) if name == "chunk_bwd" else ()

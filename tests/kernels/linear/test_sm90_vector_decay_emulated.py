@@ -160,7 +160,7 @@ def edges(t: LinearInputs, do: Tensor, s_in: Tensor | None, sums: dict, reverse:
     given = [y, s_in, *sums.values(), t.cu_seqlens]
     pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     sizes = (T, t.sequences, HV, t.q.shape[2])
-    flags = {"K": K, "V": V, "C": C, "ST": 2, "SPAN": SPAN, "LOST": 0.0, "BOUND": 60.0}
+    flags = {"K": K, "V": V, "C": C, "ST": 2, "ANCHOR_INTERVAL": SPAN, "LOST": 0.0, "BOUND": 60.0}
     flags |= {"REVERSE": reverse, "BEFORE": t.u is not None}
     flags |= {"HAS_S_IN": s_in is not None, "PACKED": t.cu_seqlens is not None}
     threads.launch(kernel("chunk_dqk"), HV * t.sequences, (*made, *pointers, 1.0, *sizes), **flags)

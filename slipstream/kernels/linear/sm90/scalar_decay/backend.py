@@ -94,7 +94,7 @@ def launch_chunks(
         X=X,
         C=CHUNK,
         ST=STAGES,
-        SPAN=ANCHOR_INTERVAL,
+        ANCHOR_INTERVAL=ANCHOR_INTERVAL,
         TRANSPOSED=chunks.transposed,
         **_flags(chunks, terms, segments, sums),
     )
@@ -146,7 +146,7 @@ class Sm90ScalarDecay(TritonScalarDecay):
             V=V,
             C=CHUNK,
             ST=BACK_STAGES,
-            SPAN=ANCHOR_INTERVAL,
+            ANCHOR_INTERVAL=ANCHOR_INTERVAL,
             **_flags(chunks, terms, segments, sums),
         )
 

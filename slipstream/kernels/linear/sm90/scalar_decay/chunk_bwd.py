@@ -150,7 +150,7 @@ def dqkv_partition(
     store_wait(0)
 
 
-_SIZES = ["T", "N", "HV", "H", "tokens", "segment", "spans"]
+_SIZES = ["T", "N", "HV", "H", "tokens", "segment", "num_anchors"]
 _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
@@ -168,8 +168,8 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot; times scale_in
     s_out_ptr,  # the same, of that before it; times scale_out
     rows_ptr,  # [HV, tokens]: k . dk
-    z_ptr,  # [2, spans, HV]: sum(S * dS) after a span
-    anchor_ptr,  # [spans, HV, K, V]
+    z_ptr,  # [2, anchors, HV]: sum(S * dS) after an anchor interval
+    anchor_ptr,  # [anchors, HV, K, V]
     cu_ptr,  # [N + 1]
     scale,
     scale_in,
@@ -180,7 +180,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     H,
     tokens,
     segment,
-    spans,
+    num_anchors,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -188,7 +188,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     V: gl.constexpr,
     C: gl.constexpr,
     ST: gl.constexpr,
-    SPAN: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_DG: gl.constexpr,
     HAS_S_IN: gl.constexpr,
@@ -235,25 +235,29 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     if HAS_GATE:
         p_g = place_gates(p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
     if HAS_DG:
-        span = first_anchor(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+        anchor = (
+            first_anchor(slot, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
+            * HV
+            + i_h
+        )
         p_rows += i_h.to(gl.int64) * tokens + row
-        p_z += span
-        p_anchor += span * (K * V)
-    to_half = HV.to(gl.int64) * spans
+        p_z += anchor
+        p_anchor += anchor * (K * V)
+    to_half = HV.to(gl.int64) * num_anchors
     gl.warp_specialize(
         [
             (state_partition, (
                 dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
                 empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows, p_z, p_anchor, o_s,
                 row, HV, i_h * V, length, n, scale, scale_in, scale_out,
-                0, K, V, C, ST, SPAN, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                0, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                 True)),
             (state_partition, (
                 dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
                 empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows,
                 p_z + to_half if HAS_DG else p_z, p_anchor, o_s,
                 row, HV, i_h * V, length, n, scale, scale_in, scale_out,
-                1, K, V, C, ST, SPAN, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                1, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                 True)),
             (dqkv_partition, (
                 dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,

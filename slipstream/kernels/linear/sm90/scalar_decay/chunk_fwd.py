@@ -74,14 +74,14 @@ def gates_of(b_g, sums, C: gl.constexpr):
 def first_anchor(
     slot, row, T, segment, TOKENS: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr
 ):
-    """The number of a slot's first span of TOKENS, as the portable _place has it."""
+    """The number of a slot's first anchor interval of TOKENS, as the portable _place has it."""
     if SPLIT:
-        span = slot * gl.cdiv(segment, TOKENS)
+        anchor = slot * gl.cdiv(segment, TOKENS)
     elif PACKED:
-        span = row // TOKENS + slot
+        anchor = row // TOKENS + slot
     else:
-        span = slot * gl.cdiv(T, TOKENS)
-    return span
+        anchor = slot * gl.cdiv(T, TOKENS)
+    return anchor
 
 
 @gluon.jit
@@ -162,7 +162,8 @@ def state_partition(
     a_empty, s_full, s_empty, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
     length, n, scale, scale_in, scale_out,
     I: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    SPAN: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_GATE: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
+    HAS_GATE: gl.constexpr,
     HAS_DG: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Rows HALF * I and on of S, and of y^T. SHARED: S goes to ss as well, but q . y does not."""
@@ -185,10 +186,10 @@ def state_partition(
         s = i % ST
         a = i % 2
         c = n - 1 - i if REVERSE else i
-        if HAS_DG and REVERSE and (c % SPAN == SPAN - 1) | (i == 0):
-            span = HV.to(gl.int64) * (c // SPAN)
-            b_z = gl.sum(b_s * gl.load(p_anchor + span * (D * X) + o_a), 1)
-            gl.store(p_z + span, gl.sum(b_z, 0) * scale_out)
+        if HAS_DG and REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (i == 0):
+            anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
+            b_z = gl.sum(b_s * gl.load(p_anchor + anchor * (D * X) + o_a), 1)
+            gl.store(p_z + anchor, gl.sum(b_z, 0) * scale_out)
         # scores has seen the stage full, and may have cleared its tail
         mbarrier.wait(a_full.index(a), (i // 2) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
@@ -232,9 +233,9 @@ def state_partition(
             b_row = gl.sum(b_q.to(gl.float32) * b_y, 0)
             gl.store(p_rows + t + o_c, b_row, mask=o_c < length - t)
             mbarrier.arrive(q_empty.index(b), count=1)
-        if HAS_DG and not REVERSE and (c % SPAN == SPAN - 1) | (c == n - 1):
-            span = HV.to(gl.int64) * (c // SPAN)
-            gl.store(p_anchor + span * (D * X) + o_a, b_s)
+        if HAS_DG and not REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (c == n - 1):
+            anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
+            gl.store(p_anchor + anchor * (D * X) + o_a, b_s)
     store_wait(0)
     if HAS_S_OUT:
         gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
@@ -256,7 +257,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
     rows_ptr,  # [2, HV, tokens]: q . dq
-    anchor_ptr,  # [spans, HV, X, D]
+    anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
     scale,
     scale_in,
@@ -275,7 +276,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     X: gl.constexpr,
     C: gl.constexpr,
     ST: gl.constexpr,
-    SPAN: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_DG: gl.constexpr,
@@ -327,23 +328,29 @@ def scalar_decay_chunk_fwd_sm90_kernel(
             p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
         )  # fmt: skip
     if HAS_DG:
-        span = first_anchor(slot, row, T, segment, SPAN * C, SPLIT, PACKED).to(gl.int64) * HV + i_h
+        anchor = (
+            first_anchor(slot, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
+            * HV
+            + i_h
+        )
         p_rows += i_h.to(gl.int64) * tokens + row
-        p_anchor += span * (D * X)
+        p_anchor += anchor * (D * X)
     gl.warp_specialize(
         [
             (state_partition, (
                 y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
                 q_empty, a_full, a_empty, full, empty, p_in, p_out, p_rows, y_ptr, p_anchor,
                 o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
-                0, D, X, C, ST, SPAN, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                0, D, X, C, ST, ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
+                HAS_S_OUT,
                 False)),
             (state_partition, (
                 y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
                 q_empty, a_full, a_empty, full, empty, p_in, p_out,
                 p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows, y_ptr, p_anchor, o_s, row,
                 HV, i_h * X, length, n, scale, scale_in, scale_out,
-                1, D, X, C, ST, SPAN, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                1, D, X, C, ST, ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
+                HAS_S_OUT,
                 False)),
             (score_partition, (
                 rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,

@@ -3,7 +3,7 @@
 Forward is one walk (chunk_fwd.py), which leaves nothing but o and the final state. Backward is
 that walk reversed for dv, the two for dqs and dke (chunk_dqk.py), and the portable kernels for
 P and for what chunks add by themselves (triton/vector_decay/dqkg.py). Memory beyond results:
-backward P, half of k, and a state every SPAN chunks.
+backward P, half of k, and a state every ANCHOR_INTERVAL chunks.
 
 Nothing depends on device values.
 """
@@ -171,7 +171,7 @@ def chunk_dqk(
         V=V,
         C=CHUNK,
         ST=STAGES,
-        SPAN=ANCHOR_INTERVAL,
+        ANCHOR_INTERVAL=ANCHOR_INTERVAL,
         LOST=NEGLIGIBLE_LOG2,
         BEFORE=terms.u is not None,
         **_flags(terms, s_in, reverse),

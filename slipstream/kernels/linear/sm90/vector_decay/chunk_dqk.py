@@ -110,7 +110,8 @@ def state_partition(
     y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
     p_decay, o_s, row, HV, y_col, length, n, scale_in,
     I: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    SPAN: gl.constexpr, LOST: gl.constexpr, REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr, LOST: gl.constexpr, REVERSE: gl.constexpr,
+    HAS_S_IN: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 I and on of the state, and of y^T."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -131,8 +132,8 @@ def state_partition(
         c = n - 1 - i if REVERSE else i
         t = c * C
         at = HV.to(gl.int64) * c * K
-        if REVERSE and (c % SPAN == SPAN - 1) | (i == 0):
-            p = p_anchor + HV.to(gl.int64) * (c // SPAN) * (K * V)
+        if REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (i == 0):
+            p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
             b_z = gl.convert_layout(gl.sum(b_s * gl.load(p + o_a), 1), gl.SliceLayout(1, yl))
         mbarrier.wait(ready.index(s), (i // ST) & 1)
         left = gl.convert_layout(b_s.to(xs.dtype), sa)
@@ -152,8 +153,8 @@ def state_partition(
         else:
             gl.store(p_sums + at + o_r, b_sum)
             gl.store(p_decay + at + o_r, b_d)
-            if (c % SPAN == SPAN - 1) | (c == n - 1):
-                p = p_anchor + HV.to(gl.int64) * (c // SPAN) * (K * V)
+            if (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (c == n - 1):
+                p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
                 gl.store(p + o_a, b_s)
         store_tile_transposed(
             y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * K, length - t, C
@@ -173,7 +174,7 @@ def vector_decay_dqk_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]; times scale_in
     sums_ptr,  # [chunks, HV, K]: of qs * dqs
     z_ptr,  # [chunks, HV, K]
-    anchor_ptr,  # [spans, HV, K, V]
+    anchor_ptr,  # [anchors, HV, K, V]
     decay_ptr,  # [chunks, HV, K]
     cu_ptr,  # [N + 1]
     scale_in,
@@ -185,7 +186,7 @@ def vector_decay_dqk_sm90_kernel(
     V: gl.constexpr,
     C: gl.constexpr,
     ST: gl.constexpr,
-    SPAN: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr,
     LOST: gl.constexpr,
     BOUND: gl.constexpr,
     REVERSE: gl.constexpr,
@@ -220,8 +221,10 @@ def vector_decay_dqk_sm90_kernel(
     p_sums = sums_ptr + o_chunk
     p_z = z_ptr + o_chunk
     p_decay = decay_ptr + o_chunk
-    span = first_anchor(i_n, row, T, T, SPAN * C, False, PACKED).to(gl.int64) * HV + i_h
-    p_anchor = anchor_ptr + span * (K * V)
+    anchor = (
+        first_anchor(i_n, row, T, T, ANCHOR_INTERVAL * C, False, PACKED).to(gl.int64) * HV + i_h
+    )
+    p_anchor = anchor_ptr + anchor * (K * V)
     # the state's new rows, what reads it, and what is summed with y
     xs = qs if REVERSE else ks
     others = ks if REVERSE else qs
@@ -232,11 +235,11 @@ def vector_decay_dqk_sm90_kernel(
             (state_partition, (
                 y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
                 p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
-                0, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
+                0, K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, HAS_S_IN)),
             (state_partition, (
                 y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
                 p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
-                1, K, V, C, ST, SPAN, LOST, REVERSE, HAS_S_IN)),
+                1, K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, HAS_S_IN)),
             (boundary_partition, (
                 qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
                 K, V, C, ST, REVERSE, BEFORE)),

@@ -242,7 +242,7 @@ class TritonScalarDecay:
             BD=BD,
             BX=tile.BX,
             C=tile.C,
-            SPAN=ANCHOR_INTERVAL,
+            ANCHOR_INTERVAL=ANCHOR_INTERVAL,
             REVERSE=chunks.reverse,
             TRANSPOSED=chunks.transposed,
             HAS_Y=y is not None,

@@ -22,7 +22,8 @@ its chunk,
 
 The sums q . dq and k . dk are left by the dq and dk walks, and added up in state_passing.py. A
 difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
-are rounded apart. So every SPAN chunks the dq walk leaves S, an anchor, and the dk walk takes z
+are rounded apart. So every ANCHOR_INTERVAL chunks the dq walk leaves S, an anchor,
+and the dk walk takes z
 from it anew.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
@@ -128,9 +129,16 @@ def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_segment(
-    cu_ptr, slot, T, N, segment, SPAN: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
+    cu_ptr,
+    slot,
+    T,
+    N,
+    segment,
+    ANCHOR_INTERVAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Of a slot: first token, tokens, batch entry, tokens of it before, and its first span."""
+    """Of a slot: first token, tokens, batch entry, tokens of it before, and its first anchor."""
     i_n = slot.to(tl.int64)
     if SPLIT:
         begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
@@ -138,21 +146,21 @@ def locate_segment(
         skip = i_s * segment
         begin += skip
         length = tl.minimum(length - skip, segment)
-        first_span = i_n * tl.cdiv(segment, SPAN)
+        first_anchor = i_n * tl.cdiv(segment, ANCHOR_INTERVAL)
     elif PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
         length = tl.maximum(end - begin, 0).to(tl.int32)
         i_b = 0
         skip = tl.full((), 0, tl.int32)
-        first_span = begin // SPAN + i_n
+        first_anchor = begin // ANCHOR_INTERVAL + i_n
     else:
         begin = i_n * T
         length = T
         i_b = slot
         skip = tl.full((), 0, tl.int32)
-        first_span = i_n * tl.cdiv(T, SPAN)
-    return begin, length, i_b, skip, first_span
+        first_anchor = i_n * tl.cdiv(T, ANCHOR_INTERVAL)
+    return begin, length, i_b, skip, first_anchor
 
 
 @triton.jit
@@ -166,7 +174,7 @@ def first_chunk_of(begin, skip, slot, T, segment, C: tl.constexpr, PACKED: tl.co
     return first + skip // C
 
 
-_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "spans"]
+_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "num_anchors"]
 _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
@@ -182,8 +190,8 @@ def scalar_decay_chunk_kernel(
     total_ptr,  # [slots, HV]: G over the segment in base 2
     qk_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
     rows_ptr,  # [NX, HV, tokens]: q . dq, or k . dk
-    z_ptr,  # [NX, spans, HV]: sum(S * dS) after a span
-    anchor_ptr,  # [spans, HV, X, D]
+    z_ptr,  # [NX, anchors, HV]: sum(S * dS) after an anchor interval
+    anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
     scale,
     scale_in,
@@ -195,7 +203,7 @@ def scalar_decay_chunk_kernel(
     HX,
     tokens,
     segment,
-    spans,
+    num_anchors,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -204,7 +212,7 @@ def scalar_decay_chunk_kernel(
     BD: tl.constexpr,
     BX: tl.constexpr,
     C: tl.constexpr,
-    SPAN: tl.constexpr,
+    ANCHOR_INTERVAL: tl.constexpr,
     REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HAS_Y: tl.constexpr,
@@ -230,7 +238,7 @@ def scalar_decay_chunk_kernel(
     NX: tl.constexpr = (X + BX - 1) // BX
     # q_i . dq_i - k_i . dk_i has no share of the pair (i, i), which may dwarf the rest: left out
     # of both in float32, and equal in both to the last bit or two else.
-    OWN_LAST: tl.constexpr = HAS_DG and EXACT
+    DIAGONAL_LAST: tl.constexpr = HAS_DG and EXACT
     # The last product is y's, which is waited for: then w's are done, too, before w's tile is that
     # of the next turn (compiler/smem_hazards.py). Only where products go on meanwhile; else it
     # would spill.
@@ -239,8 +247,8 @@ def scalar_decay_chunk_kernel(
     i_h = (pid // NX) % HV
     slot = pid // NX // HV
     i_n = slot.to(tl.int64)
-    begin, length, i_b, skip, first_span = locate_segment(
-        cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
+    begin, length, i_b, skip, first_anchor = locate_segment(
+        cu_ptr, slot, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
     )
 
     o_c = tl.arange(0, C)
@@ -266,22 +274,24 @@ def scalar_decay_chunk_kernel(
     if HAS_DG:
         qk_ptr = program_coords(qk_ptr, begin, HX, i_w, X, TMA)
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
-        anchor_ptr += (first_span * HV + i_h) * (D * X)
+        anchor_ptr += (first_anchor * HV + i_h) * (D * X)
 
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_DG:
-        own_spans = tl.cdiv(chunks, SPAN)
+        own_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
     else:
-        own_spans = 1
+        own_anchors = 1
     total = 0.0
-    for i_span in range(own_spans):
+    for i_anchor in range(own_anchors):
         if HAS_DG:
-            span, first, count = gate_range(i_span, own_spans, chunks, SPAN, REVERSE)
-            p_a = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s
+            anchor, first, count = gate_range(
+                i_anchor, own_anchors, chunks, ANCHOR_INTERVAL, REVERSE
+            )
+            p_a = anchor_ptr + anchor.to(tl.int64) * HV * (D * X) + o_s
             if REVERSE:
                 # by axis: one reduction over both breaks Triton 3.6's compiler on sm_100
                 b_z = tl.sum(b_s * tl.load(p_a, mask=m_s, other=0.0), 1)
-                p_z = z_ptr + (i_x.to(tl.int64) * spans + first_span + span) * HV + i_h
+                p_z = z_ptr + (i_x.to(tl.int64) * num_anchors + first_anchor + anchor) * HV + i_h
                 tl.store(p_z, tl.sum(b_z, 0) * scale_out)
         else:
             first = 0
@@ -309,7 +319,7 @@ def scalar_decay_chunk_kernel(
             if HAS_Y:
                 b_a, own = masked_scores(
                     b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
-                    REVERSE, HAS_GATE, OWN_LAST, EXACT,
+                    REVERSE, HAS_GATE, DIAGONAL_LAST, EXACT,
                 )  # fmt: skip
                 if HAS_GATE:
                     b_y *= (b_end if REVERSE else b_start)[None, :]
@@ -326,7 +336,7 @@ def scalar_decay_chunk_kernel(
                     at = (i_b, skip, i_w, i_x * BX)
                     b_qk = load_rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
                     b_row = tl.sum(tl.trans(b_qk).to(tl.float32) * b_y, 0)
-                if OWN_LAST:
+                if DIAGONAL_LAST:
                     b_y += (own * scale)[None, :] * b_x
                 at = (i_b, skip, i_h, i_x * BX)
                 store_block(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)

@@ -61,11 +61,11 @@ def chunk_start(
 
 
 @triton.jit
-def gate_range(i_span, spans, chunks, SPAN: tl.constexpr, REVERSE: tl.constexpr):
-    """Of the span that is walked as number i_span: its number, first chunk and chunks."""
-    span = spans - 1 - i_span if REVERSE else i_span
-    first = span * SPAN
-    return span, first, tl.minimum(chunks - first, SPAN)
+def gate_range(i_anchor, num_anchors, chunks, ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr):
+    """Of the anchor interval that comes as number i_anchor: its number, first chunk and chunks."""
+    anchor = num_anchors - 1 - i_anchor if REVERSE else i_anchor
+    first = anchor * ANCHOR_INTERVAL
+    return anchor, first, tl.minimum(chunks - first, ANCHOR_INTERVAL)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def masked_scores(
     b_low,
     REVERSE: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    OWN_LAST: tl.constexpr,
+    DIAGONAL_LAST: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """A [j, i] where i sees j, decayed, and, if OWN_LAST, which leaves that out, its diagonal."""
@@ -86,7 +86,7 @@ def masked_scores(
     else:
         seen = o_c[:, None] <= o_c[None, :]
     if HAS_GATE:
-        if OWN_LAST:
+        if DIAGONAL_LAST:
             own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
             seen = seen & (o_c[:, None] != o_c[None, :])
         b_a *= decay_between(seen, b_G, b_low, REVERSE, EXACT)

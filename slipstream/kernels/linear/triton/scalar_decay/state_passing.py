@@ -72,14 +72,14 @@ def scalar_decay_state_passing_kernel(
         tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
 
 
-_SIZES = ["T", "N", "HV", "tokens", "segment", "spans"]
+_SIZES = ["T", "N", "HV", "tokens", "segment", "num_anchors"]
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "stride_gb", "stride_gt", "stride_gh"])
 def scalar_decay_dg_kernel(
     q_rows_ptr,  # [NX, HV, tokens]: q . dq
     k_rows_ptr,  # [NK, HV, tokens]: k . dk
-    z_ptr,  # [NX, spans, HV]
+    z_ptr,  # [NX, anchors, HV]
     g_ptr,  # [B, T, HV] by strides
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
@@ -88,7 +88,7 @@ def scalar_decay_dg_kernel(
     HV,
     tokens,
     segment,
-    spans,
+    num_anchors,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -100,25 +100,26 @@ def scalar_decay_dg_kernel(
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """grid (ceil(HV / BH) * spans,): BH heads of a span of TOKENS, from its last BT tokens on."""
+    """grid (ceil(HV / BH) * anchors,): BH heads of an anchor interval of TOKENS, from its last BT
+    tokens on."""
     pid = tl.program_id(0)
     NH = tl.cdiv(HV, BH)
-    i_span = pid // NH
+    i_anchor = pid // NH
     o_h = (pid % NH) * BH + tl.arange(0, BH)
     o_t = tl.arange(0, BT)
     if SPLIT:
         each = tl.cdiv(segment, TOKENS)
-        begin, length, i_s = find_segment(cu_ptr, i_span // each, T, N, segment, PACKED)
-        first = i_s * segment + (i_span % each) * TOKENS
+        begin, length, i_s = find_segment(cu_ptr, i_anchor // each, T, N, segment, PACKED)
+        first = i_s * segment + (i_anchor % each) * TOKENS
         length = tl.minimum(length, (i_s + 1) * segment)
     else:
-        begin, length, i_s = find_segment(cu_ptr, i_span, T, N, TOKENS, PACKED)
+        begin, length, i_s = find_segment(cu_ptr, i_anchor, T, N, TOKENS, PACKED)
         first = i_s * TOKENS
     i_b = 0 if PACKED else begin // T
     p_g = g_ptr + i_b * stride_gb + (begin - i_b * T) * stride_gt + o_h.to(tl.int64) * stride_gh
     b_z = tl.zeros((BH,), tl.float32)
     for x in tl.static_range(NX):
-        p_z = z_ptr + (tl.full((), x, tl.int64) * spans + i_span) * HV + o_h
+        p_z = z_ptr + (tl.full((), x, tl.int64) * num_anchors + i_anchor) * HV + o_h
         b_z += tl.load(p_z, mask=(o_h < HV) & (first < length), other=0.0)
     for i in range(TOKENS // BT):
         t = first + TOKENS - (i + 1) * BT

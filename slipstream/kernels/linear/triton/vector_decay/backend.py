@@ -6,9 +6,9 @@ do v^T within chunks, three walks, then the gradients on the side that decays (d
 
 Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, of one slice at a time
 (workspace.py); backward 2.5 times k, less what there is room for where the gradient of the gate
-will be, P half of k, and a state every SPAN chunks a quarter of it in 16 bits; with grouped heads
-the gradients of q and k for each value head; for a sequence that is split, a state a segment, once
-forward and twice backward.
+will be, P half of k, and a state every ANCHOR_INTERVAL chunks a quarter of it in 16 bits; with
+grouped heads the gradients of q and k for each value head; for a sequence in segments a state a
+segment, once forward and twice backward.
 
 Decay of the columns of the state, gv, is decay of the rows with the roles exchanged: with q, k, v
 and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and dv is dk.

@@ -15,7 +15,8 @@ scalar_decay/chunk.py the columns of x are the rows of all products: y^T = S r^T
 
 The gradient of a gate takes z = sum over V of D S * dS' of its chunk (dqkg.py). With
 Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke * dke is its z, and
-z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums, and every SPAN chunks the
+z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums,
+and every ANCHOR_INTERVAL chunks the
 state, from which the dk walk takes Z anew, since differences lose digits. Where D is below what is
 lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
 
@@ -66,7 +67,7 @@ def vector_decay_chunk_kernel(
     other_ptr,  # [tokens, HX, X]: qs for the dq walk, ke for the dk walk
     sums_ptr,  # [chunks, HV, X]: of qs * dqs
     z_ptr,  # [chunks, HV, X]
-    anchor_ptr,  # [spans, HV, X, D]
+    anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
     scale,
     scale_in,
@@ -82,7 +83,7 @@ def vector_decay_chunk_kernel(
     BD: tl.constexpr,
     BX: tl.constexpr,
     C: tl.constexpr,
-    SPAN: tl.constexpr,
+    ANCHOR_INTERVAL: tl.constexpr,
     REVERSE: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -108,8 +109,8 @@ def vector_decay_chunk_kernel(
     i_x = pid % NX
     i_h = (pid // NX) % HV
     slot = pid // NX // HV
-    begin, length, i_b, skip, first_span = locate_segment(
-        cu_ptr, slot, T, N, segment, SPAN * C, PACKED, SPLIT
+    begin, length, i_b, skip, first_anchor = locate_segment(
+        cu_ptr, slot, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
     )
     if SPLIT or not PACKED:
         first_chunk = first_chunk_of(begin, skip, slot, T, segment, C, PACKED)
@@ -146,16 +147,16 @@ def vector_decay_chunk_kernel(
 
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_SUMS:
-        own_spans = tl.cdiv(chunks, SPAN)
-        anchor_ptr += (first_span * HV + i_h) * (D * X)
+        own_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
+        anchor_ptr += (first_anchor * HV + i_h) * (D * X)
     else:
-        own_spans = 1
-    for i_span in range(own_spans):
+        own_anchors = 1
+    for i_anchor in range(own_anchors):
         if HAS_SUMS:
-            span = own_spans - 1 - i_span if REVERSE else i_span
-            first = span * SPAN
-            count = tl.minimum(chunks - first, SPAN)
-            p_anchor = anchor_ptr + span.to(tl.int64) * HV * (D * X) + o_s  # pyright: ignore[reportAttributeAccessIssue]
+            anchor = own_anchors - 1 - i_anchor if REVERSE else i_anchor
+            first = anchor * ANCHOR_INTERVAL
+            count = tl.minimum(chunks - first, ANCHOR_INTERVAL)
+            p_anchor = anchor_ptr + anchor.to(tl.int64) * HV * (D * X) + o_s  # pyright: ignore
             if REVERSE:
                 b_z = tl.sum(b_s * tl.load(p_anchor, mask=m_s, other=0.0), 1)
         else:

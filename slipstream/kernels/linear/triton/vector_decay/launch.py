@@ -206,7 +206,7 @@ def launch(
         BD=BD,
         BX=tile.BX,
         C=C,
-        SPAN=ANCHOR_INTERVAL,
+        ANCHOR_INTERVAL=ANCHOR_INTERVAL,
         REVERSE=chunks.reverse,
         ROWS=chunks.rows,
         TRANSPOSED=chunks.rows != (terms.gv is not None),
