@@ -17,7 +17,7 @@ from record import record
 from torch.nn.attention import SDPBackend
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90.tiles import TILES, TRIED
+from slipstream.kernels.attention.sm90.tiles import TILES, TUNING_TILES
 
 PEERS = "flash fwd", "flash bwd", "cudnn fwd", "cudnn bwd"
 WORK = {"forward": 1.0, "dq": 1.5, "dkv": 2.0}
@@ -119,7 +119,7 @@ def _room(terms: AttentionInputs, o: Any, lse: Any, do: Any) -> tuple:
 
     B, T, H, _ = terms.q.shape
     base, delta = torch.empty(2, B, H, -(-T // 4) * 4, device="cuda")
-    portable.row_sums(o, do, lse, None, base, delta)
+    portable.launch_row_sums(o, do, lse, None, base, delta)
     return *(torch.empty_like(x) for x in terms[:3]), base, delta
 
 
@@ -131,7 +131,7 @@ def tried_group(D: int) -> None:
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     terms, do = AttentionInputs(*x[:3]), x[3]
     kept, first = launch.TILES[D], {}
-    for part, tile in ((p, t) for p, row in TRIED[D].items() for t in row):
+    for part, tile in ((p, t) for p, row in TUNING_TILES[D].items() for t in row):
         launch.TILES[D] = kept._replace(**{part: tile})
         line = []
         for causal in (True, False):
@@ -146,7 +146,7 @@ def tried_group(D: int) -> None:
                 line.append(f"{flops / bench(fn) / 1e9:.0f} {word}")
             except Exception as e:
                 line.append(f"{type(e).__name__} {str(e)[:80]}")
-        if tile == TRIED[D][part][-1]:
+        if tile == TUNING_TILES[D][part][-1]:
             first.clear()
         launch.TILES[D] = kept
         print(f"D{D} {part} {tuple(tile)}: {' / '.join(line)}", flush=True)
@@ -175,7 +175,7 @@ def warm_group(D: int, causal: bool) -> None:
 
     x = [torch.randn(1, 256, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     kept, options = launch.TILES[D], AttentionOptions(D**-0.5, -1, 0 if causal else -1)
-    for part, tile in ((p, t) for p in TRIED[D] for t in TRIED[D][p]):
+    for part, tile in ((p, t) for p in TUNING_TILES[D] for t in TUNING_TILES[D][p]):
         launch.TILES[D] = kept._replace(**{part: tile})
         try:
             tried(part, AttentionInputs(*x[:3]), options, x[3])()

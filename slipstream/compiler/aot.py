@@ -83,9 +83,9 @@ class Job:
     @property
     def key(self) -> str:
         """Equal for equal compilations."""
-        parts = (self.tensors, self.constants, self.scalars, self.options)
+        fields = (self.tensors, self.constants, self.scalars, self.options)
         return repr(
-            [self.kernel, self.arch, self.warps, self.stages, *(sorted(x.items()) for x in parts)]
+            [self.kernel, self.arch, self.warps, self.stages, *(sorted(x.items()) for x in fields)]
         )
 
     def compile(self) -> Compiled:
@@ -169,7 +169,7 @@ def job_of(module: str, name: str, compile: dict, arch: str) -> Job:
         else:
             scalars[parameter] = f"{kind}:16" if attributes.get((i,)) else kind
     options = json.loads(compile["specialization_data"])["options"]
-    given = {k: options[k] for k, v in _OPTIONS.items() if options.get(k, v) != v}
+    set_options = {k: options[k] for k, v in _OPTIONS.items() if options.get(k, v) != v}
     return Job(
         kernel=f"{module}:{name}",
         tensors=tensors,
@@ -177,7 +177,7 @@ def job_of(module: str, name: str, compile: dict, arch: str) -> Job:
         scalars=scalars,
         warps=compile["num_warps"],
         stages=compile["num_stages"],
-        options=given,
+        options=set_options,
         arch=arch,
     )
 
@@ -197,8 +197,8 @@ def cached(job: Job) -> bool:
     except ImportError:
         return False
     source, backend = source_of(job), make_backend(gpu_target(job.arch))
-    given = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
-    options, variables = backend.parse_options(given), get_cache_invalidating_env_vars()
+    set_options = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
+    options, variables = backend.parse_options(set_options), get_cache_invalidating_env_vars()
     key = get_cache_key(source, backend, options, env_vars=variables)
     name = hashlib.sha256(key.encode()).hexdigest()
     file = f"{source.name[:150]}.json"
@@ -252,10 +252,10 @@ def _source(
                 attributes[i,] = attribute("" if of_constants else values[i,])
             continue
         if param.name in tensors:
-            given, divisible = tensors[param.name], tensors[param.name].startswith("*")
+            type_name, divisible = tensors[param.name], tensors[param.name].startswith("*")
         else:
-            given, divisible = scalars.get(param.name, _default_scalar(param.name)), False
-        kind, _, alignment = given.partition(":")
+            type_name, divisible = scalars.get(param.name, _default_scalar(param.name)), False
+        kind, _, alignment = type_name.partition(":")
         signature[param.name] = kind
         if alignment == "16" or (divisible and not alignment):
             attributes[i,] = attribute(aligned if kind.startswith("*") else "D")
@@ -288,11 +288,11 @@ def _resources(asm: Mapping[str, Any]) -> tuple[int, int]:
     """Registers and bytes of stack (spills) a thread."""
     if "cubin" not in asm:
         text = asm["amdgcn"]
-        found = [
+        matches = [
             re.search(rf"\.{key}:\s*(\d+)", text)
             for key in ("vgpr_count", "private_segment_fixed_size")
         ]
-        registers, stack = (int(x[1]) if x else 0 for x in found)
+        registers, stack = (int(x[1]) if x else 0 for x in matches)
         return registers, stack
     import triton
 
@@ -302,6 +302,6 @@ def _resources(asm: Mapping[str, Any]) -> tuple[int, int]:
         file.flush()
         run = [str(tool), "-res-usage", file.name]
         out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", out)
-    assert found, out
-    return int(found[1]), int(found[2])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", out)
+    assert match, out
+    return int(match[1]), int(match[2])

@@ -135,8 +135,8 @@ class Worker:
     def _environment(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(self._path + sys.path)}
-        given = {k: v for k, v in self._env.items() if v is not None}
-        return {k: v for k, v in env.items() if k not in self._env} | given
+        overrides = {k: v for k, v in self._env.items() if v is not None}
+        return {k: v for k, v in env.items() if k not in self._env} | overrides
 
     def _epitaph(self) -> str:
         """How the child ended, and its last words."""
@@ -192,12 +192,12 @@ def _answer(stream: Any, answer: Any) -> None:
 
 def _compiled(job: Job) -> Outcome:
     try:
-        made = job.compile()
+        compiled = job.compile()
     except Exception as error:  # whatever a compiler raises is the answer
         return Outcome("refused", f"{type(error).__name__}: {_telling(str(error))}")
-    if found := find_hazard(str(made.asm.get("ttgir", ""))):
-        return Outcome("refused", found[0])
-    return Outcome("ok", compiled=replace(made, asm={}))
+    if hazards := find_hazard(str(compiled.asm.get("ttgir", ""))):
+        return Outcome("refused", hazards[0])
+    return Outcome("ok", compiled=replace(compiled, asm={}))
 
 
 def _telling(text: str) -> str:

@@ -69,8 +69,8 @@ class KernelDisabledWarning(RuntimeWarning):
 
 def cache_dir() -> Path:
     """Where verdicts are remembered: $SLIPSTREAM_CACHE_DIR, or slipstream in the user's cache."""
-    if given := os.environ.get("SLIPSTREAM_CACHE_DIR"):
-        return Path(given)
+    if folder := os.environ.get("SLIPSTREAM_CACHE_DIR"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "slipstream"
 
 
@@ -110,11 +110,11 @@ def select_cache() -> None:
             os.environ["TRITON_CACHE_DIR"] = str(place)
     except OSError as error:
         try:
-            instead = tempfile.mkdtemp(prefix="slipstream-triton-")
+            fallback = tempfile.mkdtemp(prefix="slipstream-triton-")
         except OSError:
             return  # what needs to be compiled then runs in plain torch
-        os.environ["TRITON_CACHE_DIR"] = instead
-        text = f"Triton's cache {place or ''} cannot be written ({error}); {instead} is used"
+        os.environ["TRITON_CACHE_DIR"] = fallback
+        text = f"Triton's cache {place or ''} cannot be written ({error}); {fallback} is used"
         warnings.warn(text, KernelDisabledWarning, stacklevel=3)
 
 
@@ -128,13 +128,13 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
     that are still the same."""
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
 
-    def same(row: dict[str, Any]) -> frozenset[str]:
+    def unchanged_families(row: dict[str, Any]) -> frozenset[str]:
         now = families(uses_gluon(row["arch"], row["triton"]))
         return frozenset(
             name for name, digest in row["families"].items() if now.get(name) == digest
         )
 
-    return {(x["arch"], x["triton"], x["ptxas"]): same(x) for x in rows}
+    return {(x["arch"], x["triton"], x["ptxas"]): unchanged_families(x) for x in rows}
 
 
 def uses_gluon(arch: str, triton: str) -> bool:
@@ -150,13 +150,13 @@ def families(gluon: bool = True) -> dict[str, str]:
     """
     root = Path(__file__).parents[1]
     shared = [root / "runtime/backends.py", *(root / "kernels" / PRIMITIVES).glob("*.py")]
-    found = {CORE: [root / "runtime/token_ids_kernel.py", *shared]}
+    paths_of = {CORE: [root / "runtime/token_ids_kernel.py", *shared]}
     for folder in (root / "kernels").iterdir():
         if (folder / "__init__.py").exists() and folder.name != PRIMITIVES:
             paths = [x for x in folder.rglob("*.py") if not _is_plain_torch(x, folder)]
             paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "sm90"]
-            found[folder.name] = [*paths, *shared]
-    return digests(found, cache_dir() / "source_digests.json")
+            paths_of[folder.name] = [*paths, *shared]
+    return digests(paths_of, cache_dir() / "source_digests.json")
 
 
 def _is_plain_torch(path: Path, family: Path) -> bool:
@@ -226,8 +226,8 @@ class CompilerState:
         self._verdicts: dict[str, dict[str, str]] = {}
         if remembers:
             self._verdicts = self._read().get(self.name, {})
-        known = applying(arch, triton, ptxas or None)
-        self.wide = _NARROW if any(x.cured_by_float32 for x in known) else frozenset()
+        bugs = applying(arch, triton, ptxas or None)
+        self.wide = _NARROW if any(x.cured_by_float32 for x in bugs) else frozenset()
         every = {y for x in FEATURE_RULES for y in x.triggers}
         self._blocked = blocking(arch, triton, ptxas or None, every) is not None
         self._settle()
@@ -349,23 +349,23 @@ class CompilerState:
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock"), timeout=LOCKED):
                 everything = self._read()  # others learn, too
-                mine = everything.setdefault(self.name, {})
-                for name, known in self._verdicts.items():
-                    mine[name] = {**mine.get(name, {}), **known}
-                self._verdicts = mine
+                verdicts_of_state = everything.setdefault(self.name, {})
+                for name, verdicts in self._verdicts.items():
+                    verdicts_of_state[name] = {**verdicts_of_state.get(name, {}), **verdicts}
+                self._verdicts = verdicts_of_state
                 write_text(path, json.dumps(everything, indent=1))
 
     @staticmethod
     def _read() -> dict[str, dict[str, dict[str, str]]]:
         """What is on disk, of it only what is as it was written."""
         try:
-            found = json.loads(verdicts_file().read_text())
+            stored = json.loads(verdicts_file().read_text())
         except (OSError, ValueError):
             return {}
         return {
-            name: {k: v for k, v in known.items() if isinstance(v, dict)}
-            for name, known in (found.items() if isinstance(found, dict) else ())
-            if isinstance(known, dict)
+            name: {k: v for k, v in verdicts.items() if isinstance(v, dict)}
+            for name, verdicts in (stored.items() if isinstance(stored, dict) else ())
+            if isinstance(verdicts, dict)
         }
 
 
@@ -403,19 +403,19 @@ def compiler_state(device: torch.device) -> CompilerState | None:
 def _of_arch(arch: str, triton: str, devices: tuple[int, ...]) -> CompilerState:
     select_cache()
     path = toolchain.ptxas_path(arch)
-    found = CompilerState(arch, triton, (path and toolchain.ptxas_version(path)) or "")
-    if found.guards:
-        watch(found, devices=devices)
-    return found
+    state = CompilerState(arch, triton, (path and toolchain.ptxas_version(path)) or "")
+    if state.guards:
+        watch(state, devices=devices)
+    return state
 
 
 def arch_of_device(device: torch.device) -> arches.Arch:
     """The row of a CUDA or ROCm device; AMD's have gfx942's, under their own names."""
     hip = getattr(torch.version, "hip", None) is not None
-    found = arches.of(torch.cuda.get_device_capability(device), hip)
+    arch = arches.of(torch.cuda.get_device_capability(device), hip)
     if hip and (name := getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")):
-        return replace(found, name=name.partition(":")[0])
-    return found
+        return replace(arch, name=name.partition(":")[0])
+    return arch
 
 
 def state_for(
@@ -428,7 +428,7 @@ def state_for(
 
 
 def watch(
-    here: CompilerState, package: str = "slipstream.", devices: Container | None = None
+    state: CompilerState, package: str = "slipstream.", devices: Container | None = None
 ) -> Callable[[], None]:
     """Before Triton's JIT compiles a kernel of `package`, for one of `devices` if given, the child
     does. Returns the way back."""
@@ -436,6 +436,6 @@ def watch(
     def hook(*, fn: Any, compile: Any, **_: Any) -> None:
         served = devices is None or compile.get("device") in devices
         if served and fn.module.startswith(package):
-            here.compiles(fn.module, fn.name, compile)
+            state.compiles(fn.module, fn.name, compile)
 
     return before_compiling(hook)

@@ -15,7 +15,7 @@ CORE = "core"
 # Kinds that are not called by their family.
 _FAMILIES = {
     "glu": "pointwise",
-    "glu_again": "pointwise",
+    "glu_bwd_recompute": "pointwise",
     "rotary": "pointwise",
     "token_shift": "pointwise",
     "embedding": "pointwise",
@@ -29,7 +29,7 @@ class FeatureRule(NamedTuple):
     """Kinds of this name with all of `given` among their words have these triggers of faults."""
 
     name: str
-    given: tuple[str, ...]
+    words_required: tuple[str, ...]
     triggers: tuple[str, ...]
 
 
@@ -73,12 +73,12 @@ def _words(kind: KernelKey) -> list[str]:
 def features_of(kind: KernelKey) -> frozenset[str]:
     """What compiler/known_bugs.py calls the features of such kernels."""
     words = _words(kind)
-    found = {
+    features = {
         y
         for x in FEATURE_RULES
-        if x.name == words[0] and {*x.given} <= {*words}
+        if x.name == words[0] and {*x.words_required} <= {*words}
         for y in x.triggers
     }
-    if "dot" in found and "bfloat16" in words:
-        found.add("interpreted_bf16")
-    return frozenset(found)
+    if "dot" in features and "bfloat16" in words:
+        features.add("interpreted_bf16")
+    return frozenset(features)

@@ -298,8 +298,8 @@ KNOWN_BUGS = (
 def version(text: str) -> tuple[int, ...]:
     """(3, 6, 0) of "3.6.0", "3.6.0+git" ..."""
     numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
+    for field in text.split("+")[0].split("."):
+        digits = "".join(c for c in field if c.isdigit())
         if not digits:
             break
         numbers.append(int(digits))
@@ -310,9 +310,9 @@ def _within(text: str | None, bounds: tuple[str, str] | None) -> bool:
     if bounds is None or text is None:
         return bounds is None
     first, last = map(version, bounds)
-    found = version(text)
+    parsed = version(text)
     # "12.8" is before "12.8.93", and "12.8.93" is within a range that ends in "12.8.93"
-    return first <= found and found[: len(last)] <= last
+    return first <= parsed and parsed[: len(last)] <= last
 
 
 def applying(arch: str, triton: str, ptxas: str | None = None) -> tuple[KnownBug, ...]:
@@ -331,8 +331,8 @@ def blocking(
     arch: str, triton: str, ptxas: str | None, features: Collection[str]
 ) -> KnownBug | None:
     """The first fault that a kernel with these features meets; "any" is a feature of every one."""
-    found = (x for x in applying(arch, triton, ptxas) if _blocks(x))
-    return next((x for x in found if x.trigger == "any" or x.trigger in features), None)
+    bugs = (x for x in applying(arch, triton, ptxas) if _blocks(x))
+    return next((x for x in bugs if x.trigger == "any" or x.trigger in features), None)
 
 
 def _blocks(x: KnownBug) -> bool:
@@ -343,5 +343,5 @@ def suspected(
     arch: str, triton: str, ptxas: str | None, features: Collection[str]
 ) -> KnownBug | None:
     """The first fault that a kernel with these features may meet, as only its results can show."""
-    found = (x for x in applying(arch, triton, ptxas) if x.probed and x.trigger in features)
-    return next((x for x in found if (triton, ptxas) not in x.sound), None)
+    bugs = (x for x in applying(arch, triton, ptxas) if x.probed and x.trigger in features)
+    return next((x for x in bugs if (triton, ptxas) not in x.sound), None)

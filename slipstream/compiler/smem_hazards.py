@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 _LINE = re.compile(r'^\s*(?:(%[\w.-]+)(?::\d+)? = )?"?([a-z_]+\.[\w.]+)"?(.*)')
 _NAME = re.compile(r"%[\w.-]+(?:#\d+)?")
-_SLOTS = re.compile(r"memdesc<(\d+)x\d+x\d+")
+_STAGES = re.compile(r"memdesc<(\d+)x\d+x\d+")
 _PENDING = re.compile(r"pendings = (\d+)")
 _VIEWS = ("ttg.memdesc_", "ttng.warp_group_dot_wait")
 _COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local")
@@ -45,7 +45,7 @@ def find_hazard(text: str) -> list[str]:
 def _barriers(ops: list[_Op], by_name: dict[str, _Op]) -> Iterator[str]:
     """Those that are neither invalidated nor taken by warp_specialize."""
     begun: dict[str | None, list[str]] = {}
-    ended, held = Counter[str | None](), set[str | None]()
+    ended, owned = Counter[str | None](), set[str | None]()
     for op in ops:
         tiles = [_tile(by_name, x) for x in op.operands]
         if op.kind == "ttng.init_barrier":
@@ -53,9 +53,9 @@ def _barriers(ops: list[_Op], by_name: dict[str, _Op]) -> Iterator[str]:
         elif op.kind == "ttng.inval_barrier":
             ended[tiles[0]] += 1
         elif op.kind == "ttg.warp_specialize":
-            held.update(tiles)
+            owned.update(tiles)
     for tile, names in begun.items():
-        if tile is None or (tile not in held and ended[tile] < len(names)):
+        if tile is None or (tile not in owned and ended[tile] < len(names)):
             name = _short(names[0])
             yield f"the memory of barrier {name}, which is not invalidated, is given away"
 
@@ -73,27 +73,27 @@ def _races(ops: list[_Op], by_name: dict[str, _Op]) -> Iterator[str]:
 
 def _of_loop(ops: list[_Op], by_name: dict[str, _Op], loop: int) -> Iterator[str]:
     body = [x for x in ops if x.loop == loop]
-    going: list[tuple[int, _Op]] = []  # products that have not been waited for, and their turns
-    turns = 4
-    for turn in range(turns):
+    in_flight: list[tuple[int, _Op]] = []  # products that have not been waited for, and their turns
+    iterations = 4
+    for iteration in range(iterations):
         for op in body:
             if op.kind == _DOT:
-                going = [*going, (turn, op)] if "isAsync = true" in op.text else []
+                in_flight = [*in_flight, (iteration, op)] if "isAsync = true" in op.text else []
             elif op.kind == f"{_DOT}_wait":
-                found = _PENDING.search(op.text)
-                pending = int(found[1]) if found else 0
-                going = going[-pending:] if pending else []
-            elif (tile := _written(op, by_name)) is not None and turn == turns - 1:
+                match = _PENDING.search(op.text)
+                pending = int(match[1]) if match else 0
+                in_flight = in_flight[-pending:] if pending else []
+            elif (tile := _written(op, by_name)) is not None and iteration == iterations - 1:
                 early = sum(
                     x.loop != loop and _written(x, by_name) == tile
                     for x in ops
                     if x.kind in _COPIES
                 )
-                slots = _slots(by_name[tile])
-                for when, dot in going:
+                stages = _num_stages(by_name[tile])
+                for when, dot in in_flight:
                     reads = {_tile(by_name, x) for x in dot.operands[:2]}
-                    if tile in reads and (early + turn - when) % slots == 0:
-                        tile_of = f"{_short(tile)}, of {slots} slots,"
+                    if tile in reads and (early + iteration - when) % stages == 0:
+                        tile_of = f"{_short(tile)}, of {stages} stages,"
                         yield f"a loop overwrites {tile_of} while {_short(dot.name)} reads it"
 
 
@@ -122,14 +122,14 @@ def _tile(by_name: dict[str, _Op], name: str) -> str | None:
     return None
 
 
-def _slots(op: _Op) -> int:
-    found = _SLOTS.search(op.text)
-    return int(found[1]) if found else 1
+def _num_stages(op: _Op) -> int:
+    match = _STAGES.search(op.text)
+    return int(match[1]) if match else 1
 
 
 def _named(name: str, last: dict[str, str]) -> str:
-    base, mark, number = name.partition("#")
-    return last.get(base, base) + mark + number
+    base, separator, number = name.partition("#")
+    return last.get(base, base) + separator + number
 
 
 def _ops(text: str) -> Iterator[_Op]:
@@ -137,10 +137,10 @@ def _ops(text: str) -> Iterator[_Op]:
     opened, last = 0, dict[str, str]()
     for number, line in enumerate(text.splitlines()):
         line = line.partition(" loc(")[0]
-        found = _LINE.match(line)
-        if found is not None:
-            name, kind, rest = found.groups()
-            operands = [_named(x, last) for x in _NAME.findall(rest.partition(" : ")[0])]
+        match = _LINE.match(line)
+        if match is not None:
+            name, kind, arguments = match.groups()
+            operands = [_named(x, last) for x in _NAME.findall(arguments.partition(" : ")[0])]
             if name:
                 last[name] = f"{name}@{number}"
             yield _Op(last.get(name or "", ""), kind, line, operands, loops[-1][0] if loops else -1)

@@ -37,14 +37,14 @@ def digests(families: Mapping[str, Iterable[Path]], remembered: Path) -> dict[st
     state = hashlib.sha1(json.dumps(listed, sort_keys=True).encode(), usedforsecurity=False)
     for path in sorted(contents):
         state.update(contents[path])
-    known = _read(remembered)
+    cached = _read(remembered)
     key = state.hexdigest()
-    if key not in known:
+    if key not in cached:
         of_file = {path: definitions(text.decode()) for path, text in contents.items()}
-        found = {name: _digest(of_file[x] for x in paths) for name, paths in families.items()}
-        known = {**dict(list(known.items())[1 - _REMEMBERED :]), key: found}
-        _write(remembered, known)
-    return known[key]
+        by_family = {name: _digest(of_file[x] for x in paths) for name, paths in families.items()}
+        cached = {**dict(list(cached.items())[1 - _REMEMBERED :]), key: by_family}
+        _write(remembered, cached)
+    return cached[key]
 
 
 def definitions(source: str) -> list[str]:
@@ -82,7 +82,7 @@ def _normal(node: Any) -> str:
 
 
 def _digest(files: Iterable[list[str]]) -> str:
-    return _sha1("\n".join(sorted(x for found in files for x in found)))[:12]
+    return _sha1("\n".join(sorted(x for file in files for x in file)))[:12]
 
 
 def _sha1(text: str) -> str:
@@ -91,16 +91,16 @@ def _sha1(text: str) -> str:
 
 def _read(path: Path) -> dict[str, dict[str, str]]:
     try:
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
-def _write(path: Path, known: dict[str, dict[str, str]]) -> None:
+def _write(path: Path, cached: dict[str, dict[str, str]]) -> None:
     # a read-only home costs each process the time again
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file)
+            json.dump(cached, file)
         os.replace(file.name, path)

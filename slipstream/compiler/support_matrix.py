@@ -135,8 +135,8 @@ def compile_row(worker: Worker, task: Task, timeout: float) -> Row:
     if outcome.compiled is not None:
         names = ("shared", "registers", "stack", "instructions", "seconds")
         row = replace(row, **{x: getattr(outcome.compiled, x) for x in names})
-    if status in ("crash", "refused") and (known := _known(row)):
-        row = replace(row, reason=f"{row.reason} ({known})")
+    if status in ("crash", "refused") and (reason := _known_bug(row)):
+        row = replace(row, reason=f"{row.reason} ({reason})")
     return row
 
 
@@ -164,8 +164,8 @@ def _missing(arch: Arch, got: Compiled, job: Job) -> str:
     if arch.instruction is None:
         return "no tensor cores: Triton uses this architecture's no longer"
     if got.instructions[arch.instruction] == 0:
-        found = [x for x in ("wgmma", "mma.sync", "tcgen05", "mfma") if got.instructions[x]]
-        return f"{' and '.join(found) or 'no tensor cores'} instead of {arch.instruction}"
+        instructions = [x for x in ("wgmma", "mma.sync", "tcgen05", "mfma") if got.instructions[x]]
+        return f"{' and '.join(instructions) or 'no tensor cores'} instead of {arch.instruction}"
     if arch.wgmma and got.instructions["mma.sync"] and ".sm90." not in job.kernel:
         return "some products by mma.sync instead of wgmma"
     return ""
@@ -185,7 +185,7 @@ def _too_large(worker: Worker, job: Job, got: Compiled, timeout: float) -> str:
     raise AssertionError("it fits")
 
 
-def _known(row: Row) -> str:
+def _known_bug(row: Row) -> str:
     """The known fault behind a crash or a refusal, if the table has one of that effect."""
     for fault in applying(row.arch, row.triton, row.ptxas or None):
         if fault.effect == row.status and not fault.avoided:
@@ -208,13 +208,13 @@ def by_operator(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
 def verified(rows: Iterable[Row]) -> dict[tuple[str, str, str], set[str]]:
     """(arch, Triton, ptxas) -> the families of whose kernels none died, hung or was refused."""
     rows = list(rows)
-    found: dict[tuple[str, str, str], set[str]] = {}
+    families: dict[tuple[str, str, str], set[str]] = {}
     for row in rows:
-        found.setdefault((row.arch, row.triton, row.ptxas), set()).add(family_of(row.module))
+        families.setdefault((row.arch, row.triton, row.ptxas), set()).add(family_of(row.module))
     for row in rows:
         if STATUSES.index(row.status) > 1:
-            found[row.arch, row.triton, row.ptxas].discard(family_of(row.module))
-    return found
+            families[row.arch, row.triton, row.ptxas].discard(family_of(row.module))
+    return families
 
 
 def as_json(row: Row) -> dict[str, Any]:

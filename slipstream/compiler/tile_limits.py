@@ -31,22 +31,22 @@ class TileRequirements:
     stages: int
     products: tuple[tuple[int, int, int], ...] = ()
     loads: tuple[int, ...] = ()
-    held: int = 0
+    resident: int = 0
     sums: int = 0
     boxes: tuple[tuple[int, ...], ...] = ()
 
 
 def violation(n: TileRequirements, arch: Arch) -> str | None:
     """What of a tile the architecture cannot do, or None."""
-    most = arch.threads // arch.warp
-    if not _is_power(n.warps) or n.warps > most:
-        return f"warps: want a power of two up to {most}, got {n.warps}"
+    max_warps = arch.threads // arch.warp
+    if not _is_power(n.warps) or n.warps > max_warps:
+        return f"warps: want a power of two up to {max_warps}, got {n.warps}"
     if not 1 <= n.stages <= 8:
         return f"stages: want 1 to 8, got {n.stages}"
     for shape in n.products:
         if not all(_is_power(x) and x >= 16 for x in shape):
             return f"a product of {_by(shape)}: want powers of two from 16 on"
-    return _of_products(n, arch) or _of_boxes(n, arch) or _of_room(n, arch)
+    return _of_products(n, arch) or _of_boxes(n, arch) or _of_capacity(n, arch)
 
 
 def _of_products(n: TileRequirements, arch: Arch) -> str | None:
@@ -68,7 +68,7 @@ def _of_boxes(n: TileRequirements, arch: Arch) -> str | None:
     return None
 
 
-def _of_room(n: TileRequirements, arch: Arch) -> str | None:
+def _of_capacity(n: TileRequirements, arch: Arch) -> str | None:
     threads = n.warps * arch.warp
     if n.sums > threads * arch.registers:
         return f"{n.sums // threads} sums a thread do not fit its {arch.registers} registers"
@@ -81,10 +81,10 @@ def _of_room(n: TileRequirements, arch: Arch) -> str | None:
 def shared_bytes(n: TileRequirements, arch: Arch) -> int:
     """No tile gets by with less: one of its stages may stay in registers."""
     wgmma = any(instruction(arch, M, n.warps) == "wgmma" for M, _, _ in n.products)
-    held = n.held if wgmma else 0
+    resident = n.resident if wgmma else 0
     if n.stages == 1:
-        return (max(n.loads, default=0) + held) * n.size
-    return ((n.stages - 1) * sum(n.loads) + held) * n.size
+        return (max(n.loads, default=0) + resident) * n.size
+    return ((n.stages - 1) * sum(n.loads) + resident) * n.size
 
 
 def instruction(arch: Arch, rows: int, warps: int) -> str | None:
@@ -106,12 +106,12 @@ def closest_legal(
         changed: takes the tile and new values of fields.
         sizes: by field, the values it may have; of what is no number another one is four steps.
     """
-    best, least = None, math.inf
+    best, min_steps = None, math.inf
     for values in itertools.product(*sizes.values()):
         named = dict(zip(sizes, values))
         away = sum(_steps(getattr(tile, name), x) for name, x in named.items())
-        if away < least and refuses(near := changed(tile, **named)) is None:
-            best, least = near, away
+        if away < min_steps and refuses(near := changed(tile, **named)) is None:
+            best, min_steps = near, away
     return best
 
 

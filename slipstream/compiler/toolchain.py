@@ -39,8 +39,8 @@ def ptxas_version(path: str) -> str | None:
         out = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    found = re.search(r"V(\d+\.\d+\.\d+)", out.stdout)
-    return found[1] if found else None
+    match = re.search(r"V(\d+\.\d+\.\d+)", out.stdout)
+    return match[1] if match else None
 
 
 def ptxas_path(arch: str) -> str | None:
@@ -49,13 +49,15 @@ def ptxas_path(arch: str) -> str | None:
         return None
     blackwell = int(arch[3:]) >= 100
     variable = BLACKWELL if blackwell else VARIABLE
-    if (given := os.environ.get(variable)) and ptxas_version(given) is not None:
-        return given
+    if (from_environment := os.environ.get(variable)) and ptxas_version(
+        from_environment
+    ) is not None:
+        return from_environment
     bundled = _bundled()
     if bundled is None:
         return None
-    own = bundled / "ptxas-blackwell"
-    return str(own if blackwell and own.exists() else bundled / "ptxas")
+    bundled_ptxas = bundled / "ptxas-blackwell"
+    return str(bundled_ptxas if blackwell and bundled_ptxas.exists() else bundled / "ptxas")
 
 
 def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | None:
@@ -75,20 +77,20 @@ def select_ptxas(archs: tuple[str, ...], driver: int | None = None) -> str | Non
     if VARIABLE in os.environ:
         return None
     for path in installed_ptxas():
-        found = ptxas_version(str(path))
-        if found is None or (driver is not None and version(found)[0] > driver):
+        release = ptxas_version(str(path))
+        if release is None or (driver is not None and version(release)[0] > driver):
             continue
-        if cured := _cured_bugs(archs, triton, found):
+        if cured := _cured_bugs(archs, triton, release):
             os.environ[VARIABLE] = str(path)
-            return f"ptxas {found} of {_origin(path)}: {', '.join(sorted(cured))}"
+            return f"ptxas {release} of {_origin(path)}: {', '.join(sorted(cured))}"
     return None
 
 
 def _drop_broken(variable: str) -> None:
-    given = os.environ.get(variable)
-    if given is not None and ptxas_version(given) is None:
+    from_environment = os.environ.get(variable)
+    if from_environment is not None and ptxas_version(from_environment) is None:
         del os.environ[variable]
-        text = f"{variable}: {given!r} does not run as ptxas; Slipstream chooses another"
+        text = f"{variable}: {from_environment!r} does not run as ptxas; Slipstream chooses another"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
@@ -96,12 +98,12 @@ def _cured_bugs(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
     """The faults that a later ptxas has not; none if it has others, or is no later."""
     cured: set[str] = set()
     for arch in archs:
-        own = ptxas_path(arch)
-        if own is None or int(arch[3:]) >= 100:
+        bundled_ptxas = ptxas_path(arch)
+        if bundled_ptxas is None or int(arch[3:]) >= 100:
             continue
-        own_version = ptxas_version(own)
-        before, after = (_known_bugs(arch, triton, x) for x in (own_version, other))
-        if after - before or version(other) <= version(own_version or ""):
+        bundled_version = ptxas_version(bundled_ptxas)
+        before, after = (_known_bugs(arch, triton, x) for x in (bundled_version, other))
+        if after - before or version(other) <= version(bundled_version or ""):
             return set()
         cured |= before - after
     return cured
@@ -109,8 +111,8 @@ def _cured_bugs(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
 
 def selected() -> str:
     """Whose ptxas TRITON_PTXAS_PATH points to, "Triton's own" if it is not set."""
-    given = os.environ.get(VARIABLE)
-    return "Triton's own" if given is None else f"{_origin(Path(given))}'s"
+    from_environment = os.environ.get(VARIABLE)
+    return "Triton's own" if from_environment is None else f"{_origin(Path(from_environment))}'s"
 
 
 def _origin(path: Path) -> str:
@@ -171,8 +173,8 @@ def ptxas_of(arch: str, compilers: Mapping[str, str]) -> str:
 
 def versions() -> dict[str, str]:
     """Of what compiles: Triton, and the ptxas for sm_90 and for sm_100."""
-    found = {"triton": triton_version() or ""}
+    by_name = {"triton": triton_version() or ""}
     for arch in ("sm_90", "sm_100"):
         path = ptxas_path(arch)
-        found[f"ptxas_{arch}"] = (path and ptxas_version(path)) or ""
-    return found
+        by_name[f"ptxas_{arch}"] = (path and ptxas_version(path)) or ""
+    return by_name

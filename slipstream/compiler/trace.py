@@ -56,8 +56,8 @@ def trace(
     Raises whatever the call raises for such tensors, PlainTorch where it compiles nothing.
     """
     jobs: dict[str, Job] = {}
-    here = state_for(arch, remembers, compilers)
-    with _pretending(named(arch), jobs, here) as (device, functions):
+    state = state_for(arch, remembers, compilers)
+    with _pretending(named(arch), jobs, state) as (device, functions):
         with torch.enable_grad() if backward else torch.no_grad():
             call(device)
         with torch.no_grad():
@@ -137,7 +137,7 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def _pretending(
-    arch: Arch, jobs: dict[str, Job], here: CompilerState
+    arch: Arch, jobs: dict[str, Job], state: CompilerState
 ) -> Iterator[tuple[torch.device, list]]:
     from triton.runtime import driver
 
@@ -160,7 +160,7 @@ def _pretending(
         jobs.setdefault(job.key, job)
         return True  # nothing to launch
 
-    index = _DEVICES.setdefault((arch.name, here.triton), _FIRST_DEVICE + len(_DEVICES))
+    index = _DEVICES.setdefault((arch.name, state.triton), _FIRST_DEVICE + len(_DEVICES))
     with ExitStack() as stack:
         enter = stack.enter_context
         for target, name, value in (
@@ -185,7 +185,7 @@ def _pretending(
             (
                 guarded_launch,
                 "compiler_state",
-                lambda device: here if device.type == "cuda" else None,
+                lambda device: state if device.type == "cuda" else None,
             ),
             (custom_op, "TRACING", True),
             (driver, "_active" if hasattr(driver, "_active") else "active", _Driver(arch.name)),

@@ -17,7 +17,7 @@ from slipstream.compiler.compiler_state import cache_dir
 from slipstream.runtime.files import write_text
 
 # What it is of, in Triton's folder: everything that can be imported, and the compiler.
-PARTS = ("__init__.py", "runtime", "compiler", "backends", "language", "_C")
+HASHED_PATHS = ("__init__.py", "runtime", "compiler", "backends", "language", "_C")
 SUFFIXES = (".py", ".so", ".pyd")
 
 
@@ -26,18 +26,18 @@ def _file() -> Path:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    for part in PARTS:
-        path = root / part
-        found = [path] if path.is_file() else path.rglob("*")
-        yield from (x for x in found if x.suffix in SUFFIXES and x.is_file())
+    for name in HASHED_PATHS:
+        path = root / name
+        files = [path] if path.is_file() else path.rglob("*")
+        yield from (x for x in files if x.suffix in SUFFIXES and x.is_file())
 
 
 def _state(root: Path) -> str:
     """Differs where one of the files has been written, replaced or moved."""
     digest = hashlib.sha1(str(root).encode(), usedforsecurity=False)
     for path in sorted(_files(root)):
-        found = path.stat()
-        each = (path.relative_to(root), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        stat = path.stat()
+        each = (path.relative_to(root), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         digest.update(repr(each).encode())
     return digest.hexdigest()
 
@@ -51,9 +51,9 @@ def reuse() -> None:
 
         module: Any = triton_cache
         state = _state(Path(str(triton.__file__)).parent)
-        known = _read()
-        if known.get("state") == state:
-            key = known["key"]
+        cached = _read()
+        if cached.get("state") == state:
+            key = cached["key"]
             module.triton_key = lambda: key
         else:
             _write({"state": state, "key": module.triton_key()})
@@ -66,7 +66,7 @@ def _read() -> dict[str, str]:
         return {}
 
 
-def _write(found: dict[str, str]) -> None:
+def _write(entry: dict[str, str]) -> None:
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(found))
+    write_text(path, json.dumps(entry))

@@ -21,8 +21,8 @@ def before_compiling(hook: Callable[..., Any]) -> Callable[[], None]:
     where, name = compile_hook()
     before = getattr(where, name)
 
-    def both(**told: Any) -> Any:
-        return (before is not None and before(**told)) or hook(**told)
+    def both(**event: Any) -> Any:
+        return (before is not None and before(**event)) or hook(**event)
 
     setattr(where, name, both)
     return lambda: setattr(where, name, before)

@@ -18,12 +18,12 @@ def install(version: str, root: Path) -> Path:
     folder = root / f"triton-{version}"
     if folder.exists():
         return folder
-    part = root / f"triton-{version}.{os.getpid()}"
+    partial_folder = root / f"triton-{version}.{os.getpid()}"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--target", str(part), f"triton=={version}"]
+    command += ["--target", str(partial_folder), f"triton=={version}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         words = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(f"triton {version}: pip could not install it: {words}")
-    part.rename(folder)
+    partial_folder.rename(folder)
     return folder

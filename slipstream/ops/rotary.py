@@ -6,9 +6,9 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.pointwise.rotary import (
     rotary,
+    rotary_by_table,
     rotary_reference,
     table_rows,
-    turned,
     unsupported_reason,
 )
 from slipstream.runtime.backends import choose_impl, is_triton
@@ -64,7 +64,7 @@ def rotary_embedding(
         impl = "eager"  # torch.compile makes one kernel of it and of what is around it
     impl = choose_impl(impl, x, unsupported_reason, cos.shape[-1], interleaved)
     if is_triton(impl):
-        return turned(x, cos, sin, positions, interleaved, impl)
+        return rotary_by_table(x, cos, sin, positions, interleaved, impl)
     if positions is not None and not torch.compiler.is_compiling():
         expect_ids("positions", positions, cos.shape[0])
         positions = clamped(positions, cos.shape[0])

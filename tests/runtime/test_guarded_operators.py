@@ -267,7 +267,7 @@ GUARDED = {
     "loss/shard.py": ("cross_entropy.shard",),
     "loss/distill.py": ("linear_kl_div.triton",),
     "pointwise/activation.py": ("glu.triton",),
-    "pointwise/linear.py": ("glu_again.triton",),
+    "pointwise/linear.py": ("glu_bwd_recompute.triton",),
     "pointwise/rotary.py": ("rotary.triton",),
     "pointwise/token_shift.py": ("token_shift.triton",),
     "pointwise/embedding.py": ("embedding.triton",),

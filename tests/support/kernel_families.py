@@ -346,7 +346,7 @@ FAMILIES = [
         ("slipstream.kernels.pointwise.activation",),
     ),
     Family(
-        "glu_again.triton",
+        "glu_bwd_recompute.triton",
         joined,
         {
             "pointwise.triton.glu:glu": activation._eager,

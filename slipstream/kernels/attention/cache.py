@@ -28,7 +28,7 @@ class Cache(NamedTuple):
     slopes: Tensor | None = None  # [H] or [B, H]
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many keys a sequence may have."""
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
@@ -40,10 +40,10 @@ def check_values(call: Cache, new: int = 0) -> None:
     Raises:
         ValueError: names the argument of flash_attn_with_kvcache.
     """
-    k, room, rows = call.k, call.room, call.rows
+    k, capacity, rows = call.k, call.capacity, call.rows
     fits = f"lengths with room for {new} new keys"
-    expect_below("cache_seqlens", call.lengths, room - new + 1, fits, rows=rows)
-    expect_below("cache_leftpad", call.leftpad, room + 1, "keys of a row, and 1")
+    expect_below("cache_seqlens", call.lengths, capacity - new + 1, fits, rows=rows)
+    expect_below("cache_leftpad", call.leftpad, capacity + 1, "keys of a row, and 1")
     expect_below("cache_batch_idx", rows, k.shape[0], "rows of k_cache")
     pages: dict[str, Any] = {"lengths": call.lengths, "more": new, "step": k.shape[1]}
     expect_below("block_table", call.table, k.shape[0], "pages of k_cache", **pages)
@@ -83,7 +83,7 @@ def gather(call: Cache) -> AttentionInputs:
         k, v = (x[pages].flatten(1, 2) for x in (k, v))
     elif call.rows is not None:
         missing = (call.rows < 0) | (call.rows >= k.shape[0])
-        lengths = torch.full_like(call.rows, call.room) if lengths is None else lengths
+        lengths = torch.full_like(call.rows, call.capacity) if lengths is None else lengths
         lengths = lengths.masked_fill(missing, 0)
         k, v = (x[call.rows.long().masked_fill(missing, 0)] for x in (k, v))
     else:
@@ -93,7 +93,7 @@ def gather(call: Cache) -> AttentionInputs:
         at = (torch.arange(k.shape[1], device=k.device) + pad[:, None]).clamp(max=k.shape[1] - 1)
         row = torch.arange(B, device=k.device)[:, None]
         k, v = k[row, at], v[row, at]
-        lengths = (torch.full_like(pad, call.room) if lengths is None else lengths) - pad
+        lengths = (torch.full_like(pad, call.capacity) if lengths is None else lengths) - pad
     return AttentionInputs(call.q, k, v, sinks=call.sinks, slopes=call.slopes, lengths=lengths)
 
 
@@ -113,8 +113,8 @@ def append(
     row = row[:, None].expand(B, T)
     at = lengths.long()[:, None] + torch.arange(T, device=k.device)  # [B, T]
     size = k_cache.shape[1]
-    room = size if table is None else size * table.shape[1]
-    fits = (lengths >= 0)[:, None] & (at < room)
+    capacity = size if table is None else size * table.shape[1]
+    fits = (lengths >= 0)[:, None] & (at < capacity)
     if table is not None:
         row, at = table.long().gather(1, (at // size).clamp(0, table.shape[1] - 1)), at % size
     fits &= (row >= 0) & (row < k_cache.shape[0])

@@ -26,16 +26,16 @@ def mismatch_of_latents(
     page = 40 if table is None else latent.shape[1]
     pages = -(-40 // page)
     rows, order = _pages(q.device, table, pages)
-    made = {
+    probe_inputs = {
         "q": numeric_probe.random_like(q, 2, min(q.shape[1], 2), min(q.shape[2], 16), q.shape[3]),
         "latent": numeric_probe.random_like(latent, rows, page, latent.shape[2]),
     }
     lengths = torch.tensor([17, 40], device=q.device, dtype=torch.int32)
 
     def run(run: Callable[..., Any]) -> Callable[[numeric_probe.Given], Any]:
-        return lambda given: run(given["q"], given["latent"], lengths, order, width, scale)
+        return lambda args: run(args["q"], args["latent"], lengths, order, width, scale)
 
-    return numeric_probe.mismatch(run(kernels), run(plain), made, gradients=False)
+    return numeric_probe.mismatch(run(kernels), run(plain), probe_inputs, gradients=False)
 
 
 def mismatch_of_append(
@@ -53,7 +53,7 @@ def mismatch_of_append(
     page = 40 if table is None else k_cache.shape[1]
     pages = -(-40 // page)
     count, order = _pages(k.device, table, pages)
-    made = {
+    probe_inputs = {
         "k_cache": numeric_probe.random_like(k_cache, count, page, *k_cache.shape[2:]),
         "v_cache": numeric_probe.random_like(v_cache, count, page, *v_cache.shape[2:]),
         "k": numeric_probe.random_like(k, 2, 3, *k.shape[2:]),
@@ -62,14 +62,14 @@ def mismatch_of_append(
     lengths = torch.tensor([5, 17], device=k.device, dtype=torch.int32)
 
     def run(run: Callable[..., Any]) -> Callable[[numeric_probe.Given], Any]:
-        def written(given: numeric_probe.Given) -> tuple[Any, Any]:
-            caches = given["k_cache"], given["v_cache"]
-            run(*caches, given["k"], given["v"], lengths, None, order)
+        def written(args: numeric_probe.Given) -> tuple[Any, Any]:
+            caches = args["k_cache"], args["v_cache"]
+            run(*caches, args["k"], args["v"], lengths, None, order)
             return caches
 
         return written
 
-    return numeric_probe.mismatch(run(kernels), run(plain), made, gradients=False)
+    return numeric_probe.mismatch(run(kernels), run(plain), probe_inputs, gradients=False)
 
 
 def _pages(device: torch.device, table: Tensor | None, pages: int) -> tuple[int, Tensor | None]:

@@ -23,9 +23,9 @@ def _sm90_unsupported(call: tuple[AttentionInputs, AttentionOptions]) -> str | N
 
 
 def _unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
-    terms, options = call
-    return unsupported_reason(terms[:3]) or guarded_launch.known_failure(
-        lambda: kind(terms, options), terms.q.device
+    inputs, options = call
+    return unsupported_reason(inputs[:3]) or guarded_launch.known_failure(
+        lambda: kind(inputs, options), inputs.q.device
     )
 
 
@@ -60,26 +60,28 @@ CACHE_CANDIDATES = (
 
 
 def run(
-    terms: AttentionInputs, options: AttentionOptions, want_lse: bool, impl: str | None
+    inputs: AttentionInputs, options: AttentionOptions, want_lse: bool, impl: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64."""
-    plan = choose(CANDIDATES, (terms, options), impl, "attention", terms.q)
+    plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
     chosen = plan.impl
     if chosen == "reference":
-        o, lse = softmax_reference(_wide(terms), options)
-        return o.to(terms.q.dtype), lse if want_lse else None
-    if chosen == "eager" and not want_lse and eager.torch_takes(terms, options):
-        return eager.with_torch(terms, options), None
+        o, lse = softmax_reference(_in_compute_dtype(inputs), options)
+        return o.to(inputs.q.dtype), lse if want_lse else None
+    if chosen == "eager" and not want_lse and eager.torch_takes(inputs, options):
+        return eager.with_torch(inputs, options), None
     gradients = None
-    if not op.has_gradients(chosen, terms) and needs_autograd(*terms):
-        gradients = choose(OF_GRADIENTS, (terms, options), impl, "attention", terms.q).tries
-    o, lse = op.softmax(terms, options, plan.tries, gradients)
+    if not op.has_gradients(chosen, inputs) and needs_autograd(*inputs):
+        gradients = choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).tries
+    o, lse = op.softmax(inputs, options, plan.tries, gradients)
     return o, lse if want_lse else None
 
 
-def _wide(terms: AttentionInputs) -> AttentionInputs:
-    floating = {n: x for n, x in terms._asdict().items() if x is not None and x.is_floating_point()}
-    return terms._replace(**{name: x.to(terms.dtype) for name, x in floating.items()})
+def _in_compute_dtype(inputs: AttentionInputs) -> AttentionInputs:
+    floating = {
+        n: x for n, x in inputs._asdict().items() if x is not None and x.is_floating_point()
+    }
+    return inputs._replace(**{name: x.to(inputs.dtype) for name, x in floating.items()})
 
 
 def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Tensor, Tensor]:

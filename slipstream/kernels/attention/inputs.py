@@ -62,20 +62,20 @@ DIFFERENTIABLE = ("q", "k", "v", "g", "sinks")
 Slices = tuple[slice, slice, slice, slice]
 
 
-def slice_sequences(terms: AttentionInputs) -> list[Slices]:
+def slice_sequences(inputs: AttentionInputs) -> list[Slices]:
     """Where each sequence lies. Reads the offsets."""
-    N = terms.sequences
-    _, T = terms.q.shape[:2]
-    S = terms.k.shape[1]
-    q_of = None if terms.cu_q is None else terms.cu_q.tolist()
-    k_of = None if terms.cu_k is None else terms.cu_k.tolist()
-    used = None if terms.lengths is None else terms.lengths.tolist()
-    found = []
+    N = inputs.sequences
+    _, T = inputs.q.shape[:2]
+    S = inputs.k.shape[1]
+    q_of = None if inputs.cu_q is None else inputs.cu_q.tolist()
+    k_of = None if inputs.cu_k is None else inputs.cu_k.tolist()
+    used = None if inputs.lengths is None else inputs.lengths.tolist()
+    result = []
     for n in range(N):
         qb, q_rows = _rows(n, q_of, T, None)
         kb, k_rows = _rows(n, k_of, S, None if used is None else used[n])
-        found.append((qb, q_rows, kb, k_rows))
-    return found
+        result.append((qb, q_rows, kb, k_rows))
+    return result
 
 
 def _rows(n: int, offsets: list[int] | None, rows: int, used: int | None) -> tuple[slice, slice]:

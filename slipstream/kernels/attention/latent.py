@@ -21,7 +21,7 @@ from slipstream.runtime.dispatch import Candidate, choose
 from slipstream.runtime.token_ids import expect_below
 
 # of the latents, and of what follows them in a row
-WIDEST, WIDEST_REST = 512, 64
+MAX_WIDTH, MAX_ROPE_WIDTH = 512, 64
 
 
 def latent_attention(
@@ -70,8 +70,8 @@ def eager_latent_attention(
     x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
     if lengths is None:
         lengths = torch.full(q.shape[:1], S, device=q.device)
-    own = lengths[:, None] - T + torch.arange(T, device=q.device)
-    later = torch.arange(S, device=q.device) > own[..., None]
+    query_position = lengths[:, None] - T + torch.arange(T, device=q.device)
+    later = torch.arange(S, device=q.device) > query_position[..., None]
     x = x.masked_fill(later[:, :, None], -torch.inf)
     lse = x.logsumexp(-1)
     p = (x - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()
@@ -88,8 +88,8 @@ def unsupported_reason(call: tuple[Tensor, Tensor, int, float, bool]) -> str | N
         return reason
     if latent.dtype != q.dtype:
         return "q and the latents differ in dtype"
-    if width > WIDEST or q.shape[-1] - width > WIDEST_REST:
-        return f"latents may be at most {WIDEST} wide, and {WIDEST_REST} beside them"
+    if width > MAX_WIDTH or q.shape[-1] - width > MAX_ROPE_WIDTH:
+        return f"latents may be at most {MAX_WIDTH} wide, and {MAX_ROPE_WIDTH} beside them"
     if scale <= 0:
         return "the scale is to be positive"
     if INTERPRETED:
@@ -121,27 +121,27 @@ def _latent(
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    given = (q, latent, lengths, table, width, scale)
+    args = (q, latent, lengths, table, width, scale)
     _check_pages(latent, lengths, table)
     if impl == "eager":
-        return eager_latent_attention(*given)
+        return eager_latent_attention(*args)
     if 0 in (q.numel(), latent.numel()):
-        o, lse = _fake(*given, impl)
+        o, lse = _fake(*args, impl)
         return o.zero_(), lse.fill_(-torch.inf)
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
         from slipstream.kernels.attention.triton import decode_latent_launch
 
-        return decode_latent_launch.decode(*given)
+        return decode_latent_launch.decode(*args)
 
-    instead = None if impl == "triton" else eager_latent_attention
+    fallback = None if impl == "triton" else eager_latent_attention
     return guarded_launch.run_guarded(
         lambda: _kind(q, latent),
         q.device,
         run,
-        instead,
-        given,
-        lambda: cache_probe.mismatch_of_latents(given, run, eager_latent_attention),
+        fallback,
+        args,
+        lambda: cache_probe.mismatch_of_latents(args, run, eager_latent_attention),
     )
 
 
@@ -150,10 +150,10 @@ def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -
     expect_below("table", table, pages, "pages of latent", lengths=lengths, step=size)
 
 
-def _fake(q: Tensor, latent: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(B, T, H, rest[2]), q.new_empty(B, H, T, dtype=wide)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(B, T, H, args[2]), q.new_empty(B, H, T, dtype=lse_dtype)
 
 
 _call = KernelOp(

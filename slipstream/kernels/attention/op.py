@@ -44,72 +44,72 @@ def _backend_for(impl: str) -> Any:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    terms, options, impl = _split(args)
-    if 0 in (terms.v.numel(), terms.q.numel(), terms.sequences):
-        return _blind(terms)
-    first, _, rest = impl.partition("|")
+    inputs, options, impl = _split(args)
+    if 0 in (inputs.v.numel(), inputs.q.numel(), inputs.sequences):
+        return _without_keys(inputs)
+    first, _, impls = impl.partition("|")
     if first == "eager":
-        return eager.forward(terms, options)
+        return eager.forward(inputs, options)
     return guarded_launch.run_guarded(
-        lambda: kind(terms, options, first),
-        terms.q.device,
+        lambda: kind(inputs, options, first),
+        inputs.q.device,
         _run_forward,
-        (lambda *_: _forward(*args[:-1], rest)) if rest else None,
-        (first, terms, options),
-        lambda: _mismatch(terms, options, first),
+        (lambda *_: _forward(*args[:-1], impls)) if impls else None,
+        (first, inputs, options),
+        lambda: _mismatch(inputs, options, first),
     )
 
 
 def _run_forward(
-    impl: str, terms: AttentionInputs, options: AttentionOptions
+    impl: str, inputs: AttentionInputs, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     backend = _backend_for(impl)
-    if not guarded_launch.needs_fp32_operands(terms.q):
-        return backend.forward(terms, options)
-    o, lse = backend.forward(_in_float32(terms), options)
-    return o.to(terms.q.dtype), lse
+    if not guarded_launch.needs_fp32_operands(inputs.q):
+        return backend.forward(inputs, options)
+    o, lse = backend.forward(_in_float32(inputs), options)
+    return o.to(inputs.q.dtype), lse
 
 
-def _mismatch(terms: AttentionInputs, options: AttentionOptions, impl: str) -> str | None:
+def _mismatch(inputs: AttentionInputs, options: AttentionOptions, impl: str) -> str | None:
     """The probe."""
-    of_gradients = impl if has_gradients(impl, terms) else "eager"
-    return probe.mismatch(terms, options, impl, softmax, of_gradients)
+    backward_impls = impl if has_gradients(impl, inputs) else "eager"
+    return probe.mismatch(inputs, options, impl, softmax, backward_impls)
 
 
-def has_gradients(impl: str, terms: AttentionInputs) -> bool:
+def has_gradients(impl: str, inputs: AttentionInputs) -> bool:
     """The kernels for sm_90 have none of heads of q and v of two widths."""
-    return impl != "sm90" or terms.q.shape[-1] == terms.v.shape[-1]
+    return impl != "sm90" or inputs.q.shape[-1] == inputs.v.shape[-1]
 
 
-def _in_float32(terms: AttentionInputs) -> AttentionInputs:
+def _in_float32(inputs: AttentionInputs) -> AttentionInputs:
     """For compilers that can do no other products."""
-    q, k, v = (x.float() for x in terms[:3])
-    return terms._replace(q=q, k=k, v=v)
+    q, k, v = (x.float() for x in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v)
 
 
-def _blind(terms: AttentionInputs) -> tuple[Tensor, Tensor]:
+def _without_keys(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """No keys, no queries or no width: at most the sinks are seen."""
-    o, lse = _fake_forward(*terms)
+    o, lse = _fake_forward(*inputs)
     o.zero_()
-    if terms.sinks is None or terms.q.shape[-1] == 0:
+    if inputs.sinks is None or inputs.q.shape[-1] == 0:
         return o, lse.fill_(-torch.inf)
-    return o, lse.copy_(terms.sinks[:, None].expand_as(lse))
+    return o, lse.copy_(inputs.sinks[:, None].expand_as(lse))
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    terms, options, impl = _split(args)
+    inputs, options, impl = _split(args)
     o, lse, do, dlse = args[_COUNT:-_TAIL]
-    if 0 in (terms.v.numel(), terms.q.numel(), terms.sequences):
-        grads = {n: x.new_zeros(x.shape) for n, x in terms._asdict().items() if x is not None}
-        if terms.sinks is not None and dlse is not None:
-            grads["sinks"] = dlse.sum((0, 2)).to(terms.sinks.dtype)
+    if 0 in (inputs.v.numel(), inputs.q.numel(), inputs.sequences):
+        grads = {n: x.new_zeros(x.shape) for n, x in inputs._asdict().items() if x is not None}
+        if inputs.sinks is not None and dlse is not None:
+            grads["sinks"] = dlse.sum((0, 2)).to(inputs.sinks.dtype)
     else:
-        grads = _gradients(terms, options, o, lse, do, dlse, impl)
-    return [grads[name] for name in DIFFERENTIABLE if getattr(terms, name) is not None]
+        grads = _gradients(inputs, options, o, lse, do, dlse, impl)
+    return [grads[name] for name in DIFFERENTIABLE if getattr(inputs, name) is not None]
 
 
 def _gradients(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
@@ -117,23 +117,23 @@ def _gradients(
     dlse: Tensor | None,
     impl: str,
 ) -> dict[str, Tensor]:
-    args = (terms, options, o, lse, do, dlse)
-    first, _, rest = impl.partition("|")
+    args = (inputs, options, o, lse, do, dlse)
+    first, _, impls = impl.partition("|")
     if first == "eager":
         return eager.backward(*args)
     return guarded_launch.run_guarded(
-        lambda: kind(terms, options, first),
-        terms.q.device,
+        lambda: kind(inputs, options, first),
+        inputs.q.device,
         _run_backward,
-        (lambda *_: _gradients(*args, rest)) if rest else None,
+        (lambda *_: _gradients(*args, impls)) if impls else None,
         (first, *args),
-        lambda: _mismatch(terms, options, first),
+        lambda: _mismatch(inputs, options, first),
     )
 
 
 def _run_backward(
     impl: str,
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
@@ -141,24 +141,24 @@ def _run_backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     backend = _backend_for(impl)
-    if not guarded_launch.needs_fp32_operands(terms.q):
-        return backend.backward(terms, options, o, lse, do, dlse)
+    if not guarded_launch.needs_fp32_operands(inputs.q):
+        return backend.backward(inputs, options, o, lse, do, dlse)
     do = None if do is None else do.float()
-    grads = backend.backward(_in_float32(terms), options, o.float(), lse, do, dlse)
-    return {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+    grads = backend.backward(_in_float32(inputs), options, o.float(), lse, do, dlse)
+    return {name: x.to(getattr(inputs, name).dtype) for name, x in grads.items()}
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    terms = AttentionInputs(*args[:_COUNT])
-    B, T, H, _ = terms.q.shape
-    o = terms.q.new_empty(B, T, H, terms.v.shape[-1])
-    return o, terms.q.new_empty(B, H, T, dtype=terms.dtype)
+    inputs = AttentionInputs(*args[:_COUNT])
+    B, T, H, _ = inputs.q.shape
+    o = inputs.q.new_empty(B, T, H, inputs.v.shape[-1])
+    return o, inputs.q.new_empty(B, H, T, dtype=inputs.dtype)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    terms = AttentionInputs(*args[:_COUNT])
-    given = (getattr(terms, name) for name in DIFFERENTIABLE)
-    return [x.new_empty(x.shape) for x in given if x is not None]
+    inputs = AttentionInputs(*args[:_COUNT])
+    tensors = (getattr(inputs, name) for name in DIFFERENTIABLE)
+    return [x.new_empty(x.shape) for x in tensors if x is not None]
 
 
 _call_forward = KernelOp(
@@ -181,56 +181,56 @@ class _Softmax(Function):
     operator = "slipstream::softmax"
 
     @staticmethod
-    def forward(ctx: Any, options: tuple, of_gradients: str, *given: Any) -> Any:
-        o, lse = _call_forward(*given, *options)
-        ctx.save_for_backward(*given, o, lse)
-        ctx.options = (*options[:-1], of_gradients)
+    def forward(ctx: Any, options: tuple, backward_impls: str, *args: Any) -> Any:
+        o, lse = _call_forward(*args, *options)
+        ctx.save_for_backward(*args, o, lse)
+        ctx.options = (*options[:-1], backward_impls)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
-        *given, o, lse = saved
+        *args, o, lse = saved
         if do is None and dlse is None:
-            return (None,) * (2 + len(given))
-        grads = iter(_call_backward(*given, o, lse, do, dlse, *ctx.options))
-        terms = AttentionInputs(*given)
+            return (None,) * (2 + len(args))
+        grads = iter(_call_backward(*args, o, lse, do, dlse, *ctx.options))
+        inputs = AttentionInputs(*args)
         by_term = [
             next(grads) if name in DIFFERENTIABLE and x is not None else None
-            for name, x in terms._asdict().items()
+            for name, x in inputs._asdict().items()
         ]
         return None, None, *by_term
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     """As slipstream::softmax_forward is called."""
-    terms, options, impl = _split(args)
-    with_gradients = [one for one in impl.split("|") if has_gradients(one, terms)]
-    return _Softmax.apply((*options, impl), "|".join(with_gradients) or "eager", *terms)
+    inputs, options, impl = _split(args)
+    with_gradients = [one for one in impl.split("|") if has_gradients(one, inputs)]
+    return _Softmax.apply((*options, impl), "|".join(with_gradients) or "eager", *inputs)
 
 
 _call_forward.set_gradient(_of_operator)
 
 
 def softmax(
-    terms: AttentionInputs, options: AttentionOptions, impl: str, of_gradients: str | None = None
+    inputs: AttentionInputs, options: AttentionOptions, impl: str, backward_impls: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64, with gradients, by impl
     too unless of_gradients is given."""
     if torch.compiler.is_compiling():
-        terms = _distinct(terms)
-    if needs_autograd(*terms):
-        return _Softmax.apply((*options, impl), of_gradients or impl, *terms)
-    return _call_forward(*terms, *options, impl)
+        inputs = _distinct(inputs)
+    if needs_autograd(*inputs):
+        return _Softmax.apply((*options, impl), backward_impls or impl, *inputs)
+    return _call_forward(*inputs, *options, impl)
 
 
-def _distinct(terms: AttentionInputs) -> AttentionInputs:
+def _distinct(inputs: AttentionInputs) -> AttentionInputs:
     """Dynamo does not trace an autograd.Function that is given one tensor twice."""
-    found: list[Any] = []
-    for x in terms:
-        found.append(x.view_as(x) if x is not None and any(x is y for y in found) else x)
-    return AttentionInputs(*found)
+    distinct: list[Any] = []
+    for x in inputs:
+        distinct.append(x.view_as(x) if x is not None and any(x is y for y in distinct) else x)
+    return AttentionInputs(*distinct)
 
 
 _CACHE = ", ".join(
@@ -242,7 +242,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     call, options, impl = cache.Cache(*args[:-_TAIL]), AttentionOptions(*args[-_TAIL:-1]), args[-1]
     cache.check_values(call)
     if 0 in (call.v.numel(), call.q.numel()):
-        return _blind(AttentionInputs(call.q, call.k, call.v, sinks=call.sinks))
+        return _without_keys(AttentionInputs(call.q, call.k, call.v, sinks=call.sinks))
     if impl == "eager":
         return _decode_eager(call, options)
 
@@ -284,22 +284,22 @@ def _append(
     call = cache.Cache(k, k_cache, v_cache, lengths, rows, table=table)
     if k.device.type == "cpu":  # on a device the reading that follows looks
         cache.check_values(call, k.shape[1])
-    given = (k_cache, v_cache, k, v, lengths, rows, table)
+    args = (k_cache, v_cache, k, v, lengths, rows, table)
     if impl == "eager":
-        return cache.append(*given)
+        return cache.append(*args)
 
-    def run(*given: Any) -> Tensor:
+    def run(*args: Any) -> Tensor:
         from slipstream.kernels.attention.triton import decode_launch
 
-        return decode_launch.append(*given)
+        return decode_launch.append(*args)
 
     return guarded_launch.run_guarded(
         lambda: kind_of_cache("append", k_cache, v_cache, table),
         k.device,
         run,
         None if impl == "triton" else cache.append,
-        given,
-        lambda: cache_probe.mismatch_of_append(given, run, cache.append),
+        args,
+        lambda: cache_probe.mismatch_of_append(args, run, cache.append),
     )
 
 

@@ -15,11 +15,11 @@ TOKENS = 150
 
 
 def mismatch(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     impl: str,
     softmax: Callable,
-    of_gradients: str,
+    backward_impls: str,
 ) -> str | None:
     """What differs, or None.
 
@@ -29,47 +29,47 @@ def mismatch(
     near = options._replace(left=min(options.left, 70), right=min(options.right, 70))
 
     def run(*impls: str) -> Callable[[numeric_probe.Given], Any]:
-        return lambda given: softmax(AttentionInputs(**given), near, *impls)
+        return lambda args: softmax(AttentionInputs(**args), near, *impls)
 
-    backward = of_gradients if of_gradients == "eager" else f"{of_gradients}|eager"
+    backward = backward_impls if backward_impls == "eager" else f"{backward_impls}|eager"
     kernels = run(f"{impl}|eager", backward)
-    return numeric_probe.mismatch(kernels, run("eager"), like(terms)._asdict())
+    return numeric_probe.mismatch(kernels, run("eager"), like(inputs)._asdict())
 
 
-def like(terms: AttentionInputs) -> AttentionInputs:
+def like(inputs: AttentionInputs) -> AttentionInputs:
     """Fresh terms of the same widths, dtypes and kind: one or two sequences, one head of k."""
-    q, k, v = terms[:3]
+    q, k, v = inputs[:3]
     device, dtype = q.device, q.dtype
     H = max(q.shape[2] // max(k.shape[2], 1), 1)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
 
-    found: dict[str, Any] = {
+    fresh: dict[str, Any] = {
         "q": normal(1, TOKENS, H, q.shape[-1]).to(dtype),
         "k": normal(1, TOKENS, 1, k.shape[-1]).to(dtype),
         "v": normal(1, TOKENS, 1, v.shape[-1]).to(dtype),
     }
-    if terms.g is not None:
-        found["g"] = (-0.1 * normal(1, TOKENS, H).abs()).to(terms.g.dtype)
-    if terms.sinks is not None:
-        found["sinks"] = normal(H).to(terms.sinks.dtype)
-    if terms.slopes is not None:
-        found["slopes"] = (0.1 * normal(H).abs()).to(terms.slopes.dtype)
+    if inputs.g is not None:
+        fresh["g"] = (-0.1 * normal(1, TOKENS, H).abs()).to(inputs.g.dtype)
+    if inputs.sinks is not None:
+        fresh["sinks"] = normal(H).to(inputs.sinks.dtype)
+    if inputs.slopes is not None:
+        fresh["slopes"] = (0.1 * normal(H).abs()).to(inputs.slopes.dtype)
     cuts = torch.tensor([0, TOKENS // 3, TOKENS], device=device)
     for name in ("cu_q", "cu_k"):
-        if (given := getattr(terms, name)) is not None:
-            found[name] = cuts.to(given.dtype)
-    if terms.seed is not None:
-        found["seed"] = torch.full_like(terms.seed, 7)
-    if terms.lengths is not None:
-        sequences = 2 if terms.cu_q is not None else 1
-        found["lengths"] = torch.full(
-            (sequences,), TOKENS // 4, device=device, dtype=terms.lengths.dtype
+        if (args := getattr(inputs, name)) is not None:
+            fresh[name] = cuts.to(args.dtype)
+    if inputs.seed is not None:
+        fresh["seed"] = torch.full_like(inputs.seed, 7)
+    if inputs.lengths is not None:
+        sequences = 2 if inputs.cu_q is not None else 1
+        fresh["lengths"] = torch.full(
+            (sequences,), TOKENS // 4, device=device, dtype=inputs.lengths.dtype
         )
-        if terms.cu_q is not None and terms.cu_k is None:
-            found["k"], found["v"] = (found[x].repeat(2, 1, 1, 1) for x in "kv")
-    return AttentionInputs(**found)
+        if inputs.cu_q is not None and inputs.cu_k is None:
+            fresh["k"], fresh["v"] = (fresh[x].repeat(2, 1, 1, 1) for x in "kv")
+    return AttentionInputs(**fresh)
 
 
 def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) -> str | None:
@@ -86,7 +86,7 @@ def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) 
     if call.table is not None:
         order = torch.randperm(2 * pages, device=q.device).view(2, pages)
         table = order.to(call.table.dtype)
-    made = Cache(
+    probe_inputs = Cache(
         normal(2, 1, H, q.shape[-1]),
         normal(2 * pages, page, 1, k.shape[-1]),
         normal(2 * pages, page, 1, v.shape[-1]),
@@ -95,8 +95,8 @@ def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) 
     )
 
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
-        return lambda given: decode(*Cache(**given), *options, impl)
+        return lambda args: decode(*Cache(**args), *options, impl)
 
     return numeric_probe.mismatch(
-        run("triton|eager"), run("eager"), made._asdict(), gradients=False
+        run("triton|eager"), run("eager"), probe_inputs._asdict(), gradients=False
     )

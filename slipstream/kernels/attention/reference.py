@@ -32,11 +32,11 @@ class Positions(NamedTuple):
     k_position: Tensor
 
 
-def softmax_reference(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def softmax_reference(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] and lse [B, H, T]."""
-    q, k, v, g, sinks, slopes = terms[:6]
-    where = positions(terms)
-    if terms.cu_q is not None and terms.cu_k is None:  # packed queries of caches
+    q, k, v, g, sinks, slopes = inputs[:6]
+    where = positions(inputs)
+    if inputs.cu_q is not None and inputs.cu_k is None:  # packed queries of caches
         k, v, g = (None if x is None else x.flatten(0, 1)[None] for x in (k, v, g))
         where = flat_keys(where)
     assert k is not None and v is not None
@@ -61,11 +61,11 @@ def softmax_reference(terms: AttentionInputs, options: AttentionOptions) -> tupl
     else:
         extra = sinks.to(x.dtype)[:, None, None].expand_as(x[..., :1])
     both = torch.cat([x, extra], -1)
-    blind = both.detach().amax(-1) == float("-inf")  # sees nothing at all
-    lse = both.masked_fill(blind[..., None], 0.0).logsumexp(-1)
+    has_no_key = both.detach().amax(-1) == float("-inf")  # sees nothing at all
+    lse = both.masked_fill(has_no_key[..., None], 0.0).logsumexp(-1)
     p = (x - lse[..., None]).exp()
     o = torch.einsum("bhts,bshd->bthd", p, v)
-    return o, lse.masked_fill(blind, float("-inf"))
+    return o, lse.masked_fill(has_no_key, float("-inf"))
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
@@ -80,14 +80,14 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: 
     return torch.einsum("bhts,bshd->bthd", p, v)
 
 
-def positions(terms: AttentionInputs) -> Positions:
+def positions(inputs: AttentionInputs) -> Positions:
     """Without reading a device's offsets."""
-    device, (B, T), (KB, S) = terms.q.device, terms.q.shape[:2], terms.k.shape[:2]
-    N = terms.sequences
-    q_sequence, q_begin, queries = _rows(terms.cu_q, B, T, N, device)
-    k_sequence, k_begin, keys = _rows(terms.cu_k, KB, S, N, device)
-    if terms.lengths is not None:
-        keys = torch.minimum(terms.lengths.long().clamp(min=0), keys)
+    device, (B, T), (KB, S) = inputs.q.device, inputs.q.shape[:2], inputs.k.shape[:2]
+    N = inputs.sequences
+    q_sequence, q_begin, queries = _rows(inputs.cu_q, B, T, N, device)
+    k_sequence, k_begin, keys = _rows(inputs.cu_k, KB, S, N, device)
+    if inputs.lengths is not None:
+        keys = torch.minimum(inputs.lengths.long().clamp(min=0), keys)
     if N == 0:
         none = torch.zeros(1, T, dtype=torch.long, device=device)
         return Positions(none, none, none, none.new_full((1, S), -1), none.new_zeros(1, S))

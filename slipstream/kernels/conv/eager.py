@@ -77,14 +77,14 @@ def last_inputs(
     begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     age = torch.arange(-width, 0, device=x.device)  # of the state's columns, from the end
     row = end[:, None] + age  # [N, W]
-    own = (row >= begin[:, None])[..., None]
+    in_sequence = (row >= begin[:, None])[..., None]
     # a column older than the sequence comes from the state, as far from its end as it is too old
     column = (row - begin[:, None] + width).clamp(0, width - 1)[..., None]
     old = initial_state.mT.gather(1, column.expand(-1, -1, x.shape[2]))  # [N, W, D]
     if x.shape[1] == 0:
         return old.mT
     new = x[0].index_select(0, row.clamp(min=0).flatten()).view_as(old)
-    return torch.where(own, new, old).mT
+    return torch.where(in_sequence, new, old).mT
 
 
 def _correlate(padded: Tensor, weight: Tensor) -> Tensor:

@@ -22,9 +22,11 @@ def convolution(
     convolve: Callable[..., Tensor] = convolve,
 ) -> Tensor:
     """y in x's shape and dtype, with gradients."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    state = None if state is None else state.to(wide)
-    y = _finish(convolve(x.to(wide), weight.to(wide), state, cu_seqlens), bias, silu)
+    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    state = None if state is None else state.to(compute_dtype)
+    y = _finish(
+        convolve(x.to(compute_dtype), weight.to(compute_dtype), state, cu_seqlens), bias, silu
+    )
     return y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
 
 
@@ -51,18 +53,18 @@ def backward(
     bias: Tensor | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
-    where: Tensor | None,
+    positions: Tensor | None,
     silu: bool,
 ) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
-    given = [None if t is None else t.detach() for t in (x, weight, bias, state)]
+    detached = [None if t is None else t.detach() for t in (x, weight, bias, state)]
 
     def run() -> list[Tensor]:
-        leaves = [None if t is None else t.clone().requires_grad_() for t in given]
+        leaves = [None if t is None else t.clone().requires_grad_() for t in detached]
         y = convolution(*leaves[:3], None, leaves[3], cu_seqlens, silu)  # type: ignore[arg-type]
-        wanted = [t for t in leaves if t is not None]
-        grads = torch.autograd.grad(y, wanted, dy)
-        return [torch.empty_like(t).copy_(g) for t, g in zip(wanted, grads)]
+        requested = [t for t in leaves if t is not None]
+        grads = torch.autograd.grad(y, requested, dy)
+        return [torch.empty_like(t).copy_(g) for t, g in zip(requested, grads)]
 
     return run_isolated(run, dy.device)
 
@@ -78,8 +80,8 @@ def update(
 ) -> Tensor:
     """x, y [N, D]; the state moves on in place."""
     window, live = _move_on(x, state, indices)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = _finish((window.to(wide) * weight.to(wide)).sum(-1), bias, silu)
+    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = _finish((window.to(compute_dtype) * weight.to(compute_dtype)).sum(-1), bias, silu)
     y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
     return y if live is None else y * live[:, None].to(y.dtype)
 
@@ -92,10 +94,10 @@ def _move_on(token: Tensor, state: Tensor, indices: Tensor | None) -> tuple[Tens
         return window, None
     expect_below("state_indices", indices, state.shape[0], "states")
     live = (indices >= 0) & (indices < state.shape[0])
-    slots = indices.long()[live]
+    cache_slots = indices.long()[live]
     window = token.new_zeros(*token.shape, state.shape[-1], dtype=state.dtype)
-    moved = torch.cat([state[slots][..., 1:], token[live][..., None].to(state.dtype)], dim=-1)
-    state[slots] = moved.detach()
+    moved = torch.cat([state[cache_slots][..., 1:], token[live][..., None].to(state.dtype)], dim=-1)
+    state[cache_slots] = moved.detach()
     return window.masked_scatter(live[:, None, None], moved), live
 
 

@@ -29,24 +29,24 @@ MAX_TAPS = 8
 
 
 def unsupported_reason(
-    x: Tensor, weight: Tensor, *given: Tensor | None, what: str = "triton"
+    x: Tensor, weight: Tensor, *tensors: Tensor | None, what: str = "triton"
 ) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
     if weight.shape[1] > MAX_TAPS:
         return f"it takes at most {MAX_TAPS} taps"
-    if x.shape[-1] == 0 or (given and given[-1] is not None and given[-1].numel() < 2):
+    if x.shape[-1] == 0 or (tensors and tensors[-1] is not None and tensors[-1].numel() < 2):
         return "there are no channels or sequences"
-    if any(t is not None and t.dtype == torch.float64 for t in (weight, *given)):
+    if any(t is not None and t.dtype == torch.float64 for t in (weight, *tensors)):
         return "it computes in float32, and an input is float64"
     return guarded_launch.known_failure(lambda: kind(what, x, weight), x.device)
 
 
-def update_unsupported_reason(x: Tensor, *given: Tensor | None) -> str | None:
-    if wants_gradient(x, *given):
+def update_unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
+    if wants_gradient(x, *tensors):
         return "it makes no gradients"
-    weight = given[0]
+    weight = tensors[0]
     assert weight is not None
-    return unsupported_reason(x, weight, *given[1:], what="update")
+    return unsupported_reason(x, weight, *tensors[1:], what="update")
 
 
 def kind(what: str, x: Tensor, weight: Tensor) -> KernelKey:
@@ -65,12 +65,12 @@ def convolution(
     impl: str,
 ) -> Tensor:
     """impl: triton, or triton|eager."""
-    given = (x, weight, bias, residual, state)
-    if needs_autograd(*given):
+    tensors = (x, weight, bias, residual, state)
+    if needs_autograd(*tensors):
         # here, so that what the Function saves are its inputs
         x, weight, bias, state = _contiguous(x, weight, bias, state)
         return _Convolution.apply(x, weight, bias, residual, state, cu_seqlens, silu, impl)
-    return _call(*given, cu_seqlens, silu, impl)[0]
+    return _call(*tensors, cu_seqlens, silu, impl)[0]
 
 
 def update(
@@ -88,24 +88,24 @@ def update(
 
 
 def _forward(*args: Any) -> list[Tensor]:
-    *given, silu, impl = args
-    whole: Any = (*_contiguous(*given), silu)
+    *tensors, silu, impl = args
+    kernel_args: Any = (*_contiguous(*tensors), silu)
     if not is_triton(impl):
-        return fallback.forward(*whole)
-    return _run_guarded(impl, "forward", whole[0], whole[1], whole)
+        return fallback.forward(*kernel_args)
+    return _run_guarded(impl, "forward", kernel_args[0], kernel_args[1], kernel_args)
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    *given, silu, impl = args
-    whole: Any = (*_contiguous(*given), silu)
+    *tensors, silu, impl = args
+    kernel_args: Any = (*_contiguous(*tensors), silu)
     if not is_triton(impl):
-        return fallback.backward(*whole)
-    return _run_guarded(impl, "backward", whole[1], whole[2], whole)
+        return fallback.backward(*kernel_args)
+    return _run_guarded(impl, "backward", kernel_args[1], kernel_args[2], kernel_args)
 
 
 def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
-    *given, silu, impl = args
-    x, weight, bias, residual, indices = _contiguous(x, *given)
+    *tensors, silu, impl = args
+    x, weight, bias, residual, indices = _contiguous(x, *tensors)
     moves = (x, state, weight, bias, residual, indices, silu)
     if not is_triton(impl):
         return fallback.update(*moves).contiguous()
@@ -133,20 +133,20 @@ def _run_guarded(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -
 def _mismatch(x: Tensor, weight: Tensor) -> str | None:
     """The probe: two packed sequences, with everything."""
     D, W = 70, weight.shape[1]
-    made = {
+    probe_inputs = {
         "x": numeric_probe.random_like(x, 1, 150, D),
         "weight": numeric_probe.random_like(weight, D, W),
     }
-    made |= {
+    probe_inputs |= {
         "bias": numeric_probe.random_like(weight, D),
         "residual": numeric_probe.random_like(x, 1, 150, D),
     }
-    made |= {"state": numeric_probe.random_like(x, 2, D, W)}
-    made["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
+    probe_inputs |= {"state": numeric_probe.random_like(x, 2, D, W)}
+    probe_inputs["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
     return numeric_probe.mismatch(
         lambda t: convolution(**t, silu=True, impl="triton|eager"),
         lambda t: fallback.convolution(**t, silu=True),
-        made,
+        probe_inputs,
     )
 
 
@@ -154,12 +154,12 @@ def _mismatch_of_update(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> str | None:
     D, W = 70, weight.shape[1]
-    made = {
+    probe_inputs = {
         "x": numeric_probe.random_like(x, 5, D),
         "state": numeric_probe.random_like(state, 5, D, W),
     }
-    made |= {"weight": numeric_probe.random_like(weight, D, W)}
-    made |= {"bias": None if bias is None else numeric_probe.random_like(bias, D)}
+    probe_inputs |= {"weight": numeric_probe.random_like(weight, D, W)}
+    probe_inputs |= {"bias": None if bias is None else numeric_probe.random_like(bias, D)}
 
     def run(update: Callable) -> Callable[[numeric_probe.Given], Any]:
         def call(t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def _mismatch_of_update(
         return call
 
     kernels = run(lambda *args: update(*args, impl="triton|eager"))
-    return numeric_probe.mismatch(kernels, run(fallback.update), made, gradients=False)
+    return numeric_probe.mismatch(kernels, run(fallback.update), probe_inputs, gradients=False)
 
 
 class _Convolution(Function):
@@ -187,20 +187,22 @@ class _Convolution(Function):
         silu: bool,
         impl: str,
     ) -> Tensor:
-        y, *where = _call(x, weight, bias, residual, state, cu_seqlens, silu, impl)
-        ctx.save_for_backward(x, weight, bias, state, cu_seqlens, where[0] if where else None)
-        ctx.rest = silu, impl
+        y, *positions = _call(x, weight, bias, residual, state, cu_seqlens, silu, impl)
+        ctx.save_for_backward(
+            x, weight, bias, state, cu_seqlens, positions[0] if positions else None
+        )
+        ctx.options = silu, impl
         ctx.residual_dtype = None if residual is None else residual.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, *rest = _call_backward(dy, *saved, *ctx.rest)
+        dx, dweight, *options = _call_backward(dy, *saved, *ctx.options)
         _, _, bias, state, *_ = saved
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
-        dbias = None if bias is None else rest[0]
-        dstate = None if state is None else rest[-1]
+        dbias = None if bias is None else options[0]
+        dstate = None if state is None else options[-1]
         return dx, dweight, dbias, dresidual, dstate, None, None, None
 
 

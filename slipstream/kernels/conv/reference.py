@@ -20,13 +20,13 @@ def conv_reference(
     if cu_seqlens is None:
         return _run(x, weight, initial_state)
     offsets = cu_seqlens.tolist()
-    parts = [
+    outputs = [
         _run(x[:, begin:end], weight, None if initial_state is None else initial_state[n : n + 1])
         for n, (begin, end) in enumerate(pairwise(offsets))
     ]
-    if not parts:
+    if not outputs:
         return torch.zeros_like(x), x.new_zeros(0, *weight.shape)
-    return torch.cat([y for y, _ in parts], dim=1), torch.cat([state for _, state in parts])
+    return torch.cat([y for y, _ in outputs], dim=1), torch.cat([state for _, state in outputs])
 
 
 def _run(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from slipstream.runtime.token_ids import expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
 
-def unsupported_reason(given: tuple[Tensor, Tensor]) -> str | None:
+def unsupported_reason(tensors: tuple[Tensor, Tensor]) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
-    x, g = given
+    x, g = tensors
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs"
     return triton_unsupported(x, "x") or guarded_launch.known_failure(lambda: kind(x, g), x.device)
@@ -75,6 +75,6 @@ def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, D))
-    given = {"x": x, "g": g, "initial_state": initial_state}
-    checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
-    checks.expect_floating(given)
+    tensors = {"x": x, "g": g, "initial_state": initial_state}
+    checks.expect_one_device({**tensors, "cu_seqlens": cu_seqlens})
+    checks.expect_floating(tensors)

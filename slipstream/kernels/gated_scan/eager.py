@@ -63,28 +63,28 @@ class Sequences:
         else:
             x[0].index_add_(0, self.end if last else self.begin, torch.where(self.live, rows, 0))
 
-    def where_empty(self, instead: Tensor | None, rows: Tensor) -> Tensor:
+    def where_empty(self, otherwise: Tensor | None, rows: Tensor) -> Tensor:
         """rows, but of sequences without a token `instead`."""
         if self.first is None:
             return rows
-        kept = rows.new_zeros(()) if instead is None else instead.to(rows.dtype)
-        return torch.where(self.live, rows, kept)
+        value = rows.new_zeros(()) if otherwise is None else otherwise.to(rows.dtype)
+        return torch.where(self.live, rows, value)
 
 
 def scan_forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """h [B, T, D] in x's dtype and the final state [N, D]."""
-    sequences, h = Sequences(cu_seqlens, x.shape[1]), _own(x, compute_dtype(x))
+    sequences, h = Sequences(cu_seqlens, x.shape[1]), _copy_as(x, compute_dtype(x))
     if initial_state is not None:
         sequences.add(h, sequences.take(g).to(h.dtype).exp() * initial_state)
-    for span in _spans(h):
-        decay = _decay(g[:, span], h.dtype)
+    for block in _token_blocks(h):
+        decay = _decay(g[:, block], h.dtype)
         if sequences.first is not None:
-            decay.masked_fill_(sequences.first[span], 0)
-        if span.start > 0:
-            h[:, span.start].addcmul_(decay[:, 0], h[:, span.start - 1])
-        _scan(decay, h[:, span], reverse=False)
+            decay.masked_fill_(sequences.first[block], 0)
+        if block.start > 0:
+            h[:, block.start].addcmul_(decay[:, 0], h[:, block.start - 1])
+        _scan(decay, h[:, block], reverse=False)
     final = sequences.where_empty(initial_state, sequences.take(h, last=True))
     return h.to(x.dtype), final.clone(memory_format=torch.contiguous_format)
 
@@ -102,14 +102,14 @@ def scan_backward(
     if dh is None:
         total = torch.zeros(h.shape, dtype=dtype, device=h.device)
     else:
-        total = _own(dh, dtype)
+        total = _copy_as(dh, dtype)
     if dfinal is not None:
         sequences.add(total, dfinal, last=True)
-    for span in reversed(list(_spans(total))):
-        _scan_back(g, total, span, sequences)
+    for block in reversed(list(_token_blocks(total))):
+        _scan_back(g, total, block, sequences)
     dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    for span in _spans(total):
-        _gate_gradient(g, h, total, span, sequences, dg)
+    for block in _token_blocks(total):
+        _gate_gradient(g, h, total, block, sequences, dg)
     if initial_state is None:
         return total.to(h.dtype), dg, None
     entered = sequences.take(total) * sequences.take(g).to(dtype).exp()
@@ -118,32 +118,32 @@ def scan_backward(
     return total.to(h.dtype), dg, dinitial
 
 
-def _scan_back(g: Tensor, total: Tensor, span: slice, sequences: Sequences) -> None:
+def _scan_back(g: Tensor, total: Tensor, block: slice, sequences: Sequences) -> None:
     """The scan of D over one span, those after it done."""
     T = g.shape[1]
-    after = _decay(g[:, span.start + 1 : span.stop + 1], total.dtype)  # a_{t+1}
-    if span.stop == T:
+    after = _decay(g[:, block.start + 1 : block.stop + 1], total.dtype)  # a_{t+1}
+    if block.stop == T:
         after = torch.cat([after, torch.zeros_like(total[:, :1])], dim=1)
     if sequences.last is not None:
-        after.masked_fill_(sequences.last[span], 0)
-    if span.stop < T:
-        total[:, span.stop - 1].addcmul_(after[:, -1], total[:, span.stop])
-    _scan(after, total[:, span], reverse=True)
+        after.masked_fill_(sequences.last[block], 0)
+    if block.stop < T:
+        total[:, block.stop - 1].addcmul_(after[:, -1], total[:, block.stop])
+    _scan(after, total[:, block], reverse=True)
 
 
 def _gate_gradient(
-    g: Tensor, h: Tensor, total: Tensor, span: slice, sequences: Sequences, dg: Tensor
+    g: Tensor, h: Tensor, total: Tensor, block: slice, sequences: Sequences, dg: Tensor
 ) -> None:
     """D_t a_t h_{t-1}, with 0 for the state before a sequence."""
-    grad = _decay(g[:, span], total.dtype).mul_(total[:, span])
-    grad[:, 1:] *= h[:, span.start : span.stop - 1]
-    grad[:, 0] *= h[:, span.start - 1] if span.start > 0 else 0
+    grad = _decay(g[:, block], total.dtype).mul_(total[:, block])
+    grad[:, 1:] *= h[:, block.start : block.stop - 1]
+    grad[:, 0] *= h[:, block.start - 1] if block.start > 0 else 0
     if sequences.first is not None:
-        grad.masked_fill_(sequences.first[span], 0)
-    dg[:, span] = grad
+        grad.masked_fill_(sequences.first[block], 0)
+    dg[:, block] = grad
 
 
-def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _copy_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -151,7 +151,7 @@ def _decay(g: Tensor, dtype: torch.dtype) -> Tensor:
     return g.to(dtype).exp()
 
 
-def _spans(h: Tensor) -> Iterator[slice]:
+def _token_blocks(h: Tensor) -> Iterator[slice]:
     T, width = h.shape[1], h[:, 0].numel()
     step = max(BLOCK, BLOCK_ELEMENTS // width) if h.device.type == "cpu" else T
     for start in range(0, T, step):
@@ -163,14 +163,14 @@ def _scan(decay: Tensor, h: Tensor, *, reverse: bool) -> None:
     T = h.shape[1]
     if T < 2 * BLOCK:
         return _steps(decay.unbind(1), h.unbind(1), reverse)
-    left = T % BLOCK  # what the walk comes to last, token by token
+    tail_tokens = T % BLOCK  # what the walk comes to last, token by token
     if reverse:
-        body, rest = slice(left, T), slice(0, left + 1)
+        body, tail = slice(tail_tokens, T), slice(0, tail_tokens + 1)
     else:
-        body, rest = slice(0, T - left), slice(T - left - 1, T)
+        body, tail = slice(0, T - tail_tokens), slice(T - tail_tokens - 1, T)
     blocks = (T // BLOCK, BLOCK)
     _scan_blocks(decay[:, body].unflatten(1, blocks), h[:, body].unflatten(1, blocks), reverse)
-    return _steps(decay[:, rest].unbind(1), h[:, rest].unbind(1), reverse)
+    return _steps(decay[:, tail].unbind(1), h[:, tail].unbind(1), reverse)
 
 
 def _scan_blocks(p: Tensor, h: Tensor, reverse: bool) -> None:
@@ -179,8 +179,8 @@ def _scan_blocks(p: Tensor, h: Tensor, reverse: bool) -> None:
     end = 0 if reverse else -1
     _steps(p[:, :, end].unbind(1), h[:, :, end].unbind(1), reverse)
     early, late = slice(None, -1), slice(1, None)
-    before, now, rest = (late, early, late) if reverse else (early, late, early)
-    h[:, now, rest].addcmul_(p[:, now, rest], h[:, before, end, None])
+    before, now, tail = (late, early, late) if reverse else (early, late, early)
+    h[:, now, tail].addcmul_(p[:, now, tail], h[:, before, end, None])
 
 
 def _steps(

@@ -28,10 +28,10 @@ def _forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     if x.numel() > 0:
-        given = (x, g, initial_state, cu_seqlens)
+        tensors = (x, g, initial_state, cu_seqlens)
         if impl == "eager":
-            return scan_forward(*given)
-        return _run_guarded(impl, x, g, lambda: _triton().forward, scan_forward, given)
+            return scan_forward(*tensors)
+        return _run_guarded(impl, x, g, lambda: _triton().forward, scan_forward, tensors)
     final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
     return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
 
@@ -52,12 +52,12 @@ def kind(x: Tensor, g: Tensor) -> KernelKey:
 def _run_guarded(
     impl: str, x: Tensor, g: Tensor, kernels: Callable, plain: Callable, args: tuple
 ) -> Any:
-    instead = None if impl == "triton" else plain
+    fallback = None if impl == "triton" else plain
     return guarded_launch.run_guarded(
         lambda: kind(x, g),
         x.device,
         lambda *args: kernels()(*args),
-        instead,
+        fallback,
         args,
         lambda: _mismatch(x, g),
     )
@@ -65,7 +65,7 @@ def _run_guarded(
 
 def _mismatch(x: Tensor, g: Tensor) -> str | None:
     """The probe: two packed sequences, with states."""
-    made = {
+    probe_inputs = {
         "x": torch.randn(1, 150, 40, device=x.device).to(x.dtype),
         "g": (-torch.rand(1, 150, 40, device=x.device)).to(g.dtype),
         "s": torch.randn(2, 40, device=x.device),
@@ -73,9 +73,9 @@ def _mismatch(x: Tensor, g: Tensor) -> str | None:
     }
 
     def run(impl: str) -> Callable:
-        return lambda given: scan(*given.values(), impl=impl)
+        return lambda tensors: scan(*tensors.values(), impl=impl)
 
-    return numeric_probe.mismatch(run("triton|eager"), run("eager"), made)
+    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(
@@ -95,11 +95,11 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     if h.numel() > 0:
-        given = (g, h, initial_state, cu_seqlens, dh, dfinal)
+        tensors = (g, h, initial_state, cu_seqlens, dh, dfinal)
         if impl == "eager":
-            grads = scan_backward(*given)
+            grads = scan_backward(*tensors)
         else:
-            grads = _run_guarded(impl, h, g, lambda: _triton().backward, scan_backward, given)
+            grads = _run_guarded(impl, h, g, lambda: _triton().backward, scan_backward, tensors)
         return [x for x in grads if x is not None]
     grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
     if initial_state is not None:
@@ -171,7 +171,7 @@ def scan(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     """h [B, T, D] in x's dtype and the final state [N, D], with gradients."""
-    given = (x, g, initial_state)
-    if needs_autograd(*given):
+    tensors = (x, g, initial_state)
+    if needs_autograd(*tensors):
         return _Scan.apply(x, g, initial_state, cu_seqlens, impl)
     return _call_forward(x, g, initial_state, cu_seqlens, impl)

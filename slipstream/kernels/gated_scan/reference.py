@@ -28,7 +28,7 @@ def scan_reference(
         return h.to(x.dtype), final
     check_cu_seqlens_values(cu_seqlens, x.shape[1])
     offsets = cu_seqlens.tolist()
-    parts = [
+    outputs = [
         _run(
             x[:, begin:end],
             g[:, begin:end],
@@ -36,10 +36,10 @@ def scan_reference(
         )
         for n, (begin, end) in enumerate(pairwise(offsets))
     ]
-    if not parts:
+    if not outputs:
         return torch.empty_like(x), x.new_zeros(0, x.shape[2], dtype=compute_dtype(x))
-    h = torch.cat([h for h, _ in parts], dim=1).to(x.dtype)
-    return h, torch.cat([final for _, final in parts])
+    h = torch.cat([h for h, _ in outputs], dim=1).to(x.dtype)
+    return h, torch.cat([final for _, final in outputs])
 
 
 def _run(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

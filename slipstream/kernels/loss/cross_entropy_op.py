@@ -18,18 +18,18 @@ from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.token_ids import expect_ids, launched
 
 
-def rows(logits: Tensor, target: Tensor, terms: LossInputs, impl: str) -> Tensor:
+def rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss [N]."""
     if needs_autograd(logits):
-        return _Rows.apply(logits, target, terms, impl)
-    return _call(logits, target, *terms, impl)[0]
+        return _Rows.apply(logits, target, options, impl)
+    return _call(logits, target, *options, impl)[0]
 
 
-def reduced(logits: Tensor, target: Tensor, terms: LossInputs, mean: bool, impl: str) -> Tensor:
+def reduced(logits: Tensor, target: Tensor, options: LossInputs, mean: bool, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss []."""
     grads = needs_autograd(logits)
-    args = _rows_adjacent(logits), target.contiguous(), terms, mean, grads, impl
-    loss = _Reduced.apply(*args) if grads else _made(*args)
+    args = _rows_adjacent(logits), target.contiguous(), options, mean, grads, impl
+    loss = _Reduced.apply(*args) if grads else _replayed_forward(*args)
     launched()
     return loss
 
@@ -42,16 +42,16 @@ class _Rows(Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: LossInputs, impl: str) -> Tensor:
-        loss, lse = _call(logits, target, *terms, impl)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
+        loss, lse = _call(logits, target, *options, impl)
         ctx.save_for_backward(logits, target, lse)
-        ctx.terms, ctx.impl = terms, impl
+        ctx.options, ctx.impl = options, impl
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _call_backward(*saved, dloss, *ctx.terms, ctx.impl)
+        grad = _call_backward(*saved, dloss, *ctx.options, ctx.impl)
         return grad, None, None, None
 
 
@@ -66,82 +66,82 @@ class _Reduced(Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        terms: LossInputs,
+        options: LossInputs,
         mean: bool,
         grads: bool,
         impl: str,
     ) -> Tensor:
-        total, lse, factor, grad = _made(logits, target, terms, mean, grads, impl)
+        total, lse, factor, grad = _replayed_forward(logits, target, options, mean, grads, impl)
         ctx.save_for_backward(logits, target, lse, factor if mean else None)
-        ctx.terms, ctx.impl, ctx.made = terms, impl, grad
+        ctx.options, ctx.impl, ctx.grad = options, impl, grad
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        made, ctx.made = ctx.made, None
+        grad, ctx.grad = ctx.grad, None
         logits, target, lse, factor = saved
-        if factor is not None and (made is None or _late(logits)):
+        if factor is not None and (grad is None or _scales_late(logits)):
             dloss = dloss * factor
-        if made is not None:
-            return launch.scale_(ctx.impl, made, dloss), *[None] * 5
-        return _again(logits, target, lse, dloss, ctx.terms, ctx.impl), *[None] * 5
+        if grad is not None:
+            return launch.scale_(ctx.impl, grad, dloss), *[None] * 5
+        return _recompute_grad(logits, target, lse, dloss, ctx.options, ctx.impl), *[None] * 5
 
 
-def _late(logits: Tensor) -> bool:
+def _scales_late(logits: Tensor) -> bool:
     """A float16 gradient of one row's share of the mean would underflow."""
     return logits.dtype == torch.float16
 
 
-def _make(
-    logits: Tensor, target: Tensor, terms: LossInputs, mean: bool, grads: bool, impl: str
+def _fused_forward(
+    logits: Tensor, target: Tensor, options: LossInputs, mean: bool, grads: bool, impl: str
 ) -> Any:
     """The loss; with `grads` also each row's lse, 1 / how many targets count, and the gradient."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    made: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     if grads:
-        made = {"lse": torch.empty_like(loss), "grad": logits.new_empty(logits.shape)}
-    factor = launch.inverse_count(impl, target, terms.ignore_index, logits.shape[1])
+        outputs = {"lse": torch.empty_like(loss), "grad": logits.new_empty(logits.shape)}
+    factor = launch.inverse_count(impl, target, options.ignore_index, logits.shape[1])
     weight = factor if mean else None
-    each = None if _late(logits) else weight
-    launch.cross_entropy(impl, logits, target, terms, loss=loss, **made, weight=each)
+    row_weight = None if _scales_late(logits) else weight
+    launch.cross_entropy(impl, logits, target, options, loss=loss, **outputs, weight=row_weight)
     total = launch.total(impl, loss, weight)
-    return (total, made["lse"], factor, made["grad"]) if grads else total
+    return (total, outputs["lse"], factor, outputs["grad"]) if grads else total
 
 
 # a later call of its kind is played from its record
-_made = DirectCall(_make)
+_replayed_forward = DirectCall(_fused_forward)
 
 
-def _again(
-    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, terms: LossInputs, impl: str
+def _recompute_grad(
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, options: LossInputs, impl: str
 ) -> Tensor:
     grad = logits.new_empty(logits.shape)
-    made = {"lse": lse, "grad": grad}
-    launch.cross_entropy(impl, logits, target, terms, **made, weight=dloss, has_lse=True)
+    outputs = {"lse": lse, "grad": grad}
+    launch.cross_entropy(impl, logits, target, options, **outputs, weight=dloss, has_lse=True)
     return grad
 
 
 def _forward(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *options, impl = args
-    terms = LossInputs(*options)
-    expect_ids("target", target, logits.shape[1], terms.ignore_index)
+    options = LossInputs(*options)
+    expect_ids("target", target, logits.shape[1], options.ignore_index)
     loss, lse = _forward_fake(logits, target)
-    made: dict[str, Any] = {"loss": loss, "lse": lse}
-    launch.cross_entropy(impl, _rows_adjacent(logits), target.contiguous(), terms, **made)
+    outputs: dict[str, Any] = {"loss": loss, "lse": lse}
+    launch.cross_entropy(impl, _rows_adjacent(logits), target.contiguous(), options, **outputs)
     return loss, lse
 
 
 def _backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *args: Any) -> Tensor:
     *options, impl = args
-    given = (_rows_adjacent(logits), target.contiguous(), lse, dloss)
-    return _again(*given, LossInputs(*options), impl)
+    tensors = (_rows_adjacent(logits), target.contiguous(), lse, dloss)
+    return _recompute_grad(*tensors, LossInputs(*options), impl)
 
 
 def _forward_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows = logits.shape[0]
-    return logits.new_empty(rows, dtype=wide), logits.new_empty(rows, dtype=wide)
+    return logits.new_empty(rows, dtype=compute_dtype), logits.new_empty(rows, dtype=compute_dtype)
 
 
 def _backward_fake(logits: Tensor, *_: Any) -> Tensor:

@@ -44,30 +44,30 @@ def kl_rows(
         dloss: [N] or [], what comes into each row's loss; None is 1.
     """
     hidden, weight, bias = student
-    wide = _wide(hidden)
+    dtype = _compute_dtype(hidden)
     count, size = hidden.shape[0], weight.shape[0]
-    loss = hidden.new_empty(count, dtype=wide)
+    loss = hidden.new_empty(count, dtype=dtype)
     dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
     if grads:
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
-        dbias = weight.new_zeros(size if bias is not None else 0, dtype=wide)
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype)
+        dbias = weight.new_zeros(size if bias is not None else 0, dtype=dtype)
     step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // (2 * max(size, 1)), 1)
     for i in range(0, count, step):
         rows = slice(i, i + step)
         q, p = (
-            torch.nn.functional.linear(x[rows], w, b).to(wide).div_(temperature).log_softmax(-1)
+            torch.nn.functional.linear(x[rows], w, b).to(dtype).div_(temperature).log_softmax(-1)
             for x, w, b in (student, teacher)
         )
-        some = None if live is None else live[rows]
-        each = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2
-        loss[rows] = each if some is None else each.masked_fill_(~some, 0)
+        live_rows = None if live is None else live[rows]
+        row_loss = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2
+        loss[rows] = row_loss if live_rows is None else row_loss.masked_fill_(~live_rows, 0)
         if not grads:
             continue
         d = q.exp_().sub_(p.exp_()).mul_(temperature)
         if dloss is not None:
             d *= (dloss[rows] if dloss.dim() else dloss)[..., None]
-        if some is not None:
-            d = d.masked_fill_(~some[:, None], 0)
+        if live_rows is not None:
+            d = d.masked_fill_(~live_rows[:, None], 0)
         if bias is not None:
             dbias += d.sum(0)
         d = d.to(hidden.dtype)
@@ -88,18 +88,18 @@ def linear_kl_div(
     if impl == "reference":
         logits = [torch.nn.functional.linear(x, w, b) for x, w, b in (student, teacher)]
         return kl_div(logits[0], logits[1], live, temperature, reduction)
-    given = (*student, *teacher, live)
+    tensors = (*student, *teacher, live)
     if needs_autograd(*student):
-        rows = _Rows.apply(*given, temperature, reduction != "none", impl)
+        rows = _Rows.apply(*tensors, temperature, reduction != "none", impl)
     else:
-        rows = _CALL(*given, None, temperature, False, impl)[0]
+        rows = _CALL(*tensors, None, temperature, False, impl)[0]
     return _reduced(rows, live, reduction)
 
 
 def kl_div(s: Tensor, t: Tensor, live: Tensor | None, temperature: float, reduction: str) -> Tensor:
     """logits [N, V] of student and teacher -> loss [N] or []; plain differentiable torch."""
-    wide = _wide(s)
-    return _reduced(kl_reference(s.to(wide), t.to(wide), live, temperature), live, reduction)
+    dtype = _compute_dtype(s)
+    return _reduced(kl_reference(s.to(dtype), t.to(dtype), live, temperature), live, reduction)
 
 
 def _reduced(rows: Tensor, live: Tensor | None, reduction: str) -> Tensor:
@@ -120,41 +120,41 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *given, temperature, grads, impl = args
-        loss, *made = _CALL(*given, None, temperature, grads, impl)
-        ctx.save_for_backward(*given, *(made if grads else ()))
-        ctx.rest = temperature, True, impl
+        *tensors, temperature, grads, impl = args
+        loss, *forward_grads = _CALL(*tensors, None, temperature, grads, impl)
+        ctx.save_for_backward(*tensors, *(forward_grads if grads else ()))
+        ctx.options = temperature, True, impl
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        given, made = saved[:7], saved[7:]
-        if not made:
-            _, *made = _CALL(*given, dloss.contiguous(), *ctx.rest)
+        tensors, forward_grads = saved[:7], saved[7:]
+        if not forward_grads:
+            _, *forward_grads = _CALL(*tensors, dloss.contiguous(), *ctx.options)
         elif dloss.numel():
             # in dloss's dtype: float16 may not hold the factor of a scaled loss
-            made = [x.to(dloss.dtype) * dloss[0] for x in made]
-        dhidden, dweight, dbias = made
-        dbias = None if given[2] is None else dbias.to(given[2].dtype)
-        dhidden, dweight = dhidden.to(given[0].dtype), dweight.to(given[1].dtype)
+            forward_grads = [x.to(dloss.dtype) * dloss[0] for x in forward_grads]
+        dhidden, dweight, dbias = forward_grads
+        dbias = None if tensors[2] is None else dbias.to(tensors[2].dtype)
+        dhidden, dweight = dhidden.to(tensors[0].dtype), dweight.to(tensors[1].dtype)
         return dhidden, dweight, dbias, *[None] * 7
 
 
 def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *given, live, dloss, temperature, grads, impl = args
-    whole: Any = [None if t is None else t.contiguous() for t in given]
-    x, w, b, y, u, c = whole
-    rest = live, None if dloss is None else dloss.to(_wide(x)), temperature, grads
+    *tensors, live, dloss, temperature, grads, impl = args
+    contiguous: Any = [None if t is None else t.contiguous() for t in tensors]
+    x, w, b, y, u, c = contiguous
+    options = live, None if dloss is None else dloss.to(_compute_dtype(x)), temperature, grads
     student, teacher = (x, w, b), (y, u, c)
     if not is_triton(impl):
-        return kl_rows(student, teacher, *rest)
+        return kl_rows(student, teacher, *options)
 
     def kernels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _kernels(student, teacher, *rest)
+        return _kernels(student, teacher, *options)
 
     def plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        loss, dhidden, dweight, dbias = kl_rows(student, teacher, *rest)
+        loss, dhidden, dweight, dbias = kl_rows(student, teacher, *options)
         return loss, dhidden, dweight.to(w.dtype), dbias.to(w.dtype)
 
     return run_guarded(
@@ -167,11 +167,11 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _kernels(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _kernels(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Triton is imported only here, once it is wanted."""
     from slipstream.kernels.loss.triton import kl_launch
 
-    return kl_launch.linear_rows(*given)
+    return kl_launch.linear_rows(*tensors)
 
 
 def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
@@ -184,15 +184,15 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
         )
         return x, w / 4, b
 
-    def wide(given: Linear) -> Linear:
-        x, w, b = given
+    def in_float32(tensors: Linear) -> Linear:
+        x, w, b = tensors
         return x.float(), w.float(), None if b is None else b.float()
 
     student, teacher = fresh(), fresh()
     live, dloss = torch.arange(9, device=like.device) != 4, torch.rand(9, device=like.device)
-    rest = live, dloss, 1.5, True
-    got = kernels(student, teacher, *rest)
-    want = kl_rows(wide(student), wide(teacher), *rest)
+    options = live, dloss, 1.5, True
+    got = kernels(student, teacher, *options)
+    want = kl_rows(in_float32(student), in_float32(teacher), *options)
     names, bar = ("loss", "dhidden", "dweight", "dbias"), numeric_probe.BARS[like.dtype][1]
     for name, x, y in zip(names, got, want):
         if not (error := numeric_probe.relative_error(x, y)) <= bar:
@@ -200,18 +200,19 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
     return None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, weight, bias, grads = args[0], args[1], args[2], args[-2]
-    loss = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+    loss = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    kept = weight.dtype if is_triton(args[-1]) else _wide(hidden)  # of dweight and dbias
-    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=kept)
-    dweight = weight.new_empty(weight.shape, dtype=kept)
+    # of dweight and dbias
+    grad_dtype = weight.dtype if is_triton(args[-1]) else _compute_dtype(hidden)
+    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=grad_dtype)
+    dweight = weight.new_empty(weight.shape, dtype=grad_dtype)
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
@@ -227,8 +228,8 @@ _CALL = KernelOp(
 
 def _of_operator(*args: Any) -> Any:
     """As slipstream::linear_kl_div is called."""
-    *given, dloss, temperature, _, impl = args
-    return () if dloss is not None else _Rows.apply(*given, temperature, False, impl)
+    *tensors, dloss, temperature, _, impl = args
+    return () if dloss is not None else _Rows.apply(*tensors, temperature, False, impl)
 
 
 _CALL.set_gradient(_of_operator)

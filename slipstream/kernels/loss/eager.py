@@ -33,40 +33,40 @@ class Rows(NamedTuple):
     target: Tensor
 
 
-def rows(logits: Tensor, target: Tensor, terms: LossInputs) -> Rows:
+def rows(logits: Tensor, target: Tensor, options: LossInputs) -> Rows:
     """logits [N, V] float32 or float64, which are overwritten unless no option touches them."""
     z = logits
-    if terms.logit_scale != 1.0:
-        z = z.mul_(terms.logit_scale)
-    if terms.softcap:
-        z = z.div_(terms.softcap).tanh_().mul_(terms.softcap)
-    live = target != terms.ignore_index
+    if options.logit_scale != 1.0:
+        z = z.mul_(options.logit_scale)
+    if options.softcap:
+        z = z.div_(options.softcap).tanh_().mul_(options.softcap)
+    live = target != options.ignore_index
     safe = torch.where(live, target, 0).clamp_(0, max(z.shape[1] - 1, 0))
     logp = torch.log_softmax(z, -1)
     # the first column's would do, were it never -inf; the cap keeps it finite
-    lse = torch.logsumexp(z, -1) if terms.z_loss else z[:, 0] - logp[:, 0]
+    lse = torch.logsumexp(z, -1) if options.z_loss else z[:, 0] - logp[:, 0]
     loss = logp.gather(1, safe[:, None])[:, 0].neg_()
-    if terms.label_smoothing:
-        loss.lerp_(-logp.mean(-1), terms.label_smoothing)
-    if terms.z_loss:
-        loss.add_(lse.square(), alpha=terms.z_loss)
+    if options.label_smoothing:
+        loss.lerp_(-logp.mean(-1), options.label_smoothing)
+    if options.z_loss:
+        loss.add_(lse.square(), alpha=options.z_loss)
     return Rows(loss.masked_fill_(~live, 0), logp, lse, live, safe)
 
 
-def dlogits(r: Rows, dloss: Tensor | None, terms: LossInputs) -> Tensor:
+def dlogits(r: Rows, dloss: Tensor | None, options: LossInputs) -> Tensor:
     """d loss / d logits [N, V], in place of r.logp; each row times its dloss [N], if given."""
-    smooth = terms.label_smoothing
+    smooth = options.label_smoothing
     size = r.logp.shape[1]
-    z = r.logp + r.lse[:, None] if terms.softcap else None
+    z = r.logp + r.lse[:, None] if options.softcap else None
     d = r.logp.exp_()
-    if terms.z_loss:
-        d.mul_((r.lse * (2 * terms.z_loss)).add_(1)[:, None])
+    if options.z_loss:
+        d.mul_((r.lse * (2 * options.z_loss)).add_(1)[:, None])
     if smooth:
         d.sub_(smooth / size)
     d.scatter_add_(1, r.target[:, None], d.new_full((1, 1), smooth - 1).expand(len(d), 1))
     if z is not None:
-        d.mul_(z.div_(terms.softcap).square_().neg_().add_(1))
-    weight = r.live.to(d.dtype) * terms.logit_scale
+        d.mul_(z.div_(options.softcap).square_().neg_().add_(1))
+    weight = r.live.to(d.dtype) * options.logit_scale
     # masked, not multiplied: an ignored row may hold inf or NaN
     return d.mul_((weight if dloss is None else weight * dloss)[:, None]).masked_fill_(
         ~r.live[:, None], 0
@@ -79,7 +79,7 @@ def linear_rows(
     bias: Tensor | None,
     target: Tensor,
     dloss: Tensor | None,
-    terms: LossInputs,
+    options: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [N], and with `grads` dhidden [N, D], dweight [V, D], dbias [V]; else three empty ones.
@@ -87,27 +87,29 @@ def linear_rows(
     Args:
         dloss: [N], what comes into each row's loss; None is 1.
     """
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     count, size = hidden.shape[0], weight.shape[0]
-    loss = hidden.new_empty(count, dtype=wide)
+    loss = hidden.new_empty(count, dtype=compute_dtype)
     dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
     if grads:
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
-        dbias = weight.new_zeros(size if bias is not None else 0, dtype=wide)
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=compute_dtype)
+        dbias = weight.new_zeros(size if bias is not None else 0, dtype=compute_dtype)
     step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // max(size, 1), 1)
     for i in range(0, count, step):
         h = hidden[i : i + step]
-        logits = (h @ weight.t() if bias is None else torch.addmm(bias, h, weight.t())).to(wide)
-        r = rows(logits, target[i : i + step], terms)
+        logits = (h @ weight.t() if bias is None else torch.addmm(bias, h, weight.t())).to(
+            compute_dtype
+        )
+        r = rows(logits, target[i : i + step], options)
         loss[i : i + step] = r.loss
         if not grads:
             continue
-        d = dlogits(r, None if dloss is None else dloss[i : i + step], terms)
+        d = dlogits(r, None if dloss is None else dloss[i : i + step], options)
         if bias is not None:
             dbias += d.sum(0)
         d = d.to(hidden.dtype)
         torch.mm(d, weight, out=dhidden[i : i + step])
-        if hidden.dtype == wide:
+        if hidden.dtype == compute_dtype:
             dweight.addmm_(d.t(), h)
         else:
             dweight += d.t() @ h

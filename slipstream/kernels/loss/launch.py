@@ -26,7 +26,7 @@ def cross_entropy(
     impl: str,
     logits: Tensor,
     target: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     *,
     loss: Tensor | None = None,
     lse: Tensor | None = None,
@@ -36,18 +36,18 @@ def cross_entropy(
 ) -> None:
     def run() -> None:
         _launch().cross_entropy(
-            logits, target, terms, loss=loss, lse=lse, grad=grad, weight=weight, has_lse=has_lse
+            logits, target, options, loss=loss, lse=lse, grad=grad, weight=weight, has_lse=has_lse
         )
 
     def plain() -> None:
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        r = eager.rows(logits.to(wide, copy=True), target, terms)
+        compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        r = eager.rows(logits.to(compute_dtype, copy=True), target, options)
         if not has_lse:
             for out, x in ((loss, r.loss), (lse, r.lse.masked_fill(~r.live, 0))):
                 if out is not None:
                     out.copy_(x)
         if grad is not None:
-            grad.copy_(eager.dlogits(r, weight, terms))
+            grad.copy_(eager.dlogits(r, weight, options))
 
     if is_triton(impl):
         _run_guarded(impl, logits.dtype, logits, run, plain)
@@ -108,13 +108,13 @@ def _simple(impl: str, name: str, args: tuple, plain: Any, fresh: Any) -> Any:
         return getattr(_launch(), name)(*args)
 
     def mismatch() -> str | None:
-        x, *rest = fresh()
-        error = numeric_probe.relative_error(run(x.clone(), *rest), plain(x.clone(), *rest))
+        x, *others = fresh()
+        error = numeric_probe.relative_error(run(x.clone(), *others), plain(x.clone(), *others))
         return None if error < 1e-2 else f"off by {error:.1e} of its size"
 
-    instead = None if impl == "triton" else plain
+    fallback = None if impl == "triton" else plain
     kind = f"cross_entropy.{name}", x.dtype
-    return guarded_launch.run_guarded(lambda: kind, x.device, run, instead, args, mismatch)
+    return guarded_launch.run_guarded(lambda: kind, x.device, run, fallback, args, mismatch)
 
 
 def linear_rows(
@@ -124,16 +124,16 @@ def linear_rows(
     bias: Tensor | None,
     target: Tensor,
     dloss: Tensor | None,
-    terms: LossInputs,
+    options: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _launch().linear_rows(hidden, weight, bias, target, dloss, terms, grads)
+        return _launch().linear_rows(hidden, weight, bias, target, dloss, options, grads)
 
     def plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        each = None if dloss is None else dloss.expand(target.shape)
-        made = eager.linear_rows(hidden, weight, bias, target, each, terms, grads)
-        loss, dhidden, dweight, dbias = made
+        row_weight = None if dloss is None else dloss.expand(target.shape)
+        probe_inputs = eager.linear_rows(hidden, weight, bias, target, row_weight, options, grads)
+        loss, dhidden, dweight, dbias = probe_inputs
         return loss, dhidden, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
     return _run_guarded(impl, hidden.dtype, weight.t(), run, plain)
@@ -157,13 +157,13 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
 
     target = torch.randint(0, classes, (9,), device=device)
     target[4] = -100
-    made = {"logits": torch.randn(9, classes, device=device).to(dtype)}
+    probe_inputs = {"logits": torch.randn(9, classes, device=device).to(dtype)}
 
     def run(impl: str) -> Any:
-        terms = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9)
-        return lambda t: op.cross_entropy(t["logits"], target, terms, "mean", impl)
+        options = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9)
+        return lambda t: op.cross_entropy(t["logits"], target, options, "mean", impl)
 
-    return numeric_probe.mismatch(run("triton|eager"), run("eager"), made)
+    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs)
 
 
 @cache

@@ -22,25 +22,25 @@ from slipstream.runtime.token_ids import expect_ids, launched
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, terms: LossInputs, reduction: str, impl: str
+    logits: Tensor, target: Tensor, options: LossInputs, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, V], target [N] -> loss [N] or []."""
     if not is_triton(impl):
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        rows = cross_entropy_rows(wide, target, terms, impl)
-        return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        rows = cross_entropy_rows(logits, target, options, impl)
+        return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
     if reduction != "none" and not by_operation():
-        return cross_entropy_op.reduced(logits, target, terms, reduction == "mean", impl)
-    rows = cross_entropy_op.rows(logits, target, terms, impl)
-    return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
+        return cross_entropy_op.reduced(logits, target, options, reduction == "mean", impl)
+    rows = cross_entropy_op.rows(logits, target, options, impl)
+    return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
 
 
-def cross_entropy_rows(logits: Tensor, target: Tensor, terms: LossInputs, impl: str) -> Tensor:
+def cross_entropy_rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
     """logits [N, V] float32 or float64, target [N] -> loss [N]."""
     if by_operation() or impl == "reference":
-        return rows_reference(logits, target, terms)
-    expect_ids("target", target, logits.shape[1], terms.ignore_index)
-    return _CrossEntropy.apply(logits, target, terms)
+        return rows_reference(logits, target, options)
+    expect_ids("target", target, logits.shape[1], options.ignore_index)
+    return _CrossEntropy.apply(logits, target, options)
 
 
 def linear_cross_entropy(
@@ -48,46 +48,46 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     reduction: str,
     impl: str,
 ) -> Tensor:
     """hidden [N, D], weight [V, D], bias [V], target [N] -> loss [N], or [] whose gradient is made
     in the forward if it is wanted."""
     if impl == "reference":
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
-        return cross_entropy(logits, target, terms, reduction, impl)
+        compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(compute_dtype)
+        return cross_entropy(logits, target, options, reduction, impl)
     grads = needs_autograd(hidden, weight, bias)
     if is_triton(impl) and not by_operation() and reduction != "none":
         mean = reduction == "mean"
-        loss = _TritonLinear.apply(hidden, weight, bias, target, terms, mean, grads, impl)
+        loss = _TritonLinear.apply(hidden, weight, bias, target, options, mean, grads, impl)
         launched()
         return loss
-    given = (hidden, weight, bias, target)
+    args = (hidden, weight, bias, target)
     if not grads:
-        rows = _call_linear(*given, None, *terms, False, impl)[0]
-        return rows if reduction == "none" else _reduced(rows.sum(), target, terms, reduction)
+        rows = _call_linear(*args, None, *options, False, impl)[0]
+        return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
     if reduction == "none":
-        return _LinearRows.apply(*given, terms, impl)
-    return _reduced(_LinearSum.apply(*given, terms, impl), target, terms, reduction)
+        return _LinearRows.apply(*args, options, impl)
+    return _reduced(_LinearSum.apply(*args, options, impl), target, options, reduction)
 
 
-def _reduced(total: Tensor, target: Tensor, terms: LossInputs, reduction: str) -> Tensor:
+def _reduced(total: Tensor, target: Tensor, options: LossInputs, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
-    return total / (target != terms.ignore_index).sum().clamp(min=1)
+    return total / (target != options.ignore_index).sum().clamp(min=1)
 
 
 class _CrossEntropy(Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: LossInputs) -> Tensor:
-        touched = terms.softcap or terms.logit_scale != 1.0
-        r = eager.rows(logits.clone() if touched else logits, target, terms)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs) -> Tensor:
+        touched = options.softcap or options.logit_scale != 1.0
+        r = eager.rows(logits.clone() if touched else logits, target, options)
         ctx.save_for_backward(r.logp, r.lse, r.live, r.target, *anchors(logits))
-        ctx.terms = terms
+        ctx.options = options
         return r.loss
 
     @staticmethod
@@ -95,7 +95,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor, None, None]:
         logp, lse, live, target, *_ = saved
         r = eager.Rows(dloss, logp.clone(), lse, live, target)
-        return eager.dlogits(r, dloss, ctx.terms), None, None
+        return eager.dlogits(r, dloss, ctx.options), None, None
 
 
 class _LinearSum(Function):
@@ -108,10 +108,10 @@ class _LinearSum(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: LossInputs,
+        options: LossInputs,
         impl: str,
     ) -> Tensor:
-        loss, *gradients = _call_linear(hidden, weight, bias, target, None, *terms, True, impl)
+        loss, *gradients = _call_linear(hidden, weight, bias, target, None, *options, True, impl)
         ctx.save_for_backward(*gradients, *anchors(hidden, weight, bias))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
@@ -138,19 +138,19 @@ class _LinearRows(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: LossInputs,
+        options: LossInputs,
         impl: str,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.terms, ctx.impl = terms, impl
-        return _call_linear(hidden, weight, bias, target, None, *terms, False, impl)[0]
+        ctx.options, ctx.impl = options, impl
+        return _call_linear(hidden, weight, bias, target, None, *options, False, impl)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = saved
         _, dhidden, dweight, dbias = _call_linear(
-            hidden, weight, bias, target, dloss, *ctx.terms, True, ctx.impl
+            hidden, weight, bias, target, dloss, *ctx.options, True, ctx.impl
         )
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dhidden, dweight.to(weight.dtype), dbias, None, None, None
@@ -168,35 +168,40 @@ class _TritonLinear(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: LossInputs,
+        options: LossInputs,
         mean: bool,
         grads: bool,
         impl: str,
     ) -> Tensor:
-        factor = launch.inverse_count(impl, target, terms.ignore_index, weight.shape[0])
+        factor = launch.inverse_count(impl, target, options.ignore_index, weight.shape[0])
         factor = factor if mean else None
         # a float16 gradient of one row's share of the mean would underflow
-        late = hidden.dtype == torch.float16
-        loss, *made = launch.linear_rows(
-            impl, hidden, weight, bias, target, None if late else factor, terms, grads
+        scales_late = hidden.dtype == torch.float16
+        loss, *grads_saved = launch.linear_rows(
+            impl, hidden, weight, bias, target, None if scales_late else factor, options, grads
         )
         ctx.save_for_backward(hidden, weight, bias, target, factor)
-        ctx.terms, ctx.impl, ctx.late, ctx.made = terms, impl, late, made if grads else None
+        ctx.options, ctx.impl, ctx.scales_late, ctx.grads_saved = (
+            options,
+            impl,
+            scales_late,
+            grads_saved if grads else None,
+        )
         total = loss.sum()
         return total if factor is None else total * factor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        made, ctx.made = ctx.made, None
+        grads_saved, ctx.grads_saved = ctx.grads_saved, None
         hidden, weight, bias, target, factor = saved
-        if made is None:
-            each = None if ctx.late else factor
-            given = (hidden, weight, bias, target, each, ctx.terms, True)
-            _, *made = launch.linear_rows(ctx.impl, *given)
-        if ctx.late and factor is not None:
+        if grads_saved is None:
+            row_weight = None if ctx.scales_late else factor
+            args = (hidden, weight, bias, target, row_weight, ctx.options, True)
+            _, *grads_saved = launch.linear_rows(ctx.impl, *args)
+        if ctx.scales_late and factor is not None:
             dloss = dloss * factor
-        dhidden, dweight, dbias = (launch.scale_(ctx.impl, x, dloss) for x in made)
+        dhidden, dweight, dbias = (launch.scale_(ctx.impl, x, dloss) for x in grads_saved)
         return dhidden, dweight, None if bias is None else dbias, *[None] * 5
 
 
@@ -215,10 +220,10 @@ def _linear(
     impl: str = "eager",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     expect_ids("target", target, weight.shape[0], ignore_index)
-    terms = LossInputs(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    options = LossInputs(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     if is_triton(impl):
-        return launch.linear_rows(impl, hidden, weight, bias, target, dloss, terms, grads)
-    return eager.linear_rows(hidden, weight, bias, target, dloss, terms, grads)
+        return launch.linear_rows(impl, hidden, weight, bias, target, dloss, options, grads)
+    return eager.linear_rows(hidden, weight, bias, target, dloss, options, grads)
 
 
 def _linear_fake(
@@ -235,13 +240,14 @@ def _linear_fake(
     grads: bool,
     impl: str = "eager",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    loss = hidden.new_empty(hidden.shape[0], dtype=wide)
+    compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    loss = hidden.new_empty(hidden.shape[0], dtype=compute_dtype)
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    kept = weight.dtype if is_triton(impl) else wide  # of dweight and dbias
-    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=kept)
-    dweight = weight.new_empty(weight.shape, dtype=kept)
+    # of dweight and dbias
+    grad_dtype = weight.dtype if is_triton(impl) else compute_dtype
+    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=grad_dtype)
+    dweight = weight.new_empty(weight.shape, dtype=grad_dtype)
     return loss, hidden.new_empty(hidden.shape), dweight, dbias
 
 
@@ -258,10 +264,10 @@ _call_linear = KernelOp(
 
 def _of_operator(*args: Any) -> Any:
     """As slipstream::linear_cross_entropy is called."""
-    hidden, weight, bias, target, dloss, *terms, _, impl = args
+    hidden, weight, bias, target, dloss, *options, _, impl = args
     if dloss is not None:
         return ()
-    return _LinearRows.apply(hidden, weight, bias, target, LossInputs(*terms), impl)
+    return _LinearRows.apply(hidden, weight, bias, target, LossInputs(*options), impl)
 
 
 _call_linear.set_gradient(_of_operator)

@@ -24,18 +24,18 @@ class LossInputs(NamedTuple):
     logit_scale: float = 1.0
 
 
-def rows_reference(logits: Tensor, target: Tensor, terms: LossInputs) -> Tensor:
+def rows_reference(logits: Tensor, target: Tensor, options: LossInputs) -> Tensor:
     """logits [N, V], target int64 [N] -> loss [N]."""
-    z = logits * terms.logit_scale
-    if terms.softcap:
-        z = terms.softcap * torch.tanh(z / terms.softcap)
-    live = target != terms.ignore_index
+    z = logits * options.logit_scale
+    if options.softcap:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    live = target != options.ignore_index
     lse = torch.logsumexp(z, -1)
     hit = z.gather(1, torch.where(live, target, 0).clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    s = terms.label_smoothing
+    s = options.label_smoothing
     loss = lse - (1 - s) * hit
     if s:
         loss = loss - s * z.mean(-1)
-    if terms.z_loss:
-        loss = loss + terms.z_loss * lse.square()
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
     return torch.where(live, loss, 0)

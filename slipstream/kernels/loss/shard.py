@@ -51,12 +51,12 @@ def equal_shards(count: int, group: Any) -> Shard:
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard, reduction: str, impl: str
+    logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, count], target [N] of the whole vocabulary -> loss [N] or []."""
-    expect_ids("target", target, shard.size, terms.ignore_index)
+    expect_ids("target", target, shard.size, options.ignore_index)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    return _reduced(_Rows.apply(logits, target, terms, shard, impl), target, terms, reduction)
+    return _reduced(_Rows.apply(logits, target, options, shard, impl), target, options, reduction)
 
 
 def linear_cross_entropy(
@@ -64,74 +64,78 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     shard: Shard,
     reduction: str,
     impl: str,
 ) -> Tensor:
     """hidden [N, D] is the same on every rank; weight [count, D] and bias [count] are a rank's."""
-    expect_ids("target", target, shard.size, terms.ignore_index)
-    rows = _LinearRows.apply(hidden, weight, bias, target, terms, shard, impl)
-    return _reduced(rows, target, terms, reduction)
+    expect_ids("target", target, shard.size, options.ignore_index)
+    rows = _LinearRows.apply(hidden, weight, bias, target, options, shard, impl)
+    return _reduced(rows, target, options, reduction)
 
 
-def _reduced(rows: Tensor, target: Tensor, terms: LossInputs, reduction: str) -> Tensor:
+def _reduced(rows: Tensor, target: Tensor, options: LossInputs, reduction: str) -> Tensor:
     if reduction == "none":
         return rows
     if reduction == "sum":
         return rows.sum()
-    return rows.sum() / (target != terms.ignore_index).sum().clamp(min=1)
+    return rows.sum() / (target != options.ignore_index).sum().clamp(min=1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_compute_dtype(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _z(logits: Tensor, terms: LossInputs) -> Tensor:
-    z = _wide(logits) * terms.logit_scale
-    return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
+def _z(logits: Tensor, options: LossInputs) -> Tensor:
+    z = _to_compute_dtype(logits) * options.logit_scale
+    return options.softcap * torch.tanh(z / options.softcap) if options.softcap else z
 
 
-def _local(target: Tensor, terms: LossInputs, shard: Shard) -> tuple[Tensor, Tensor]:
+def _local(target: Tensor, options: LossInputs, shard: Shard) -> tuple[Tensor, Tensor]:
     """The column of each row's target here, and whether it is here."""
     local = target - shard.first
-    inside = (target != terms.ignore_index) & (local >= 0) & (local < shard.count)
+    inside = (target != options.ignore_index) & (local >= 0) & (local < shard.count)
     return torch.where(inside, local, 0), inside
 
 
-def columns(logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard, impl: str) -> Columns:
-    return _run_guarded(impl, _columns, eager_columns, (logits, target, terms, shard))
+def columns(
+    logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, impl: str
+) -> Columns:
+    return _run_guarded(impl, _columns, eager_columns, (logits, target, options, shard))
 
 
-def _columns(logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard) -> Columns:
+def _columns(logits: Tensor, target: Tensor, options: LossInputs, shard: Shard) -> Columns:
     from slipstream.kernels.loss.triton import launch
 
     lse, hit, z_sum = (
         torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
     )
-    here = launch.Shard(shard.first, shard.size, z_sum)
-    launch.cross_entropy(logits, target, terms, loss=hit, lse=lse, shard=here)
+    columns_of_rank = launch.Shard(shard.first, shard.size, z_sum)
+    launch.cross_entropy(logits, target, options, loss=hit, lse=lse, shard=columns_of_rank)
     return Columns(lse, hit, z_sum)
 
 
-def eager_columns(logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard) -> Columns:
-    z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
+def eager_columns(logits: Tensor, target: Tensor, options: LossInputs, shard: Shard) -> Columns:
+    z, (local, inside) = _z(logits, options), _local(target, options, shard)
     hit = torch.where(inside, z.gather(1, local[:, None])[:, 0], 0)
     return Columns(torch.logsumexp(z, -1), hit, z.sum(-1))
 
 
-def combined(c: Columns, target: Tensor, terms: LossInputs, shard: Shard) -> tuple[Tensor, Tensor]:
+def combined(
+    c: Columns, target: Tensor, options: LossInputs, shard: Shard
+) -> tuple[Tensor, Tensor]:
     """loss and lse of the whole vocabulary, [N]."""
-    live = target != terms.ignore_index
+    live = target != options.ignore_index
     lse = torch.where(live, c.lse, 0)
     top = shard.sum(lse.clone(), dist.ReduceOp.MAX)
     top = torch.where(top.isinf(), 0, top)
-    parts = shard.sum(torch.stack([torch.exp(lse - top), c.hit, c.z_sum]))
-    lse = top + parts[0].log()
-    s = terms.label_smoothing
-    loss = lse - (1 - s) * parts[1] + terms.z_loss * lse.square()
+    sums = shard.sum(torch.stack([torch.exp(lse - top), c.hit, c.z_sum]))
+    lse = top + sums[0].log()
+    s = options.label_smoothing
+    loss = lse - (1 - s) * sums[1] + options.z_loss * lse.square()
     if s:
-        loss = loss - s * parts[2] / shard.size
+        loss = loss - s * sums[2] / shard.size
     return torch.where(live, loss, 0), lse
 
 
@@ -139,14 +143,14 @@ def dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     shard: Shard,
     dloss: Tensor,
     impl: str,
     out: Tensor,
 ) -> Tensor:
     """The gradient of a rank's logits, in `out`, which may be the logits."""
-    args = logits, target, lse, terms, shard, dloss, out
+    args = logits, target, lse, options, shard, dloss, out
     return _run_guarded(impl, _dlogits, eager_dlogits, args)
 
 
@@ -154,16 +158,23 @@ def _dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     shard: Shard,
     dloss: Tensor,
     out: Tensor,
 ) -> Tensor:
     from slipstream.kernels.loss.triton import launch
 
-    here = launch.Shard(shard.first, shard.size)
+    columns_of_rank = launch.Shard(shard.first, shard.size)
     launch.cross_entropy(
-        logits, target, terms, lse=lse, grad=out, weight=dloss, has_lse=True, shard=here
+        logits,
+        target,
+        options,
+        lse=lse,
+        grad=out,
+        weight=dloss,
+        has_lse=True,
+        shard=columns_of_rank,
     )
     return out
 
@@ -172,20 +183,20 @@ def eager_dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     shard: Shard,
     dloss: Tensor,
     out: Tensor,
 ) -> Tensor:
-    z, (local, inside) = _z(logits, terms), _local(target, terms, shard)
-    d = (z - lse[:, None]).exp_().mul_((1 + 2 * terms.z_loss * lse)[:, None])
-    d -= terms.label_smoothing / shard.size
-    hit = torch.where(inside, terms.label_smoothing - 1, 0).to(d.dtype)
+    z, (local, inside) = _z(logits, options), _local(target, options, shard)
+    d = (z - lse[:, None]).exp_().mul_((1 + 2 * options.z_loss * lse)[:, None])
+    d -= options.label_smoothing / shard.size
+    hit = torch.where(inside, options.label_smoothing - 1, 0).to(d.dtype)
     d.scatter_add_(1, local[:, None], hit[:, None])
-    if terms.softcap:
-        d *= 1 - (z / terms.softcap).square()
-    d *= (dloss * terms.logit_scale)[:, None]
-    return out.copy_(d.masked_fill_((target == terms.ignore_index)[:, None], 0))
+    if options.softcap:
+        d *= 1 - (z / options.softcap).square()
+    d *= (dloss * options.logit_scale)[:, None]
+    return out.copy_(d.masked_fill_((target == options.ignore_index)[:, None], 0))
 
 
 def _run_guarded(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
@@ -206,7 +217,7 @@ def _run_guarded(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
     """The probe: the second of two shards, every option on, one row ignored."""
-    terms, shard = (
+    options, shard = (
         LossInputs(-100, 0.1, 20.0, 1e-3, 0.9),
         Shard(classes, classes, 2 * classes, None),
     )
@@ -216,10 +227,10 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
     target[4] = -100
     live = target != -100
     with torch.no_grad():
-        pairs = [f(logits, target, terms, shard) for f in (_columns, eager_columns)]
+        pairs = [f(logits, target, options, shard) for f in (_columns, eager_columns)]
         lse = pairs[1].lse + 1
         grads = [
-            f(logits, target, lse, terms, shard, dloss, torch.empty_like(logits))
+            f(logits, target, lse, options, shard, dloss, torch.empty_like(logits))
             for f in (_dlogits, eager_dlogits)
         ]
     for name, x, y in (*zip(Columns._fields, *pairs), ("gradient", *grads)):
@@ -234,22 +245,22 @@ class _Rows(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, terms: LossInputs, shard: Shard, impl: str
+        ctx: Any, logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, impl: str
     ) -> Tensor:
         target = target.contiguous()
-        loss, lse = combined(columns(logits, target, terms, shard, impl), target, terms, shard)
+        loss, lse = combined(columns(logits, target, options, shard, impl), target, options, shard)
         ctx.save_for_backward(logits, target, lse)
-        ctx.rest = terms, shard, impl
+        ctx.call_options = options, shard, impl
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, lse = saved
-        terms, shard, impl = ctx.rest
+        options, shard, impl = ctx.call_options
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         dloss = dloss.contiguous()
-        return dlogits(logits, target, lse, terms, shard, dloss, impl, out), *[None] * 4
+        return dlogits(logits, target, lse, options, shard, dloss, impl, out), *[None] * 4
 
 
 class _LinearRows(Function):
@@ -264,35 +275,35 @@ class _LinearRows(Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        terms: LossInputs,
+        options: LossInputs,
         shard: Shard,
         impl: str,
     ) -> Tensor:
         target = target.contiguous()
-        found = [
-            columns(logits, target[rows], terms, shard, impl)
+        column_sums = [
+            columns(logits, target[rows], options, shard, impl)
             for rows, logits in _chunks(hidden, weight, bias)
         ]
-        if not found:
-            found = [Columns(*(_wide(hidden.new_empty(0)) for _ in range(3)))]
-        every = Columns(*(torch.cat(x) for x in zip(*found)))
-        loss, lse = combined(every, target, terms, shard)
+        if not column_sums:
+            column_sums = [Columns(*(_to_compute_dtype(hidden.new_empty(0)) for _ in range(3)))]
+        all_columns = Columns(*(torch.cat(x) for x in zip(*column_sums)))
+        loss, lse = combined(all_columns, target, options, shard)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
-        ctx.rest = terms, shard, impl
+        ctx.call_options = options, shard, impl
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = saved
-        terms, shard, impl = ctx.rest
+        options, shard, impl = ctx.call_options
         dloss = dloss.expand(target.shape).contiguous()
-        dhidden = torch.zeros_like(hidden, dtype=_wide(hidden[:0]).dtype)
+        dhidden = torch.zeros_like(hidden, dtype=_to_compute_dtype(hidden[:0]).dtype)
         dweight = torch.zeros_like(weight)
-        dbias = None if bias is None else torch.zeros_like(_wide(bias))
+        dbias = None if bias is None else torch.zeros_like(_to_compute_dtype(bias))
         for rows, logits in _chunks(hidden, weight, bias):
-            given = (target[rows], lse[rows], terms, shard, dloss[rows], impl)
-            d = dlogits(logits, *given, out=logits)
+            args = (target[rows], lse[rows], options, shard, dloss[rows], impl)
+            d = dlogits(logits, *args, out=logits)
             dhidden[rows] = d @ weight
             dweight.addmm_(d.t(), hidden[rows])
             if dbias is not None:

@@ -96,34 +96,34 @@ def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
     out."""
     if c.kernel == "tma":
         return c.num_stages * (TMA_ROWS + c.block_n) * TMA_BYTES + TMA_OUT + 32 * c.num_stages
-    ahead = c.num_stages
+    stages_in_smem = c.num_stages
     if p.instruction(c, arch) not in ("wgmma", "tcgen05", "mfma"):
-        ahead = max(c.num_stages - 1, 1)
-    ring = ahead * (c.block_m + c.block_n) * c.block_k * p.size
+        stages_in_smem = max(c.num_stages - 1, 1)
+    ring = stages_in_smem * (c.block_m + c.block_n) * c.block_k * p.size
     if p.precision == "tf32x3" and p.dtype == torch.float32:
-        ring = max(ring, 2 * c.block_n * c.block_k * 4 + ring // max(ahead, 1))
+        ring = max(ring, 2 * c.block_n * c.block_k * 4 + ring // max(stages_in_smem, 1))
     if p.instruction(c, arch) is None:  # a factor on its way to the threads is in float32
         ring = max(ring, max(c.block_m, c.block_n) * c.block_k * 4)
-    leaving = 0 if p.residual is None else p.residual.itemsize
-    return max(ring, c.block_m * c.block_n * max(p.out_dtype.itemsize, leaving))
+    residual_size = 0 if p.residual is None else p.residual.itemsize
+    return max(ring, c.block_m * c.block_n * max(p.out_dtype.itemsize, residual_size))
 
 
 def violation(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
     """What forbids a configuration, or None."""
     if c.kernel not in KERNELS:
         return f"kernel: want one of {KERNELS}, got {c.kernel!r}"
-    least_k = 32 if p.size == 1 else 16
-    for name, least, most in (
-        ("block_m", 16, 256), ("block_n", 16, 256), ("block_k", least_k, 512),
+    min_k = 32 if p.size == 1 else 16
+    for name, min_value, max_value in (
+        ("block_m", 16, 256), ("block_n", 16, 256), ("block_k", min_k, 512),
         ("num_warps", 1, arch.threads // arch.warp),
     ):  # fmt: skip
         value = getattr(c, name)
-        if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
-            return f"{name}: want a power of two from {least} to {most}, got {value!r}"
-    for name, most in (("num_stages", 8), ("group_m", 64), ("split_k", MAX_SPLIT_K)):
+        if not isinstance(value, int) or not min_value <= value <= max_value or value & (value - 1):
+            return f"{name}: want a power of two from {min_value} to {max_value}, got {value!r}"
+    for name, max_value in (("num_stages", 8), ("group_m", 64), ("split_k", MAX_SPLIT_K)):
         value = getattr(c, name)
-        if not isinstance(value, int) or not 1 <= value <= most:
-            return f"{name}: want a number from 1 to {most}, got {value!r}"
+        if not isinstance(value, int) or not 1 <= value <= max_value:
+            return f"{name}: want a number from 1 to {max_value}, got {value!r}"
     if (reason := _tma_objection(c, p, arch)) is not None:
         return reason
     if p.dtype in FP8 and p.dtype not in _fp8_of(arch):
@@ -181,13 +181,15 @@ def closest_legal(c: MatmulConfig, p: Problem, arch: Arch) -> MatmulConfig | Non
 
 def _changed(c: MatmulConfig, **sizes: Any) -> MatmulConfig:
     """With what else is out of bounds put back into them."""
-    most = 1 if sizes["kernel"] == "tma" else MAX_SPLIT_K
+    max_value = 1 if sizes["kernel"] == "tma" else MAX_SPLIT_K
     group, split = (x if isinstance(x, int) else 1 for x in (c.group_m, c.split_k))
-    return replace(c, **sizes, group_m=min(max(group, 1), 64), split_k=min(max(split, 1), most))
+    return replace(
+        c, **sizes, group_m=min(max(group, 1), 64), split_k=min(max(split, 1), max_value)
+    )
 
 
 # (columns of a tile, stages, group_m) of the TMA kernel; narrow tiles where wide ones are too few.
-TMA_WIDE, TMA_NARROW, TMA_THIN = (256, 4, 8), (128, 6, 8), (64, 8, 8)
+TMA_256, TMA_128, TMA_64 = (256, 4, 8), (128, 6, 8), (64, 8, 8)
 # block_m, block_n, block_k in bytes, warps, stages; by shared memory and, in float32, precision.
 BIG = {2: (128, 256, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 128, 128, 8, 3)}
 MIDDLE = {2: (128, 128, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 64, 128, 8, 3)}
@@ -198,9 +200,9 @@ ALONE = {2: (64, 64, 256, 4, 4), 1: (64, 64, 256, 4, 4), 4: (64, 64, 128, 4, 4)}
 SHARED = {2: (64, 128, 128, 4, 4), 1: (64, 128, 128, 4, 4), 4: (64, 128, 128, 4, 4)}
 # Slices of K that a program of several has at least: of as many as fill the device, and of twice as
 # many, of which two fit a multiprocessor.
-LEAST_SLICES, TWICE_SLICES = 4, 16
+MIN_SLICES, MIN_SLICES_DOUBLE = 4, 16
 # With less of K one program's time is less than that of adding up.
-FEW_DEEP = 1024
+MIN_SPLIT_K = 1024
 
 
 def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulConfig:
@@ -212,16 +214,16 @@ def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulC
     """
     if tma and p.swaps:
         M, N = N, M
-    wide_tiles = -(-M // TMA_ROWS) * -(-N // 256)
-    full = wide_tiles >= arch.units
+    tiles_256 = -(-M // TMA_ROWS) * -(-N // 256)
+    full = tiles_256 >= arch.units
     if tma:
-        bn, stages, group = TMA_WIDE if full else TMA_NARROW if N > 64 else TMA_THIN
+        bn, stages, group = TMA_256 if full else TMA_128 if N > 64 else TMA_64
         return MatmulConfig(TMA_ROWS, bn, TMA_BYTES // p.size, 8, stages, group, "tma")
     plain = p.dtype == torch.float32 and p.precision == "ieee"
     if arch.instruction is None or plain or p.dtype not in (*HALVES, *FP8, torch.float32):
         return PLAIN
     table = BIG if arch.wgmma and full else MIDDLE if arch.shared >= 160 << 10 else SMALL
-    if not few(arch, M, N, K):
+    if not uses_split_k(arch, M, N, K):
         return _pointer(table, p)
     if not arch.wgmma:
         return _shared(_pointer(table, p), arch, M, N, K)
@@ -240,15 +242,15 @@ def _tiles(c: MatmulConfig, M: int, N: int) -> int:
     return -(-M // c.block_m) * -(-N // c.block_n)
 
 
-def few(arch: Arch, M: int, N: int, K: int) -> bool:
+def uses_split_k(arch: Arch, M: int, N: int, K: int) -> bool:
     """Whether there are so few tiles, and so much of K, that programs share them."""
     tiles = -(-M // 64) * -(-N // 128)
-    return tiles <= arch.units // 2 and K >= FEW_DEEP
+    return tiles <= arch.units // 2 and K >= MIN_SPLIT_K
 
 
 def _shared(c: MatmulConfig, arch: Arch, M: int, N: int, K: int) -> MatmulConfig:
     """With as many programs a tile as fill the device, or twice as many."""
-    slices, each = -(-K // c.block_k), arch.units // _tiles(c, M, N)
-    once = min(each, slices // LEAST_SLICES)
-    twice = min(2 * arch.units // _tiles(c, M, N), slices // TWICE_SLICES)
+    slices, programs_per_tile = -(-K // c.block_k), arch.units // _tiles(c, M, N)
+    once = min(programs_per_tile, slices // MIN_SLICES)
+    twice = min(2 * arch.units // _tiles(c, M, N), slices // MIN_SLICES_DOUBLE)
     return replace(c, split_k=max(min(max(once, twice), MAX_SPLIT_K), 1))

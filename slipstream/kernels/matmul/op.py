@@ -15,7 +15,14 @@ from slipstream.compiler import arch as arches
 from slipstream.compiler.arch import Arch
 from slipstream.compiler.kernel_key import KernelKey
 from slipstream.kernels.matmul import eager
-from slipstream.kernels.matmul.config import KERNELS, MatmulConfig, Problem, check, few, unpack
+from slipstream.kernels.matmul.config import (
+    KERNELS,
+    MatmulConfig,
+    Problem,
+    check,
+    unpack,
+    uses_split_k,
+)
 from slipstream.kernels.matmul.config import choose as choose_tile
 from slipstream.kernels.matmul.inputs import (
     FP8,
@@ -39,16 +46,16 @@ Call = tuple[MatmulInputs, MatmulConfig | None, bool]
 
 def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
-    rest = () if config is None else config.pack(), impl or ""
+    others = () if config is None else config.pack(), impl or ""
     if needs_autograd(t.a, t.b, t.bias, t.residual):
-        return _with_gradient(t, *rest)
-    return _CALL(*t, *rest)
+        return _with_gradient(t, *others)
+    return _CALL(*t, *others)
 
 
-def _with_gradient(t: MatmulInputs, *rest: Any) -> Tensor:
+def _with_gradient(t: MatmulInputs, *others: Any) -> Tensor:
     if not t.activation:
-        return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *rest)
-    z = _Matmul.apply(*t[:3], None, *t[4:6], t.precision, t.out_dtype, *rest)
+        return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *others)
+    z = _Matmul.apply(*t[:3], None, *t[4:6], t.precision, t.out_dtype, *others)
     y = activated(z, t.activation)
     return y if t.residual is None else (y + t.residual).to(t.out_dtype)
 
@@ -109,14 +116,14 @@ def _kind(name: str, t: MatmulInputs) -> KernelKey:
 
 def _triton_unsupported_reason(call: Call) -> str | None:
     t, config, _ = call
-    if reason := _unfit(t):
+    if reason := _unsupported_operands(t):
         return reason
     if config is not None and config.kernel != "pointer":
         return "the configuration is another kernel's"
     return guarded_launch.known_failure(lambda: _kind("triton", t), t.a.device)
 
 
-def _unfit(t: MatmulInputs) -> str | None:
+def _unsupported_operands(t: MatmulInputs) -> str | None:
     """Why no kernel can multiply these."""
     if not HAVE_TRITON:
         return "Triton is not installed"
@@ -138,9 +145,13 @@ def sm90_unsupported_reason(call: Call) -> str | None:
     t, config, named = call
     if config is not None and config.kernel != "tma":
         return "the configuration is the portable kernel's"
-    if reason := sm90_unsupported(t.a) or _unfit(t) or tma_unsupported_reason(t):
+    if reason := sm90_unsupported(t.a) or _unsupported_operands(t) or tma_unsupported_reason(t):
         return reason
-    if config is None and not named and few(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1]):
+    if (
+        config is None
+        and not named
+        and uses_split_k(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1])
+    ):
         return "there are few tiles, of which the portable kernel's programs share each"
     return guarded_launch.known_failure(lambda: _kind("sm90", t), t.a.device)
 
@@ -152,12 +163,12 @@ def tma_unsupported_reason(t: MatmulInputs) -> str | None:
     K, N = t.b.shape
     size = t.a.element_size()
     swaps = tma_swaps(t)
-    for name, x, turns in (
+    for name, x, may_transpose in (
         ("a", t.a, size in (2, 4) and not swaps),
         ("b", t.b.t(), size == 2 or swaps),
     ):
-        turned = turns and row_by_row(x.t())
-        if not (row_by_row(x) or turned or K * size % 16 == 0):
+        transposed = may_transpose and row_by_row(x.t())
+        if not (row_by_row(x) or transposed or K * size % 16 == 0):
             return f"TMA wants rows of {name} at multiples of 16 bytes, they are {K * size} long"
     if N * t.out_dtype.itemsize % 16:
         return f"TMA wants rows of the result at multiples of 16 bytes, they have {N} elements"
@@ -181,8 +192,8 @@ def plan_for(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> 
 
 
 def _impl(*args: Any) -> Tensor:
-    *given, packed, impl = args
-    t, config = MatmulInputs(*given), unpack(packed) if packed else None
+    *tensors, packed, impl = args
+    t, config = MatmulInputs(*tensors), unpack(packed) if packed else None
     # such a call makes only what is added, whatever the kernel
     if config is not None and 0 not in (*t.a.shape, *t.b.shape):
         check(config, problem(t), arch_of(t.a.device))
@@ -193,7 +204,7 @@ def _impl(*args: Any) -> Tensor:
 
 def _with(names: list[str], t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """By the first of the implementations at which this machine's compilers do not fail."""
-    name, *rest = names
+    name, *others = names
     if name == "reference":
         return matmul_reference(t)
     if name == "eager":
@@ -202,7 +213,7 @@ def _with(names: list[str], t: MatmulInputs, config: MatmulConfig | None) -> Ten
         lambda: _kind(name, t),
         t.a.device,
         lambda t, config: _launch(name, t, config),
-        (lambda t, config: _with(rest, t, config)) if rest else None,
+        (lambda t, config: _with(others, t, config)) if others else None,
         (t, config),
         lambda: _probe(name, t),
     )
@@ -225,13 +236,13 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
     """A small product with edges in every direction; float8 is not random enough to compare."""
     if like.a.dtype in FP8:
         return None
-    given = {
+    tensors = {
         "a": torch.randn(200, 168, device=like.a.device).to(like.a.dtype),
         "b": torch.randn(168, 144, device=like.a.device).to(like.a.dtype) / 13,
     }
 
-    def run(given: Given, impl: str) -> Tensor:
-        a, b = given["a"], given["b"]
+    def run(tensors: Given, impl: str) -> Tensor:
+        a, b = tensors["a"], tensors["b"]
         assert a is not None and b is not None
         return matmul(
             MatmulInputs(a, b, None, None, None, None, "", like.precision, a.dtype), None, impl
@@ -239,8 +250,8 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
 
     # tf32 keeps 10 bits, which is not what is looked for
     if like.a.dtype == torch.float32 and like.precision == "tf32":
-        given = {n: x.bfloat16().float() for n, x in given.items()}
-    return mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), given)
+        tensors = {n: x.bfloat16().float() for n, x in tensors.items()}
+    return mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), tensors)
 
 
 def _fake(*args: Any) -> Tensor:
@@ -260,8 +271,8 @@ _CALL = KernelOp(
 
 def _of_operator(*args: Any) -> Tensor:
     """As slipstream::matmul is called."""
-    *terms, packed, impl = args
-    return _with_gradient(MatmulInputs(*terms), packed, impl)
+    *tensors, packed, impl = args
+    return _with_gradient(MatmulInputs(*tensors), packed, impl)
 
 
 _CALL.set_gradient(_of_operator)

@@ -29,10 +29,10 @@ def run(
     return eager.compose(x, weight, bias, gate, residual, n, *functions)
 
 
-def _unsupported_reason(x: Tensor, n: NormOptions, *given: Tensor | None) -> str | None:
+def _unsupported_reason(x: Tensor, n: NormOptions, *tensors: Tensor | None) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    for t in given:
+    for t in tensors:
         if t is not None and t.dtype not in DTYPES:
             return f"it computes in float32, and an input is {t.dtype}"
-    return guarded_launch.known_failure(lambda: kind(x, given[0], given[2], n), x.device)
+    return guarded_launch.known_failure(lambda: kind(x, tensors[0], tensors[2], n), x.device)

@@ -37,24 +37,24 @@ def compose(
 ) -> tuple[Tensor, Tensor]:
     """y and h of any norm, out of the two given, which take a row."""
     h = _residual_sum(x, residual, n.wide_h)
-    wide = _wide(h)
-    opening = None if gate is None else ACTIVATIONS[n.activation](gate.to(wide.dtype))
-    if opening is not None and n.gate_first:
-        wide = wide * opening
-    factor = _factor(weight, wide, n.zero_centered)
-    offset = None if bias is None else bias.to(wide.dtype)
+    z = _to_compute_dtype(h)
+    gate_value = None if gate is None else ACTIVATIONS[n.activation](gate.to(z.dtype))
+    if gate_value is not None and n.gate_first:
+        z = z * gate_value
+    factor = _factor(weight, z, n.zero_centered)
+    offset = None if bias is None else bias.to(z.dtype)
     if n.l2:
-        y = _l2(wide, n.eps, x.requires_grad, rms)
+        y = _l2(z, n.eps, x.requires_grad, rms)
     elif n.groups:
-        groups = wide.unflatten(-1, (n.groups, x.shape[-1] // n.groups))
+        groups = z.unflatten(-1, (n.groups, x.shape[-1] // n.groups))
         y = layer(groups, None, None, n.eps) if n.centre else rms(groups, None, n.eps)
         y = _affine(y.flatten(-2), factor, offset)
     elif n.centre:
-        y = layer(wide, factor, offset, n.eps)
+        y = layer(z, factor, offset, n.eps)
     else:
-        y = _affine(rms(wide, factor, n.eps), None, offset)
-    if opening is not None and not n.gate_first:
-        y = y * opening
+        y = _affine(rms(z, factor, n.eps), None, offset)
+    if gate_value is not None and not n.gate_first:
+        y = y * gate_value
     return y.to(x.dtype), h
 
 
@@ -75,7 +75,7 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_compute_dtype(x: Tensor) -> Tensor:
     """In the dtype of the arithmetic: float64 stays, everything else is float32."""
     return x if x.dtype == torch.float64 else x.float()
 

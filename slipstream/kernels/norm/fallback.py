@@ -53,15 +53,15 @@ def backward(
     needs_bias: bool,
 ) -> tuple[Any, ...]:
     """dx, dresidual, dweight, dbias, dgate."""
-    given = [None if x is None else x.detach() for x in (h, weight, bias, gate)]
+    detached = [None if x is None else x.detach() for x in (h, weight, bias, gate)]
 
     def run() -> list[Tensor | None]:
-        leaves = [None if x is None else x.clone().requires_grad_() for x in given]
+        leaves = [None if x is None else x.clone().requires_grad_() for x in detached]
         x, w, b, g = cast(Any, leaves)
         y, _ = eager.compose(x, w, b, g, None, n, eager.rms, eager.layer)
-        wanted = [x for x in leaves if x is not None]
-        found = iter(torch.autograd.grad(y, wanted, dy.to(y.dtype)))
-        return [None if x is None else next(found) for x in leaves]
+        requested = [x for x in leaves if x is not None]
+        grads = iter(torch.autograd.grad(y, requested, dy.to(y.dtype)))
+        return [None if x is None else next(grads) for x in leaves]
 
     dsum, dweight, dbias, dgate = run_isolated(run, dy.device)
     assert dsum is not None

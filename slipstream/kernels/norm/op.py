@@ -27,7 +27,7 @@ _NORM = (
     "float eps, bool centre, bool l2, int groups, bool zero_centered, str activation, "
     "bool gate_first, bool wide_h, bool keep_h"
 )
-_GIVEN = "Tensor? weight, Tensor? bias, Tensor? gate"
+_OPTIONAL_TENSORS = "Tensor? weight, Tensor? bias, Tensor? gate"
 
 
 def norm(
@@ -71,27 +71,27 @@ def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) 
 
 def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As the launch, which is the same but for the last argument."""
-    *given, impl = args
-    x, weight, bias, gate, residual, n, _ = given
+    *tensors, impl = args
+    x, weight, bias, gate, residual, n, _ = tensors
     return guarded_launch.run_guarded(
         lambda: kind(x, weight, gate, n),
         x.device,
         _launch().forward,
         None if impl == "triton" else fallback.forward,
-        tuple(given),
+        tuple(tensors),
         lambda: _mismatch(x, weight, bias, gate, residual, n),
     )
 
 
 def _run_backward(*args: Any) -> Any:
-    *given, impl = args
-    _, _, h, weight, bias, gate, _, _, n, _, _ = given
+    *tensors, impl = args
+    _, _, h, weight, bias, gate, _, _, n, _, _ = tensors
     return guarded_launch.run_guarded(
         lambda: kind(h, weight, gate, n),
         h.device,
         _launch().backward,
         None if impl == "triton" else fallback.backward,
-        tuple(given),
+        tuple(tensors),
         lambda: _mismatch(h, weight, bias, gate, None, n),
     )
 
@@ -107,16 +107,18 @@ def _mismatch(
     """The probe: rows of the same width."""
     width = x.shape[-1]
     rows = {"x": x, "gate": gate, "residual": residual}
-    given = {"weight": weight, "bias": bias}
-    made = {
+    tensors = {"weight": weight, "bias": bias}
+    probe_inputs = {
         name: y if y is None else numeric_probe.random_like(y, 37, width)
         for name, y in rows.items()
     }
-    made |= {
-        name: y if y is None else numeric_probe.random_like(y, width) for name, y in given.items()
+    probe_inputs |= {
+        name: y if y is None else numeric_probe.random_like(y, width) for name, y in tensors.items()
     }
     return numeric_probe.mismatch(
-        lambda t: norm(**t, n=n, impl="triton|eager"), lambda t: fallback.norm(**t, n=n), made
+        lambda t: norm(**t, n=n, impl="triton|eager"),
+        lambda t: fallback.norm(**t, n=n),
+        probe_inputs,
     )
 
 
@@ -181,18 +183,18 @@ class _Norm(Function):
 
 
 def _forward_impl(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *given, save, impl = args
-    given, n = given[:5], NormOptions(*given[5:])
-    y, h, stats = _run_forward(*given, n, save, impl)
+    *tensors, save, impl = args
+    tensors, n = tensors[:5], NormOptions(*tensors[5:])
+    y, h, stats = _run_forward(*tensors, n, save, impl)
     return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
 
 
 def _backward_impl(*args: Any) -> list[Tensor]:
     tensors, residual_dtype, options = args[:7], args[7], args[8:]
     n, needs, impl = NormOptions(*options[:-3]), options[-3:-1], options[-1]
-    dx, dr, *rest = _run_backward(*tensors, residual_dtype, n, *needs, impl)
+    dx, dr, *others = _run_backward(*tensors, residual_dtype, n, *needs, impl)
     dr = None if dr is dx else dr  # results of an operator are no aliases
-    return [dx, *(dx.new_empty(0) if x is None else x for x in (dr, *rest))]
+    return [dx, *(dx.new_empty(0) if x is None else x for x in (dr, *others))]
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,15 +223,16 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 
 _forward_op = KernelOp(
     "norm_forward",
-    f"(Tensor x, {_GIVEN}, Tensor? residual, {_NORM}, bool save, str impl) -> "
+    f"(Tensor x, {_OPTIONAL_TENSORS}, Tensor? residual, {_NORM}, bool save, str impl) -> "
     "(Tensor, Tensor, Tensor)",
     _forward_impl,
     _forward_fake,
 )
 _backward_op = KernelOp(
     "norm_backward",
-    f"(Tensor dy, Tensor? dh, Tensor h, {_GIVEN}, Tensor? stats, ScalarType? residual_dtype, "
-    f"{_NORM}, bool needs_weight, bool needs_bias, str impl) -> Tensor[]",
+    f"(Tensor dy, Tensor? dh, Tensor h, {_OPTIONAL_TENSORS}, Tensor? stats, "
+    f"ScalarType? residual_dtype, {_NORM}, bool needs_weight, bool needs_bias, "
+    "str impl) -> Tensor[]",
     _backward_impl,
     _backward_fake,
 )

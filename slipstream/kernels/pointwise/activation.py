@@ -100,10 +100,12 @@ def _kind(x: Tensor, f: str) -> KernelKey:
 def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     """The probe: rows of the same width."""
     width = gate.shape[-1]
-    made = {"gate": numeric_probe.random_like(gate, 37, width)}
-    made |= {"up": None if up is None else numeric_probe.random_like(up, 37, width)}
+    probe_inputs = {"gate": numeric_probe.random_like(gate, 37, width)}
+    probe_inputs |= {"up": None if up is None else numeric_probe.random_like(up, 37, width)}
     return numeric_probe.mismatch(
-        lambda t: run(t["gate"], t["up"], f, TRITON_OR_EAGER), lambda t: _eager(**t, f=f), made
+        lambda t: run(t["gate"], t["up"], f, TRITON_OR_EAGER),
+        lambda t: _eager(**t, f=f),
+        probe_inputs,
     )
 
 

@@ -68,11 +68,11 @@ def _mismatch(input_ids: Tensor, weight: Tensor) -> str | None:
     if weight.dtype not in numeric_probe.BARS:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
-    made = {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])}
+    probe_inputs = {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])}
     return numeric_probe.mismatch(
         lambda t: _launch().gather(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
-        made,
+        probe_inputs,
         gradients=False,
     )
 

@@ -34,9 +34,9 @@ def glu_linear(
 ) -> Tensor:
     """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
     impl = activation.choose(gate, f, impl)
-    given = (gate, up, weight, bias)
-    if needs_autograd(*given) and not by_operation():
-        return _GluLinear.apply(*given, f, impl)
+    tensors = (gate, up, weight, bias)
+    if needs_autograd(*tensors) and not by_operation():
+        return _GluLinear.apply(*tensors, f, impl)
     return F.linear(activation.run(gate, up, f, impl), weight, bias)
 
 
@@ -143,7 +143,7 @@ def _recompute(
             return glu_bwd_recompute(*args)
 
         dgate, dup = guarded_launch.run_guarded(
-            lambda: ("glu_again.triton", f, gate.dtype, gate.shape[-1]),
+            lambda: ("glu_bwd_recompute.triton", f, gate.dtype, gate.shape[-1]),
             gate.device,
             kernel,
             None if impl == "triton" else _eager_recompute,
@@ -166,7 +166,7 @@ def _eager_recompute(
 def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     """The probe: rows of the same width."""
     names = ("dh", "gate") if up is None else ("dh", "gate", "up")
-    made = {name: numeric_probe.random_like(gate, 37, gate.shape[-1]) for name in names}
+    probe_inputs = {name: numeric_probe.random_like(gate, 37, gate.shape[-1]) for name in names}
 
     def kernels(t: numeric_probe.Given) -> tuple[Tensor, ...]:
         grads = _recompute(t["dh"], t["gate"], t.get("up"), f, TRITON_OR_EAGER)
@@ -175,7 +175,7 @@ def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
     def plain(t: numeric_probe.Given) -> tuple[Tensor | None, ...]:
         return (*_eager_recompute(t["dh"], t["gate"], t.get("up"), f), t["dh"])
 
-    return numeric_probe.mismatch(kernels, plain, made, gradients=False)
+    return numeric_probe.mismatch(kernels, plain, probe_inputs, gradients=False)
 
 
 def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:

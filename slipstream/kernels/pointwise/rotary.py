@@ -32,8 +32,8 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     """x [B, T, H, D]; cos, sin [B or 1, T, 1, R/2] with R <= D."""
     half = cos.shape[-1]
     x1, x2 = _pairs(x, half, interleaved)
-    turned = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
-    head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    head = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat([head, x[..., 2 * half :]], dim=-1)
 
 
@@ -60,13 +60,13 @@ class _Rotary(Function):
         return _rotate(dy, cos, sin, ctx.interleaved, -1), None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
     half = cos.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x1, x2 = _pairs(x, half, interleaved)
     y1, y2 = _pairs(y, half, interleaved)
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-way)
-    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=way)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
     y[..., 2 * half :] = x[..., 2 * half :]
     return y
 
@@ -84,17 +84,17 @@ def table_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
     return table[None, : x.shape[1]] if positions is None else table[positions]
 
 
-def turned(
+def rotary_by_table(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, impl: str
 ) -> Tensor:
     """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
     triton, or triton|eager."""
     if needs_autograd(x):
-        return _Turned.apply(x, cos, sin, positions, interleaved, impl)
+        return _RotaryByTable.apply(x, cos, sin, positions, interleaved, impl)
     return _call(x, cos, sin, positions, interleaved, False, impl)
 
 
-class _Turned(Function):
+class _RotaryByTable(Function):
     operator = "slipstream::rotary"
 
     @staticmethod
@@ -127,11 +127,11 @@ def _eager(
     back: bool,
 ) -> Tensor:
     """As the kernel is called; no gradients."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if positions is not None:
         positions = positions.clamp(0, cos.shape[0] - 1)
-    c, s = (table_rows(table, x, positions).to(wide)[:, :, None] for table in (cos, sin))
-    return _rotate(x.to(wide), c, s, interleaved, -1 if back else 1).to(x.dtype)
+    c, s = (table_rows(table, x, positions).to(compute_dtype)[:, :, None] for table in (cos, sin))
+    return _rotate(x.to(compute_dtype), c, s, interleaved, -1 if back else 1).to(x.dtype)
 
 
 def _rotary(
@@ -174,11 +174,11 @@ def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
     tables = angle.cos().to(cos.dtype), angle.sin().to(cos.dtype)
     positions = torch.randint(0, 40, (1, 19), device=x.device)
     rows = [y.float()[positions][:, :, None] for y in tables]
-    made = {"x": numeric_probe.random_like(x, 1, 19, 3, x.shape[-1])}
+    probe_inputs = {"x": numeric_probe.random_like(x, 1, 19, 3, x.shape[-1])}
     return numeric_probe.mismatch(
-        lambda t: turned(t["x"], *tables, positions, interleaved, TRITON_OR_EAGER),
+        lambda t: rotary_by_table(t["x"], *tables, positions, interleaved, TRITON_OR_EAGER),
         lambda t: rotary(t["x"], *rows, interleaved=interleaved),
-        made,
+        probe_inputs,
     )
 
 
@@ -206,7 +206,7 @@ _call = KernelOp(
 def _of_operator(*args: Any) -> Tensor:
     """As slipstream::rotary is called."""
     x, cos, sin, positions, interleaved, back, impl = args
-    return _Turned.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
+    return _RotaryByTable.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
 
 
 _call.set_gradient(_of_operator)

@@ -27,13 +27,13 @@ def shift_reference(
         past = torch.cat([first[:, None], x], dim=1)
         return past[:, :-1], past[:, -1]
     offsets = cu_seqlens.tolist()
-    parts = [
+    outputs = [
         shift_reference(x[:, begin:end], None if state is None else state[n : n + 1], None)
         for n, (begin, end) in enumerate(pairwise(offsets))
     ]
-    if not parts:
+    if not outputs:
         return torch.zeros_like(x), x.new_zeros(0, x.shape[2])
-    return torch.cat([y for y, _ in parts], dim=1), torch.cat([last for _, last in parts])
+    return torch.cat([y for y, _ in outputs], dim=1), torch.cat([last for _, last in outputs])
 
 
 def shift(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -138,9 +138,9 @@ def _shift(
 
         return shift(*args)
 
-    instead = None if impl == "triton" else _eager
+    fallback = None if impl == "triton" else _eager
     return guarded_launch.run_guarded(
-        lambda: _kind(x), x.device, kernel, instead, args, lambda: _mismatch(x)
+        lambda: _kind(x), x.device, kernel, fallback, args, lambda: _mismatch(x)
     )
 
 
@@ -150,19 +150,21 @@ def _kind(x: Tensor) -> KernelKey:
 
 def _mismatch(x: Tensor) -> str | None:
     """The probe: three packed sequences, one of them empty, with states."""
-    made = {
+    probe_inputs = {
         "x": numeric_probe.random_like(x, 1, 40, x.shape[-1]),
         "state": numeric_probe.random_like(x, 3, x.shape[-1]),
     }
-    made["cu_seqlens"] = torch.tensor([0, 17, 17, 40], device=x.device)
+    probe_inputs["cu_seqlens"] = torch.tensor([0, 17, 17, 40], device=x.device)
     return numeric_probe.mismatch(
-        lambda t: kernel_shift(**t, impl=TRITON_OR_EAGER), lambda t: shift_reference(**t), made
+        lambda t: kernel_shift(**t, impl=TRITON_OR_EAGER),
+        lambda t: shift_reference(**t),
+        probe_inputs,
     )
 
 
-def _unsupported_reason(x: Tensor, *given: Tensor | None) -> str | None:
+def _unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
     """Why the Triton kernel can't take a call, or None if it can."""
-    cu_seqlens = given[-1]
+    cu_seqlens = tensors[-1]
     if 0 in (x.shape[0], x.shape[2]) or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
         return "there are no features or sequences"
     if torch.version.hip:
@@ -187,8 +189,8 @@ _call = KernelOp(
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     """As slipstream::token_shift is called."""
-    *given, back, impl = args
-    return () if back else _Shift.apply(*given, impl)
+    *tensors, back, impl = args
+    return () if back else _Shift.apply(*tensors, impl)
 
 
 _call.set_gradient(_of_operator)

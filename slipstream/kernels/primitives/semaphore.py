@@ -75,11 +75,11 @@ def proxy_fence():
 @gluon.jit
 def lock_workspace(ptr, first, count):
     """One of `count` slots that no program has, looked for from `first` on."""
-    slot = first
-    while gl.atomic_cas(ptr + slot, 0, 1, sem="acquire") != 0:
-        slot += 1
-        slot = gl.where(slot == count, 0, slot)
-    return slot
+    workspace = first
+    while gl.atomic_cas(ptr + workspace, 0, 1, sem="acquire") != 0:
+        workspace += 1
+        workspace = gl.where(workspace == count, 0, workspace)
+    return workspace
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90.tiles import TILES, TRIED
+from slipstream.kernels.attention.sm90.tiles import TILES, TUNING_TILES
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import disassemble, most_spilled, overwritten
 
@@ -77,7 +77,7 @@ def test_the_forward_of_two_widths_compiles() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "right"), [("forward", 0), ("forward", -1)])
 def test_what_is_tried_compiles(part: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tile in TRIED[64][part][1:]:
+    for tile in TUNING_TILES[64][part][1:]:
         monkeypatch.setitem(TILES, 64, TILES[64]._replace(**{part: tile}))
         check(call_of(64, AttentionOptions(0.1, -1, right), packed=False), only="fwd")
 

@@ -66,7 +66,7 @@ def forward(
          *offsets(terms),
          counter, *factors(options), *sizes(terms, options, False), *at(q),
          *at(k), *at(v)),
-        NC=2, BN=32, D=D, DV=DV, ST=2, ROOM=room, **flags(terms, options, extra),
+        NC=2, BN=32, D=D, DV=DV, ST=2, Q_STAGES=room, **flags(terms, options, extra),
     )  # fmt: skip
     return {"o": o, "lse": lse}
 

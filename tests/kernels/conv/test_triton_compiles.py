@@ -21,8 +21,8 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
     names = ["x", "w", *(["dy", "dx"] if backward else ["y"])]
     names += ["b", "s", *([] if backward else ["r"])] if full else []
     tensors = {f"{name}_ptr": dtype for name in names}
-    tensors |= {"part_ptr": "*fp32"} if backward else {}
-    tensors |= {"where_ptr": "*i32"} if full else {}
+    tensors |= {"partial_ptr": "*fp32"} if backward else {}
+    tensors |= {"positions_ptr": "*i32"} if full else {}
     BT = tile.BT if W <= 4 or tile.BT == 8 else tile.BT // 2
     return compile_kernel(
         kernel,
@@ -57,7 +57,7 @@ def test_small_convolution_kernels_compile(arch: str) -> None:
         got = compile_kernel(f"{MODULE}:{kernel}", tensors, flags, target=arch, warps=warps)
         return got.stack
 
-    tensors = {"cu_ptr": "*i32", "where_ptr": "*i32"}
+    tensors = {"cu_ptr": "*i32", "positions_ptr": "*i32"}
     assert stack("conv_positions_kernel", tensors, {"B": 1024}, 4) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("dy", "x", "w", "b", "s", "ds")} | {"cu_ptr": "*i64"}
     flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}

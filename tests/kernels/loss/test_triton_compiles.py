@@ -19,7 +19,7 @@ def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
     BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
     tensors = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64"}
     tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
-    scalars = dict.fromkeys(("smoothing", "each", "softcap", "z_loss", "scale"), "fp32")
+    scalars = dict.fromkeys(("smoothing", "smoothing_each", "softcap", "z_loss", "scale"), "fp32")
     scalars |= {"stride": "i32:16", "grad_stride": "i32:16"}
     flags = {"V": V, "BV": BV, "INNER": 8, "CAP": not plain, "SMOOTH": not plain}
     flags |= {"HAS_LSE": False, "SHARD": not plain}
@@ -39,7 +39,11 @@ def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("looks", [False, True])
 def test_small_loss_kernels_compile(arch: str, looks: bool) -> None:
-    tensors = {"target_ptr": "*i64", "out_ptr": "*fp32", **({"slots_ptr": "*i64"} if looks else {})}
+    tensors = {
+        "target_ptr": "*i64",
+        "out_ptr": "*fp32",
+        **({"records_ptr": "*i64"} if looks else {}),
+    }
     flags, of = {"NAME": 1, "B": 4096}, f"{MODULE}:inverse_count_kernel"
     assert compile_kernel(of, tensors, flags, target=arch, warps=8).stack == 0
     tensors = dict.fromkeys(("x_ptr", "out_ptr", *(["factor_ptr"] * looks)), "*fp32")

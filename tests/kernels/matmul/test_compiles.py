@@ -128,8 +128,8 @@ def test_shared_tiles_compile(p: Problem, M: int, N: int) -> None:
     assert got.instructions["wgmma"] > 0
     summed = compile_kernel(
         "slipstream.kernels.matmul.triton.matmul:matmul_sum_kernel",
-        {"part_ptr": "*fp32", "out_ptr": "*bf16", **ALL},
-        {"BM": 1, "BN": 512, "MOST": 8, "EVEN_N": True, "PDL": True, "ACTIVATION": "silu"},
+        {"partial_ptr": "*fp32", "out_ptr": "*bf16", **ALL},
+        {"BM": 1, "BN": 512, "MAX_SPLITS": 8, "EVEN_N": True, "PDL": True, "ACTIVATION": "silu"},
         scalars={"r_stride": "i32:16"},
         options={"launch_pdl": True},
     )
@@ -145,8 +145,8 @@ def test_shared_tiles_compile_for_sm_80(p: Problem) -> None:
     assert got.instructions["mma.sync"] > 0
     summed = compile_kernel(
         "slipstream.kernels.matmul.triton.matmul:matmul_sum_kernel",
-        {"part_ptr": "*fp32", "out_ptr": f"*{NAMES[p.out_dtype]}", **ALL},
-        {"BM": 1, "BN": 512, "MOST": 8, "EVEN_N": True, "PDL": False, "ACTIVATION": "silu"},
+        {"partial_ptr": "*fp32", "out_ptr": f"*{NAMES[p.out_dtype]}", **ALL},
+        {"BM": 1, "BN": 512, "MAX_SPLITS": 8, "EVEN_N": True, "PDL": False, "ACTIVATION": "silu"},
         scalars={"r_stride": "i32:16"},
         target="sm_80",
     )

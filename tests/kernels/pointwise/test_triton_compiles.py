@@ -17,8 +17,8 @@ def test_rotary_compiles(arch: str, interleaved: bool) -> None:
     flags = {"H": 32, "D": 128, "HALF": 48, "BH": 32, "BP": 64}
     got = compile_kernel(
         f"{PACKAGE}.rotary:rotary_kernel",
-        {**tensors, "position_ptr": "*i64", "slots_ptr": "*i64"},
-        {**flags, "INTERLEAVED": interleaved, "BACK": True, "SLOTS": 4096, "NAME": 2},
+        {**tensors, "position_ptr": "*i64", "records_ptr": "*i64"},
+        {**flags, "INTERLEAVED": interleaved, "BACK": True, "RECORDS": 4096, "NAME": 2},
         target=arch,
     )
     assert got.stack == 0

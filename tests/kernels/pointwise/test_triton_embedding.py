@@ -22,7 +22,7 @@ def test_triton_embedding_reads_rows_and_finds_wrong_ids() -> None:
 def test_embedding_compiles(arch: str, ids: str) -> None:
     got = compile_kernel(
         "slipstream.kernels.pointwise.triton.embedding:embedding_kernel",
-        {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "slots_ptr": "*i64"},
+        {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "records_ptr": "*i64"},
         {"D": 4096, "BR": 2, "BD": 1024},
         scalars={"weight_stride": "i32:16"},
         target=arch,

@@ -1,22 +1,38 @@
-"""The gradients of k and v for sm_90 and heads of 256: two warpgroups walk over the queries of the
-same 64 keys, and one makes dv, one dk.
+"""The gradients of k and v for sm_90 and heads of 256, warp-specialised.
 
     p_ts = exp(x_ts - lse_t)      dp_ts = do_t . v_s      dx_ts = p_ts (dp_ts - delta_t)
     dk_s = scale sum_t dx_ts q_t      dv_s = sum_t p_ts do_t
 
-Both gradients of 64 keys would take all registers of a warpgroup, so both make p^T: five products
-a tile where four would do. p and dx are made transposed, keys by queries, so that they go from
-registers into the products. A program takes all the query heads of its keys: nothing is added by
-two.
+A unit is 64 keys of a head of k; a program loops over all queries of all heads that share it, so
+nothing is added by two programs. dk and dv of 64 keys would take all registers of a warpgroup, so
+one warpgroup computes dv and the other dk. Both need p: five products a tile where four would do.
+p and dx are computed transposed, keys by queries, so that they go from registers into the products.
+
+    _load_partition, 1 warp            _warpgroup_0: dv               _warpgroup_1: dk
+      k, v, once a unit -- full.kv -->   reads k                        reads k and v
+      q, do of a tile   -- full.q, do -> _dv_step: p^T = k q^T          _dk_step: p^T, dp^T = v do^T
+                                                   dv += p^T do                   dk += dx^T q
+      waits for empty.q, empty.do        returns q, then do             returns do, then q
+      waits for empty.kv                 arrives at empty.kv[0]         arrives at [0], and at [1]
+                                                                        once dk is staged
+
+    buffers         stages   arrivals a phase: full / empty
+    k [64, D]       1        1 (TMA) / 2; dk leaves through it
+    v [64, D]       1        1 (TMA) / 1, _warpgroup_1
+    q, do [BM, D]   ST       1 (TMA) / 2
+    dv [64, D]      1        staging of dv, no barrier: _warpgroup_0 alone uses it
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.attention.sm90.common import (
-    COLUMNS_OWN,
     LEFT,
     LENGTHS,
     RIGHT,
-    ROWS_OWN,
     SOFTCAP,
+    THREAD_COLUMN_BITS,
+    THREAD_ROW_BITS,
+    Sizes,
     barriers,
     fetch,
     inverse,
@@ -24,18 +40,18 @@ from slipstream.kernels.attention.sm90.common import (
     locate_tile,
     opaque,
     opaque_range,
-    queries_seen,
     stage_through_smem,
     store_scalars,
     store_staged,
     tile_coords,
+    visible_query_tiles,
     wait_empty,
     wait_full,
     where_below,
     where_within,
     zero_tail_rows,
 )
-from slipstream.kernels.attention.sm90.forward import _AT, _DO_AT, _SIZES
+from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
@@ -46,16 +62,34 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
-# numbers of a unit that each warpgroup writes down
+# scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(5)
 
 
+class Buffers(NamedTuple):
+    """Tiles in shared memory."""
+
+    kv: Any  # k, v
+    q: Any
+    do: Any
+
+
+class Barriers(NamedTuple):
+    """Of each buffer: that it is filled, or that it may be filled again."""
+
+    kv: Any
+    q: Any
+    do: Any
+
+
 @gluon.jit
-def numbers(ptr, there, turn, other, BM: gl.constexpr, layout: gl.constexpr, MASKED: gl.constexpr):
-    """BM numbers, of which `there` are there, along the columns of a product."""
+def row_values(
+    ptr, num_valid, i_step, other, BM: gl.constexpr, layout: gl.constexpr, MASKED: gl.constexpr
+):
+    """BM numbers of a tile's queries along the columns of a product; `other` from num_valid on."""
     o_m = gl.arange(0, BM, gl.SliceLayout(0, layout))
     if MASKED:
-        m_m = opaque_range(o_m, turn, COLUMNS_OWN) < there
+        m_m = opaque_range(o_m, i_step, THREAD_COLUMN_BITS) < num_valid
         x = gl.load(ptr + o_m, mask=m_m, other=other)
     else:
         x = gl.load(ptr + o_m)
@@ -64,7 +98,7 @@ def numbers(ptr, there, turn, other, BM: gl.constexpr, layout: gl.constexpr, MAS
 
 @gluon.jit
 def first_and_width(low, high, window, FLAGS: gl.constexpr):
-    """The first query that is seen, and how many are; a side without a bound reads none."""
+    """The first query that a key is seen by, and how many; a side without a bound reads none."""
     width = high * 0
     if (FLAGS & LEFT) and (FLAGS & RIGHT):
         width += window[0] + window[1] + 1
@@ -77,33 +111,34 @@ def first_and_width(low, high, window, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def seen_by(sight, turn, layout: gl.constexpr, FLAGS: gl.constexpr):
-    """The queries that see each of 64 keys: `width`, from `low` on.
+def visible_queries(mask_args, i_step, layout: gl.constexpr, FLAGS: gl.constexpr):
+    """The queries that see each of 64 keys: `width` from `low` on.
 
-    sight: the query at the place of the first key, and the window.
+    mask_args: the query at the place of the first key, and the window.
     """
-    at, window = sight
-    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
-    low, high = opaque((at - window[1], at + window[0] + 1), turn)
+    at, window = mask_args
+    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
+    low, high = opaque((at - window[1], at + window[0] + 1), i_step)
     return first_and_width(low + o_n, high + o_n, window, FLAGS)
 
 
 @gluon.jit
 def _halves(x):
-    """The first columns and the others."""
+    """The left and the right columns; registers stay where they are."""
     x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
     return gl.split(gl.permute(x, (0, 2, 1)))
 
 
 @gluon.jit
 def _whole(a, b, like):
-    """What _halves makes two of."""
+    """Inverse of _halves."""
     x = gl.permute(gl.join(a, b), (0, 2, 1))
     return gl.convert_layout(gl.reshape(x, [a.shape[0], 2 * a.shape[1]]), like.type.layout)
 
 
 @gluon.jit
 def _weights(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """p, and the factor of dp - delta in dx: p, or with a softcap p (1 - tanh^2)."""
     if FLAGS & SOFTCAP:
         t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
@@ -122,9 +157,10 @@ def _weights(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS:
 
 
 @gluon.jit
-def _in_parts(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """_weights of a few columns after those of others: of all at once it wants more registers
-    than there are."""
+def _weights_by_columns(
+    s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr
+):
+    """_weights 16 columns at a time: of all at once the softcap would spill."""
     if s.shape[1] == 16:
         p, w = _weights(s, base, o_m, low, width, factor, cap, MASKED, FLAGS)
     else:
@@ -133,17 +169,17 @@ def _in_parts(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS
         o_m0, o_m1 = _halves(o_m)
         low0, low1 = _halves(low)
         width0, width1 = _halves(width)
-        p0, w0 = _in_parts(s0, base0, o_m0, low0, width0, factor, cap, MASKED, FLAGS)
-        p1, w1 = _in_parts(s1, base1, o_m1, low1, width1, factor, cap, MASKED, FLAGS)
+        p0, w0 = _weights_by_columns(s0, base0, o_m0, low0, width0, factor, cap, MASKED, FLAGS)
+        p1, w1 = _weights_by_columns(s1, base1, o_m1, low1, width1, factor, cap, MASKED, FLAGS)
         p, w = _whole(p0, p1, s), _whole(w0, w1, s)
     return p, w
 
 
 @gluon.jit
-def weights(s, base, sight, o_m, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """p, keys by queries o_m, and what dp - delta is to be multiplied by for dx."""
+def weights(s, base, mask_args, o_m, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """p, keys by queries o_m, and what dp - delta is multiplied by for dx."""
     if MASKED:
-        low, width = sight
+        low, width = mask_args
         low, width = low[:, None], width[:, None]
     else:
         low, width = o_m[None, :], o_m[None, :]
@@ -152,115 +188,122 @@ def weights(s, base, sight, o_m, factor, cap, MASKED: gl.constexpr, FLAGS: gl.co
         _, o_m = gl.broadcast(s, o_m[None, :])
         _, low = gl.broadcast(s, low)
         _, width = gl.broadcast(s, width)
-        p, w = _in_parts(s, base, o_m, low, width, factor, cap, MASKED, FLAGS)
+        p, w = _weights_by_columns(s, base, o_m, low, width, factor, cap, MASKED, FLAGS)
     else:
         p, w = _weights(s, base[None, :], o_m[None, :], low, width, factor, cap, MASKED, FLAGS)
     return p, w
 
 
 @gluon.jit
-def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BM: gl.constexpr,
+def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides, BM: gl.constexpr,
           ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """The producer warp: k and v of a unit, then q and do tile by tile, head by head."""
     desc_q, desc_k, desc_v, desc_do = descs
     bufs_k, bufs_q, bufs_do = buffers
     full_k, full_q, full_do = full
     empty_k, empty_q, empty_do = empty
-    at_q, at_k, at_v, at_do = ats
-    group, units = sizes[4], sizes[8]
-    turn = units * 0
-    mine = units * 0
-    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
-        i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = locate_tile(
-            unit, offsets, sizes, 64, True, FLAGS
-        )
-        low, count, _, _ = queries_seen(row, queries, keys, window, BM, 64, FLAGS)
-        row_k, col_k = tile_coords(at_k, i_kb, i_kv, begin_k + row)
-        row_v, col_v = tile_coords(at_v, i_kb, i_kv, begin_k + row)
-        mbarrier.wait(empty_k.index(0), (mine & 1) ^ 1)
+    strides_q, strides_k, strides_v, strides_do = strides
+    group, units = sizes.group, sizes.units
+    i_step = units * 0
+    units_done = units * 0
+    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = locate_tile(unit, offsets, sizes, 64, True, FLAGS)
+        visible = visible_query_tiles(loc.row, loc.queries, loc.keys, window, BM, 64, FLAGS)
+        row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+        row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+        mbarrier.wait(empty_k.index(0), (units_done & 1) ^ 1)
         fetch(desc_k, row_k, col_k, full_k.index(0), bufs_k.index(0))
-        mbarrier.wait(empty_k.index(1), (mine & 1) ^ 1)
+        mbarrier.wait(empty_k.index(1), (units_done & 1) ^ 1)
         fetch(desc_v, row_v, col_v, full_k.index(1), bufs_k.index(1))
         for i_g in range(group):
-            i_h = i_kv * group + i_g
-            row_q, col_q = tile_coords(at_q, i_b, i_h, begin + low)
-            row_do, col_do = tile_coords(at_do, i_b, i_h, begin + low)
-            for i in range(count):
-                slot = turn % ST
-                wait_empty(empty_q, turn, ST)
-                fetch(desc_q, row_q + i * BM, col_q, full_q.index(slot), bufs_q.index(slot))
-                wait_empty(empty_do, turn, ST)
-                fetch(desc_do, row_do + i * BM, col_do, full_do.index(slot), bufs_do.index(slot))
-                turn += 1
-        mine += 1
+            i_h = loc.i_h * group + i_g
+            row_q, col_q = tile_coords(strides_q, loc.i_b, i_h, loc.begin + visible.first)
+            row_do, col_do = tile_coords(strides_do, loc.i_b, i_h, loc.begin + visible.first)
+            for i in range(visible.num_tiles):
+                stage = i_step % ST
+                wait_empty(empty_q, i_step, ST)
+                fetch(desc_q, row_q + i * BM, col_q, full_q.index(stage), bufs_q.index(stage))
+                wait_empty(empty_do, i_step, ST)
+                fetch(desc_do, row_do + i * BM, col_do, full_do.index(stage), bufs_do.index(stage))
+                i_step += 1
+        units_done += 1
 
 
 @gluon.jit
-def _values(zero, dv, buffers, full, empty, base_ptr, delta_ptr, turn, sight, query, queries,
+def _dv_step(zero, dv, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_args, query, queries,
             factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """dv from the queries of this turn."""
+    """dv += p^T do of one tile of queries."""
     bufs_k, bufs_q, bufs_do = buffers
     layout: gl.constexpr = zero.type.layout
-    there = queries - query
-    base = numbers(base_ptr + query, there, turn, float("inf"), BM, layout, MASKED)
-    slot = turn % ST
-    q, do = bufs_q.index(slot), bufs_do.index(slot)
-    wait_full(full[1], turn, ST)
+    num_valid = queries - query
+    base = row_values(base_ptr + query, num_valid, i_step, float("inf"), BM, layout, MASKED)
+    stage = i_step % ST
+    q, do = bufs_q.index(stage), bufs_do.index(stage)
+    wait_full(full.q, i_step, ST)
     if MASKED:
-        zero_tail_rows((q,), there, turn, BM, D)
-    k = bufs_k.index(turn >> 30)
+        zero_tail_rows((q,), num_valid, i_step, BM, D)
+    k = bufs_k.index(i_step >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    # q was read by the product alone: it can be refilled
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty[1].index(slot))
+    mbarrier.arrive(empty.q.index(stage))
     if MASKED:
-        sight = seen_by(sight, turn, layout, FLAGS)
-    o_m = opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
-    p, _ = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
-    wait_full(full[2], turn, ST)
+        mask_args = visible_queries(mask_args, i_step, layout, FLAGS)
+    o_m = (
+        opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), i_step, THREAD_COLUMN_BITS)
+        + query
+    )
+    p, _ = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
+    wait_full(full.do, i_step, ST)
     if MASKED:
-        zero_tail_rows((do,), there, turn, BM, D)
+        zero_tail_rows((do,), num_valid, i_step, BM, D)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=(dv,))
-    mbarrier.arrive(empty[2].index(slot))
+    mbarrier.arrive(empty.do.index(stage))
     return dv
 
 
 @gluon.jit
-def _keys(zero, dk, buffers, full, empty, base_ptr, delta_ptr, turn, sight, query, queries,
+def _dk_step(zero, dk, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_args, query, queries,
           factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """dk from the queries of this turn."""
+    """dk += dx^T q of one tile of queries."""
     bufs_k, bufs_q, bufs_do = buffers
     layout: gl.constexpr = zero.type.layout
-    there = queries - query
-    base = numbers(base_ptr + query, there, turn, float("inf"), BM, layout, MASKED)
-    slot = turn % ST
-    q, do = bufs_q.index(slot), bufs_do.index(slot)
-    wait_full(full[1], turn, ST)
+    num_valid = queries - query
+    base = row_values(base_ptr + query, num_valid, i_step, float("inf"), BM, layout, MASKED)
+    stage = i_step % ST
+    q, do = bufs_q.index(stage), bufs_do.index(stage)
+    wait_full(full.q, i_step, ST)
+    # masked tiles wait for both at once, to zero the rows after the last query
     if MASKED:
-        wait_full(full[2], turn, ST)
-        zero_tail_rows((q,), there, turn, BM, D)
-        zero_tail_rows((do,), there, turn, BM, D)
-    # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks
-    k, v = bufs_k.index(turn >> 30), bufs_k.index(1 + (turn >> 30))
+        wait_full(full.do, i_step, ST)
+        zero_tail_rows((q,), num_valid, i_step, BM, D)
+        zero_tail_rows((do,), num_valid, i_step, BM, D)
+    # opaque zeros: with constant indices the addresses of k and v are kept in registers
+    k, v = bufs_k.index(i_step >> 30), bufs_k.index(1 + (i_step >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
-        wait_full(full[2], turn, ST)
+        wait_full(full.do, i_step, ST)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
-        sight = seen_by(sight, turn, layout, FLAGS)
-    o_m = opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), turn, COLUMNS_OWN) + query
-    _, w = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
-    delta = numbers(delta_ptr + query, there, turn, 0.0, BM, layout, MASKED)
+        mask_args = visible_queries(mask_args, i_step, layout, FLAGS)
+    o_m = (
+        opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), i_step, THREAD_COLUMN_BITS)
+        + query
+    )
+    _, w = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
+    delta = row_values(delta_ptr + query, num_valid, i_step, 0.0, BM, layout, MASKED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(empty[2].index(slot))
+    mbarrier.arrive(empty.do.index(stage))
     dx = w * (dp - delta[None, :])
     dx = gl.convert_layout(dx.to(k.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
     dk = warpgroup_mma(dx, q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(empty[1].index(slot))
+    mbarrier.arrive(empty.q.index(stage))
     return dk
 
 
@@ -269,81 +312,84 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
                 factor, cap, scale, buffers, full, empty, offsets, sizes, window, pad,
                 BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                 FLAGS: gl.constexpr):  # fmt: skip
-    bufs_k = buffers[0]
-    group, units = sizes[4], sizes[8]
+    """A consumer's loop over units: step is _dv_step or, with KEYS, _dk_step."""
+    bufs_k = buffers.kv
+    group, units = sizes.group, sizes.units
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     zero = gl.zeros([64, BM], gl.float32, s_layout)
-    turn = units * 0
-    mine = units * 0
-    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
-        i_kv, i_b, begin, queries, i_kb, begin_k, keys, room, row, _ = locate_tile(
-            unit, offsets, sizes, 64, True, FLAGS
-        )
-        sides = opaque(window, turn)
-        query, count, inner, outer = queries_seen(row, queries, keys, sides, BM, 64, FLAGS)
-        sight = (row - (keys - queries), sides)
-        spot = (row, i_kv, i_kb, begin_k, room)
-        store_scalars(pad, spot, KEYS * NUM_SCALARS, D)
+    i_step = units * 0
+    units_done = units * 0
+    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = locate_tile(unit, offsets, sizes, 64, True, FLAGS)
+        queries, keys, row = loc.queries, loc.keys, loc.row
+        bounds = opaque(window, i_step)
+        query, count, inner, outer = visible_query_tiles(row, queries, keys, bounds, BM, 64, FLAGS)
+        mask_args = (row - (keys - queries), bounds)
+        coords = (row, loc.i_h, loc.i_kb, loc.begin_k, loc.capacity)
+        store_scalars(pad, coords, KEYS * NUM_SCALARS, D)
         acc = gl.zeros([64, D], gl.float32, k_layout)
-        mbarrier.wait(full[0].index(0), mine & 1)
+        mbarrier.wait(full.kv.index(0), units_done & 1)
         if KEYS:
-            mbarrier.wait(full[0].index(1), mine & 1)
+            mbarrier.wait(full.kv.index(1), units_done & 1)
         for i_g in range(group):
-            T, H = opaque((sizes[0], sizes[2]), turn)
-            i_r = i_b.to(gl.int64) * H + i_kv * group + i_g
-            i_r = i_r * (gl.cdiv(T, 4) * 4) + begin
+            T, H = opaque((sizes.T, sizes.H), i_step)
+            i_r = loc.i_b.to(gl.int64) * H + loc.i_h * group + i_g
+            i_r = i_r * (gl.cdiv(T, 4) * 4) + loc.begin
+            # three loops of one body: masked edge, inside, masked edge
             if FLAGS & RIGHT:
                 for i in range(inner):
                     acc = step(
-                        zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, turn + i,
-                        sight, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
+                        zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r,
+                        i_step + i, mask_args, query + i * BM, queries, factor, cap, BM, D, ST,
+                        True, FLAGS,
                     )  # fmt: skip
             for i in range(inner, outer):
                 acc = step(
-                    zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, turn + i,
-                    sight, query + i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
+                    zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, i_step + i,
+                    mask_args, query + i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
                 )  # fmt: skip
             for i in range(outer, count):
                 acc = step(
-                    zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, turn + i,
-                    sight, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
+                    zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, i_step + i,
+                    mask_args, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                 )  # fmt: skip
-            turn += count
-        mine += 1
-        mbarrier.arrive(empty[0].index(0))
-        if FLAGS & LENGTHS:  # keys that are not in use
+            i_step += count
+        units_done += 1
+        mbarrier.arrive(empty.kv.index(0))
+        # keys beyond the length in use have no gradient
+        if FLAGS & LENGTHS:
             used = row + gl.arange(0, 64, gl.SliceLayout(1, k_layout)) < keys
             acc = gl.where(used[:, None], acc, 0.0)
         out = stage_through_smem(
-            out_buffers.index(KEYS + (turn >> 30)), (acc * scale).to(bufs_k.dtype), D
+            out_buffers.index(KEYS + (i_step >> 30)), (acc * scale).to(bufs_k.dtype), D
         )
         if KEYS:
-            mbarrier.arrive(empty[0].index(1))
-        row, i_kv, i_kb, begin_k, room = load_scalar(pad, spot, KEYS * NUM_SCALARS, D)
-        S, H, each = opaque((sizes[1], sizes[2], group), turn)
+            mbarrier.arrive(empty.kv.index(1))
+        row, i_kv, i_kb, begin_k, capacity = load_scalar(pad, coords, KEYS * NUM_SCALARS, D)
+        S, H, each = opaque((sizes.S, sizes.H, group), i_step)
         HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-        store_staged(out_ptr + at, out, HKV * D, room - row, turn, D)
+        store_staged(out_ptr + at, out, HKV * D, capacity - row, i_step, D)
 
 
 @gluon.jit
-def _first(dv_ptr, base_ptr, delta_ptr, factor, cap, buffers, bufs_dv, full, empty, offsets,
+def _warpgroup_0(dv_ptr, base_ptr, delta_ptr, factor, cap, buffers, bufs_dv, full, empty, offsets,
            sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    _query_loop(_values, 0, dv_ptr, bufs_dv, base_ptr, delta_ptr, factor, cap, 1.0, buffers, full,
+    _query_loop(_dv_step, 0, dv_ptr, bufs_dv, base_ptr, delta_ptr, factor, cap, 1.0, buffers, full,
           empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
-def _second(dk_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-            window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-            FLAGS: gl.constexpr):  # fmt: skip
-    _query_loop(_keys, 1, dk_ptr, buffers[0], base_ptr, delta_ptr, factor, cap, scale,
+def _warpgroup_1(dk_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
+                 sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+                 FLAGS: gl.constexpr):  # fmt: skip
+    _query_loop(_dk_step, 1, dk_ptr, buffers.kv, base_ptr, delta_ptr, factor, cap, scale,
           buffers, full, empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
+@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES])
 def softmax_dkv_sm90_kernel(
     desc_q,  # tiles [BM, D]
     desc_k,  # [64, D]
@@ -365,7 +411,7 @@ def softmax_dkv_sm90_kernel(
     N,
     group,
     tiles,
-    steps,
+    search_steps,
     section,
     units,
     left,
@@ -404,21 +450,19 @@ def softmax_dkv_sm90_kernel(
     full_do = barriers(ST, 1)
     empty_do = barriers(ST, 2)
     pad = alloc_scalars(2 * NUM_SCALARS)
+    buffers = Buffers(bufs_k, bufs_q, bufs_do)
+    full, empty = Barriers(full_k, full_q, full_do), Barriers(empty_k, empty_q, empty_do)
+    offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
+    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
-        (_first, (dv_ptr, base_ptr, delta_ptr, factor, cap, (bufs_k, bufs_q, bufs_do),
-                  bufs_dv, (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
-                  (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                  (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_warpgroup_0, (dv_ptr, base_ptr, delta_ptr, factor, cap, buffers,
+                  bufs_dv, full, empty, offsets, sizes, (left, right),
                   pad, BM, D, ST, FLAGS)),
-        (_second, (dk_ptr, base_ptr, delta_ptr, factor, cap, scale, (bufs_k, bufs_q, bufs_do),
-                   (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
-                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_warpgroup_1, (dk_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers,
+                   full, empty, offsets, sizes, (left, right),
                    pad, BM, D, ST, FLAGS)),
-        (_load, ((desc_q, desc_k, desc_v, desc_do), (bufs_k, bufs_q, bufs_do),
-                 (full_k, full_q, full_do), (empty_k, empty_q, empty_do),
-                 (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                 (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_load_partition, ((desc_q, desc_k, desc_v, desc_do), buffers, full, empty, offsets,
+                 sizes, (left, right),
                  ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch),
                   (do_rb, do_rh, do_ch)),
                  BM, ST, FLAGS)),

@@ -1,20 +1,36 @@
-"""The gradient of q for sm_90: one warp loads, two warpgroups of 64 queries walk over their keys.
+"""The gradient of q for sm_90 and heads of 256, warp-specialised.
 
     p_ts = exp(x_ts - lse_t)      dp_ts = do_t . v_s      dx_ts = p_ts (dp_ts - delta_t)
     dq_t = scale sum_s dx_ts k_s
 
-dx goes from registers into the product with k, which runs beside the next tile's q k^T and do v^T.
+A unit is 128 queries of a head.
+
+    _load_partition, 1 warp              _warpgroup_0, _warpgroup_1: 4 warps and 64 queries each
+      q, do of each c  -- full.q -->       (barriers 2 c and 2 c + 1)
+      k, v of a tile   -- full.k, .v -->   s = q k^T, dp = do v^T, dq += dx k
+      waits for empty.q, .k, .v            returns v after dp, k after dq, q and do at the end
+
+    buffers          stages   arrivals a phase: full / empty
+    q, do [64, D]    2        1 (TMA) each / 1, its warpgroup; dq leaves through q
+    k [BN, D]        KS       1 (TMA) / 2
+    v [BN, D]        VS       1 (TMA) / 2
+
+dx goes from registers into the product with k. Below 256 columns that product runs beside the next
+tile's first two (_overlapped_loop); at 256 registers do not allow it, and the other warpgroup's
+products run beside this one's exponentials instead (_serial_loop).
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
     RIGHT,
-    ROWS_OWN,
     SOFTCAP,
+    THREAD_ROW_BITS,
+    Sizes,
     barriers,
     fetch,
     inverse,
-    keys_seen,
     load_scalar,
     locate_tile,
     opaque,
@@ -23,13 +39,14 @@ from slipstream.kernels.attention.sm90.common import (
     store_scalars,
     store_staged,
     tile_coords,
+    visible_key_tiles,
     wait_empty,
     wait_full,
     where_below,
     where_within,
     zero_tail_rows,
 )
-from slipstream.kernels.attention.sm90.forward import _AT, _DO_AT, _SIZES
+from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
@@ -40,41 +57,56 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
-# numbers of a unit that each warpgroup writes down
+# scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(5)
 
 
+class Barriers(NamedTuple):
+    """Of each buffer: that it is filled, or that it may be filled again."""
+
+    q: Any  # full: q and do of each warpgroup; empty: both of each
+    k: Any
+    v: Any
+
+
 @gluon.jit
-def _load(descs, buffers, full, empty, offsets, sizes, window, ats, BN: gl.constexpr,
+def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides, BN: gl.constexpr,
           KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """The producer warp: q and do of both warpgroups, then k and v tile by tile."""
     desc_q, desc_k, desc_v, desc_do = descs
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
-    at_q, at_k, at_v, at_do = ats
-    group, units = sizes[4], sizes[8]
-    turn = units * 0
-    mine = units * 0
-    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
-        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = locate_tile(
-            unit, offsets, sizes, 128, False, FLAGS
+    strides_q, strides_k, strides_v, strides_do = strides
+    group, units = sizes.group, sizes.units
+    i_step = units * 0
+    units_done = units * 0
+    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = locate_tile(unit, offsets, sizes, 128, False, FLAGS)
+        visible = visible_key_tiles(loc.row, loc.queries, loc.keys, window, 128, BN, FLAGS)
+        row_q, col_q = tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_do, col_do = tile_coords(strides_do, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_k, col_k = tile_coords(
+            strides_k, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
-        low, count, _, _ = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
-        row_q, col_q = tile_coords(at_q, i_b, i_h, begin + row)
-        row_do, col_do = tile_coords(at_do, i_b, i_h, begin + row)
-        row_k, col_k = tile_coords(at_k, i_kb, i_h // group, begin_k + low)
-        row_v, col_v = tile_coords(at_v, i_kb, i_h // group, begin_k + low)
+        row_v, col_v = tile_coords(
+            strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
+        )
         for c in gl.static_range(2):
-            mbarrier.wait(empty_q.index(c), (mine & 1) ^ 1)
+            mbarrier.wait(empty_q.index(c), (units_done & 1) ^ 1)
             fetch(desc_q, row_q + c * 64, col_q, full_q.index(2 * c), bufs_q.index(c))
             fetch(desc_do, row_do + c * 64, col_do, full_q.index(2 * c + 1), bufs_do.index(c))
-        for i in range(count):
-            wait_empty(empty_k, turn, KS)
-            fetch(desc_k, row_k + i * BN, col_k, full_k.index(turn % KS), bufs_k.index(turn % KS))
-            wait_empty(empty_v, turn, VS)
-            fetch(desc_v, row_v + i * BN, col_v, full_v.index(turn % VS), bufs_v.index(turn % VS))
-            turn += 1
-        mine += 1
+        for i in range(visible.num_tiles):
+            wait_empty(empty_k, i_step, KS)
+            fetch(
+                desc_k, row_k + i * BN, col_k, full_k.index(i_step % KS), bufs_k.index(i_step % KS)
+            )
+            wait_empty(empty_v, i_step, VS)
+            fetch(
+                desc_v, row_v + i * BN, col_v, full_v.index(i_step % VS), bufs_v.index(i_step % VS)
+            )
+            i_step += 1
+        units_done += 1
 
 
 @gluon.jit
@@ -97,7 +129,7 @@ def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.cons
 
 @gluon.jit
 def _gradient(p, t, dp, delta, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """dx, 0 where p is: rows of v after the last key may be anything."""
+    """dx, 0 where p is: rows of v after the last key may hold anything."""
     dp -= delta[:, None]
     if MASKED:
         dp = gl.where(p > 0.0, dp, 0.0)
@@ -107,101 +139,99 @@ def _gradient(p, t, dp, delta, MASKED: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, do, zero, dx, dq, buffers, full, empty, base, delta, turn, low, high, key,
+def _step(q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step, low, high, key,
           factor, cap, KS: gl.constexpr, VS: gl.constexpr, MASKED: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
-    """q k^T and do v^T of this turn beside the product with k of the one before."""
-    before = turn - 1
+    """q k^T and do v^T of this step beside the product with k of the step before."""
+    prev = i_step - 1
     bufs_k, bufs_v = buffers
-    wait_full(full[1], turn, KS)
-    k = bufs_k.index(turn % KS).permute((1, 0))
+    wait_full(full.k, i_step, KS)
+    k = bufs_k.index(i_step % KS).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    wait_full(full[2], turn, VS)
-    v = bufs_v.index(turn % VS).permute((1, 0))
+    wait_full(full.v, i_step, VS)
+    v = bufs_v.index(i_step % VS).permute((1, 0))
     dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
-    dq = warpgroup_mma(dx, bufs_k.index(before % KS), dq, is_async=True)
+    dq = warpgroup_mma(dx, bufs_k.index(prev % KS), dq, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
     s, t = _scores(s, low, high, key, factor, cap, MASKED, FLAGS)
     p = gl.exp2(s - base[:, None])
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    mbarrier.arrive(empty[2].index(turn % VS))
+    mbarrier.arrive(empty.v.index(i_step % VS))
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(empty[1].index(before % KS))
+    mbarrier.arrive(empty.k.index(prev % KS))
     return gl.convert_layout(dp.to(q.dtype), dx.type.layout), dq
 
 
 @gluon.jit
-def _alone(c, zero, dq, buffers, full, empty, base, delta, turn, low, high, key, keys, factor,
-           cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
-           MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """A turn that leaves nothing to the next: fewer registers, and the other warpgroup's products
-    run beside this one's exponentials."""
+def _serial_step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, high, key, keys,
+                 factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
+                 MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """dq += dx k of one tile, with nothing left to the next step: fewer registers."""
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
-    # turn >> 30 is 0, but not to a compiler that would keep addresses in registers it lacks: of v,
-    # which has one buffer, too
-    q, do = bufs_q.index(c + (turn >> 30)), bufs_do.index(c + (turn >> 30))
-    k, v = bufs_k.index(turn % KS), bufs_v.index(turn % VS + (turn >> 30))
-    wait_full(full[1], turn, KS)
+    # opaque zeros: with constant indices the addresses are kept in registers, v's single stage too
+    q, do = bufs_q.index(c + (i_step >> 30)), bufs_do.index(c + (i_step >> 30))
+    k, v = bufs_k.index(i_step % KS), bufs_v.index(i_step % VS + (i_step >> 30))
+    wait_full(full.k, i_step, KS)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    wait_full(full[2], turn, VS)
+    wait_full(full.v, i_step, VS)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     s, t = _scores(s, low, high, key, factor, cap, MASKED, FLAGS)
     p = gl.exp2(s - base[:, None])
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(empty[2].index(turn % VS))
+    mbarrier.arrive(empty.v.index(i_step % VS))
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        zero_tail_rows((k,), keys - key, 0 if FLAGS & SOFTCAP else turn, BN, D)
+        zero_tail_rows((k,), keys - key, 0 if FLAGS & SOFTCAP else i_step, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(empty[1].index(turn % KS))
+    mbarrier.arrive(empty.k.index(i_step % KS))
     return dq
 
 
 @gluon.jit
-def _apart(c, zero, buffers, full, empty, base, delta, turn, low, high, key, keys, count, inner,
-           outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-           VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _serial_loop(c, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys, count,
+                 inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
+                 VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dq of a unit, tile by tile."""
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq = gl.zeros([64, D], gl.float32, q_layout)
     if FLAGS & LEFT:
         for i in range(inner):
-            dq = _alone(
-                c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
+            dq = _serial_step(
+                c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
                 key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
             )  # fmt: skip
     for i in range(inner, outer):
-        dq = _alone(
-            c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
+        dq = _serial_step(
+            c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
             key + i * BN, keys, factor, cap, BN, D, KS, VS, False, FLAGS,
         )  # fmt: skip
     for i in range(outer, count):
-        dq = _alone(
-            c, zero, dq, buffers, full, empty, base, delta, turn + i, low, high,
+        dq = _serial_step(
+            c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
             key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
         )  # fmt: skip
     return dq
 
 
 @gluon.jit
-def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high, key, keys, count,
-                inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-                VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """dq of a unit, each tile's last product beside the next one's first two."""
+def _overlapped_loop(q, do, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys,
+                     count, inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr,
+                     KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """dq of a unit, each tile's last product beside the next tile's first two."""
     bufs_k, bufs_v = buffers
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    wait_full(full[1], turn, KS)
-    k = bufs_k.index(turn % KS).permute((1, 0))
+    wait_full(full.k, i_step, KS)
+    k = bufs_k.index(i_step % KS).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    wait_full(full[2], turn, VS)
-    v = bufs_v.index(turn % VS).permute((1, 0))
+    wait_full(full.v, i_step, VS)
+    v = bufs_v.index(i_step % VS).permute((1, 0))
     dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-    mbarrier.arrive(empty[2].index(turn % VS))
+    mbarrier.arrive(empty.v.index(i_step % VS))
     s, t = _scores(s, low, high, key, factor, cap, True, FLAGS)
     dp = _gradient(gl.exp2(s - base[:, None]), t, dp, delta, True, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, q_layout, 2))
@@ -211,25 +241,25 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
     if FLAGS & LEFT:
         for i in range(1, inner):
             dx, dq = _step(
-                q, do, zero, dx, dq, buffers, full, empty, base, delta, turn + i,
+                q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step + i,
                 low, high, key + i * BN, factor, cap, KS, VS, True, FLAGS,
             )  # fmt: skip
     for i in range(inner, outer):
         dx, dq = _step(
-            q, do, zero, dx, dq, buffers, full, empty, base, delta, turn + i,
+            q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step + i,
             low, high, key + i * BN, factor, cap, KS, VS, False, FLAGS,
         )  # fmt: skip
     for i in range(outer, count):
         dx, dq = _step(
-            q, do, zero, dx, dq, buffers, full, empty, base, delta, turn + i,
+            q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step + i,
             low, high, key + i * BN, factor, cap, KS, VS, True, FLAGS,
         )  # fmt: skip
-    turn += count - 1
-    last = bufs_k.index(turn % KS)
-    zero_tail_rows((last,), keys - key - (count - 1) * BN, turn, BN, D)
+    i_step += count - 1
+    last = bufs_k.index(i_step % KS)
+    zero_tail_rows((last,), keys - key - (count - 1) * BN, i_step, BN, D)
     dq = warpgroup_mma(dx, last, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(empty[1].index(turn % KS))
+    mbarrier.arrive(empty.k.index(i_step % KS))
     return dq
 
 
@@ -237,75 +267,77 @@ def _overlapped(q, do, zero, buffers, full, empty, base, delta, turn, low, high,
 def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full,
               empty, offsets, sizes, window, pad, BN: gl.constexpr, D: gl.constexpr,
               KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """A consumer's loop over units; c: which 64 queries it has."""
     bufs_q, bufs_do, bufs_k, bufs_v = buffers
-    units = sizes[8]
+    units = sizes.units
     q, do = bufs_q.index(c), bufs_do.index(c)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    turn = units * 0
-    mine = units * 0
-    for unit in range(program_id_volatile(turn), units, gl.num_programs(0)):
-        i_h, i_b, begin, queries, _, _, keys, _, row, _ = locate_tile(
-            unit, offsets, sizes, 128, False, FLAGS
-        )
-        key, count, inner, outer = keys_seen(row, queries, keys, window, 128, BN, FLAGS)
+    i_step = units * 0
+    units_done = units * 0
+    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = locate_tile(unit, offsets, sizes, 128, False, FLAGS)
+        queries, keys, row = loc.queries, loc.keys, loc.row
+        key, count, inner, outer = visible_key_tiles(row, queries, keys, window, 128, BN, FLAGS)
         row += c * 64
         left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        if not FLAGS & SOFTCAP:  # with it there are registers to keep them in
-            left, right = opaque(window, turn)
-            o_m = opaque_range(o_m, turn, ROWS_OWN)
+        # with a softcap there are registers to keep these in
+        if not FLAGS & SOFTCAP:
+            left, right = opaque(window, i_step)
+            o_m = opaque_range(o_m, i_step, THREAD_ROW_BITS)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
         if FLAGS & RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
         if FLAGS & LEFT:
             high = gl.maximum(high - low, 0)
-        T, H = opaque((sizes[0], sizes[2]), turn)
-        i_r = (i_b.to(gl.int64) * H + i_h) * (gl.cdiv(T, 4) * 4) + begin + row
+        T, H = opaque((sizes.T, sizes.H), i_step)
+        i_r = (loc.i_b.to(gl.int64) * H + loc.i_h) * (gl.cdiv(T, 4) * 4) + loc.begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
-        spot = (i_h, i_b, begin, queries, row)
-        store_scalars(pad, spot, c * NUM_SCALARS, D)
-        mbarrier.wait(full[0].index(2 * c), mine & 1)
-        mbarrier.wait(full[0].index(2 * c + 1), mine & 1)
+        coords = (loc.i_h, loc.i_b, loc.begin, queries, row)
+        store_scalars(pad, coords, c * NUM_SCALARS, D)
+        mbarrier.wait(full.q.index(2 * c), units_done & 1)
+        mbarrier.wait(full.q.index(2 * c + 1), units_done & 1)
         if D < 256:
-            dq = _overlapped(
-                q, do, zero, (bufs_k, bufs_v), full, empty, base, delta, turn, low, high, key, keys,
-                count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
+            dq = _overlapped_loop(
+                q, do, zero, (bufs_k, bufs_v), full, empty, base, delta, i_step, low, high, key,
+                keys, count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
             )  # fmt: skip
         else:
-            dq = _apart(
-                c, zero, buffers, full, empty, base, delta, turn, low, high, key, keys,
+            dq = _serial_loop(
+                c, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys,
                 count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
             )  # fmt: skip
-        turn += count
-        mine += 1
-        i_h, i_b, begin, queries, row = load_scalar(pad, spot, c * NUM_SCALARS, D)
-        T, H = opaque((sizes[0], sizes[2]), turn)
-        out = stage_through_smem(bufs_q.index(c + (turn >> 30)), (dq * scale).to(q.dtype), D)
-        mbarrier.arrive(empty[0].index(c))
+        i_step += count
+        units_done += 1
+        i_h, i_b, begin, queries, row = load_scalar(pad, coords, c * NUM_SCALARS, D)
+        T, H = opaque((sizes.T, sizes.H), i_step)
+        # q has been read: dq leaves through its buffer
+        out = stage_through_smem(bufs_q.index(c + (i_step >> 30)), (dq * scale).to(q.dtype), D)
+        mbarrier.arrive(empty.q.index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
-        store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, turn, D)
+        store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, i_step, D)
 
 
 @gluon.jit
-def _first(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-           window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
-           FLAGS: gl.constexpr):  # fmt: skip
+def _warpgroup_0(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
+                 sizes, window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
+                 VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     _key_loop(0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
               sizes, window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
 
 
 @gluon.jit
-def _second(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-            window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
-            FLAGS: gl.constexpr):  # fmt: skip
+def _warpgroup_1(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
+                 sizes, window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
+                 VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     _key_loop(1, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
               sizes, window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
+@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES])
 def softmax_dq_sm90_kernel(
     desc_q,  # tiles [64, D]
     desc_k,  # [BN, D]
@@ -326,7 +358,7 @@ def softmax_dq_sm90_kernel(
     N,
     group,
     tiles,
-    steps,
+    search_steps,
     section,
     units,
     left,
@@ -364,21 +396,22 @@ def softmax_dq_sm90_kernel(
     full_v = barriers(VS, 1)
     empty_v = barriers(VS, 2)
     pad = alloc_scalars(2 * NUM_SCALARS)
+    buffers = (bufs_q, bufs_do, bufs_k, bufs_v)
+    full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)
+    offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
+    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
-        (_first, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
-                  (bufs_q, bufs_do, bufs_k, bufs_v), (full_q, full_k, full_v),
-                  (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                  (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_warpgroup_0, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
+                  buffers, full, empty, offsets,
+                  sizes, (left, right),
                   pad, BN, D, KS, VS, FLAGS)),
-        (_second, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
-                   (bufs_q, bufs_do, bufs_k, bufs_v), (full_q, full_k, full_v),
-                   (empty_q, empty_k, empty_v), (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_warpgroup_1, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
+                   buffers, full, empty, offsets,
+                   sizes, (left, right),
                    pad, BN, D, KS, VS, FLAGS)),
-        (_load, ((desc_q, desc_k, desc_v, desc_do), (bufs_q, bufs_do, bufs_k, bufs_v),
-                 (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
-                 (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                 (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_load_partition, ((desc_q, desc_k, desc_v, desc_do), buffers,
+                 full, empty, offsets,
+                 sizes, (left, right),
                  ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch),
                   (do_rb, do_rh, do_ch)),
                  BN, KS, VS, FLAGS)),

@@ -1,15 +1,20 @@
-"""The warps of bwd_fused.py that add the tiles of dq, one after another, in global memory.
+"""The two warps of bwd_fused.py that add tiles of dq to float32 sums in global memory, alternating.
 
-Tiles of queries of a sequence, by head, are numbered on and on; a packed sequence begins at tile
+Each waits for its semaphore (all earlier keys have added to this tile of queries) and for full.dq,
+starts the TMA copies, waits until they are done, and releases buffer and semaphore. Two warps, so
+that one waits for memory while the other waits for its semaphore.
+
+Tiles of queries are numbered by head and sequence; a packed sequence begins at tile
 cu_q[n] / BM + n of its head.
 """
 
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
     PACKED_Q,
+    Sizes,
     locate_tile,
     opaque,
-    queries_seen,
+    visible_query_tiles,
     wait_full,
 )
 from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
@@ -23,8 +28,8 @@ from slipstream.kernels.primitives.semaphore import (
 
 @gluon.jit
 def tile_of_sequence(i_b, i_h, i_n, begin, sizes, BM: gl.constexpr, FLAGS: gl.constexpr):
-    """The first tile of a sequence's queries."""
-    T, H, N = sizes[0], sizes[2], sizes[3]
+    """The number of the first tile of a sequence's queries."""
+    T, H, N = sizes.T, sizes.H, sizes.N
     if FLAGS & PACKED_Q:
         first = i_h * (T // BM + N) + begin // BM + i_n
     else:
@@ -33,49 +38,51 @@ def tile_of_sequence(i_b, i_h, i_n, begin, sizes, BM: gl.constexpr, FLAGS: gl.co
 
 
 @gluon.jit
-def _add(parity: gl.constexpr, desc_dq, turns_ptr, buffers, full, empty, offsets, sizes, window,
-         BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """Writes or adds every second tile of dq once all earlier keys' are there."""
-    group, units = sizes[4], sizes[8]
+def _add(parity: gl.constexpr, desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes,
+         window, BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """Stores or adds every second tile of dq, in the order of the keys."""
+    group, units = sizes.group, sizes.units
     unit = program_id_volatile(units)
-    turn = unit >> 31  # 0, but not to a compiler
-    i_kv, i_b, begin, queries, _, _, keys, _, row, i_n = locate_tile(
-        unit, offsets, sizes, 128, True, FLAGS
-    )
-    sides = opaque(window, turn)
-    low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
+    i_step = unit >> 31  # an opaque zero
+    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    bounds = opaque(window, i_step)
+    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
     for i_g in range(group):
-        there = opaque(sizes, turn)
-        first = tile_of_sequence(i_b, i_kv * group + i_g, i_n, begin, there, BM, FLAGS)
-        for i in range(count):
-            if turn % 2 == parity:
-                query = low + (count - 1 - i) * BM
+        opaque_sizes = Sizes(*opaque(sizes, i_step))
+        first = tile_of_sequence(
+            loc.i_b, loc.i_h * group + i_g, loc.i_n, loc.begin, opaque_sizes, BM, FLAGS
+        )
+        for i in range(visible.num_tiles):
+            if i_step % 2 == parity:
+                query = visible.first + (visible.num_tiles - 1 - i) * BM
                 tile = first + query // BM
-                rank = row // 128
-                if FLAGS & LEFT:  # the first keys that these queries see
-                    rank -= gl.maximum(query + keys - queries - sides[0], 0) // 128
-                while semaphore_acquire(turns_ptr + tile) < rank:
+                rank = loc.row // 128
+                # rank: tiles of keys before this one, with a left bound from the first that is seen
+                if FLAGS & LEFT:
+                    rank -= gl.maximum(query + loc.keys - loc.queries - bounds[0], 0) // 128
+                while semaphore_acquire(semaphores_ptr + tile) < rank:
                     pass
-                wait_full(full, turn, 2)
+                wait_full(full, i_step, 2)
                 for c in gl.static_range(2):
                     to = [tile * BM, c * (D // 2)]
                     if rank == 0:
                         copy_out(desc_dq, to, buffers.index(2 * parity + c))
                     else:
                         tma_reduce_add(desc_dq, to, buffers.index(2 * parity + c))
+                # global memory has it: the buffer is free, and the next tile of keys may add
                 store_wait(0)
                 mbarrier.arrive(empty.index(parity))
-                semaphore_release(turns_ptr + tile, rank + 1)
-            turn += 1
+                semaphore_release(semaphores_ptr + tile, rank + 1)
+            i_step += 1
 
 
 @gluon.jit
-def add_even(desc_dq, turns_ptr, buffers, full, empty, offsets, sizes, window, BM: gl.constexpr,
-             D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _add(0, desc_dq, turns_ptr, buffers, full, empty, offsets, sizes, window, BM, D, FLAGS)
+def add_even(desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window,
+             BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    _add(0, desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window, BM, D, FLAGS)
 
 
 @gluon.jit
-def add_odd(desc_dq, turns_ptr, buffers, full, empty, offsets, sizes, window, BM: gl.constexpr,
+def add_odd(desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window, BM: gl.constexpr,
             D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _add(1, desc_dq, turns_ptr, buffers, full, empty, offsets, sizes, window, BM, D, FLAGS)
+    _add(1, desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window, BM, D, FLAGS)

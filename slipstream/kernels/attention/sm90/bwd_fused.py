@@ -1,25 +1,47 @@
-"""All three gradients in one walk for sm_90: five products a tile where two kernels make seven.
+"""dq, dk and dv in one kernel for sm_90, warp-specialised: five products a tile, where two kernels
+need seven.
 
-Two warpgroups of 64 keys walk over their queries as in bwd_dkv.py, from the last to the first,
-and make of each tile of queries
+A unit is 128 keys of a head of k, 64 a warpgroup; a program takes one unit and loops over its
+queries from the last to the first. dk and dv stay in registers (bwd_dkv.py has the formulas). For
+dq the warpgroups exchange dx through shared memory, and each tile of
 
     dq_t += sum_s dx_ts k_s
 
-over the 128 keys of both warpgroups, to which dx goes through shared memory, a turn late, so that
-nothing waits for it. At 128 each makes half the columns; at 64 they take turns, and k and v stay in
-registers. Two warps add the tiles to dq's float32 sums in global memory by TMA, turn about. Sums
-are to come out the same each time, so tiles of keys add to a tile of queries one after another,
-from the first keys on, which write it: `turns` counts those that have, and who comes later waits.
-Units are numbered in that order too, so what is waited for has begun.
+is added to float32 sums in global memory by TMA.
+
+    _load_partition    _warpgroup_0, _warpgroup_1 (4 warps)         add_even, add_odd (1 warp each)
+      k, v   -- full.kv -->  once
+      q, base   -- full.q -->  _step: p, dv += p do, dx, dk += dx q
+      do, delta -- full.do -->   dx to shared memory -- full.dx --> the other warpgroup
+      <-- empty.q                dq of the step before -- full.dq --> semaphore_acquire, TMA copy,
+                                                                    semaphore_release
+                                 <-- empty.dq                       once the copy is done
+      at the end: empty.kv, at which both warpgroups meet before dk and dv leave through k and v
+
+    buffers                stages  arrivals a phase: full / empty
+    k, v [128, D]          1       1 (TMA) each / 2, once
+    q, do, base, delta     ST      1 (TMA) for q with base and 1 for do with delta / 2 for all
+    dx [128, BM]           2       2 / D = 64: 1, the warpgroup that makes dq of it
+    dq [BM, D / 2]         2 x 2   D = 64: 1, else 2 / 1, the warp that adds it
+
+dx is used one step late, so that nothing waits for it. With D = 128 each warpgroup computes half
+of the columns of every dq; with D = 64 they alternate, and k and v stay in registers.
+
+Determinism: tiles of keys add to a tile of queries in a fixed order, from the first keys on, which
+store instead of adding. `semaphores` counts the tiles that have added; a later one waits until that
+is its own number. Units are numbered in that order, so what is waited for has begun.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.bwd_dkv import first_and_width, weights
 from slipstream.kernels.attention.sm90.bwd_dq_accumulate import add_even, add_odd, tile_of_sequence
 from slipstream.kernels.attention.sm90.common import (
     RIGHT,
-    ROWS_OWN,
     SOFTCAP,
     SPARE_REGISTERS,
+    THREAD_ROW_BITS,
+    Sizes,
     barriers,
     fetch,
     load_scalar,
@@ -27,16 +49,16 @@ from slipstream.kernels.attention.sm90.common import (
     opaque,
     opaque_if_wide,
     opaque_range,
-    queries_seen,
     stage_through_smem,
     store_scalars,
     store_staged,
     tile_coords,
+    visible_query_tiles,
     wait_empty,
     wait_full,
     zero_tail_rows,
 )
-from slipstream.kernels.attention.sm90.forward import _AT, _DO_AT, _SIZES
+from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -49,156 +71,205 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
-# numbers of a unit that each warpgroup writes down
+# scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(11)
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory; of dx two stages, of dq two of two halves."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    dx: Any
+    dq: Any
+    base: Any
+    delta: Any
+
+
+class Full(NamedTuple):
+    """Barriers that tell that a buffer is filled."""
+
+    kv: Any  # k, v
+    q: Any
+    do: Any
+    dx: Any
+    dq: Any
+
+
+class Empty(NamedTuple):
+    """Barriers that tell that a buffer may be filled again."""
+
+    q: Any  # of q and do
+    dq: Any
+    kv: Any  # once: k and v become the staging buffers of dk and dv
+    dx: Any  # where D is 64, else `kv`, which nobody waits for as this
 
 
 @gluon.jit
 def _fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
-    """A tile and a number of each of its rows."""
+    """Starts to load a tile and a number for each of its rows, under one barrier."""
     mbarrier.expect(full, desc.block_type.nbytes + desc_rows.block_type.nbytes)
     copy_in(desc, [row, col], full, buffer)
     copy_in(desc_rows, [at], full, rows)
 
 
 @gluon.jit
-def _load(descs, buffers, full, empty_x, offsets, sizes, window, ats, BM: gl.constexpr,
-          ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strides,
+                    BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """The producer warp: k and v, then q with base and do with delta, the last queries first."""
     desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
     buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta = buffers
     full_k, full_q, full_do = full
-    at_q, at_k, at_v, at_do = ats
-    units = sizes[8]
+    strides_q, strides_k, strides_v, strides_do = strides
+    units = sizes.units
     unit = program_id_volatile(units)
-    turn = unit >> 31  # 0, but not to a compiler
-    group = opaque(sizes, turn)[4]
-    i_kv, i_b, begin, queries, i_kb, begin_k, keys, _, row, i_n = locate_tile(
-        unit, offsets, sizes, 128, True, FLAGS
-    )
-    sides = opaque(window, turn)
-    low, count, _, _ = queries_seen(row, queries, keys, sides, BM, 128, FLAGS, 0)
-    row_k, col_k = tile_coords(at_k, i_kb, i_kv, begin_k + row)
-    row_v, col_v = tile_coords(at_v, i_kb, i_kv, begin_k + row)
+    i_step = unit >> 31  # an opaque zero
+    group = Sizes(*opaque(sizes, i_step)).group
+    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    bounds = opaque(window, i_step)
+    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
+    row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+    row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
     fetch(desc_k, row_k, col_k, full_k.index(0), buf_k.index(0))
     fetch(desc_v, row_v, col_v, full_k.index(1), buf_v.index(0))
     for i_g in range(group):
-        i_h = i_kv * group + i_g
-        row_q, col_q = tile_coords(opaque(at_q, turn), i_b, i_h, begin + low)
-        row_do, col_do = tile_coords(opaque(at_do, turn), i_b, i_h, begin + low)
-        i_r = tile_of_sequence(i_b, i_h, i_n, begin, opaque(sizes, turn), BM, FLAGS) * BM + low
-        for i in range(count):
-            slot = turn % ST
-            on = (count - 1 - i) * BM
-            wait_empty(empty_x, turn, ST)
-            _fetch_both(desc_q, row_q + on, col_q, bufs_q.index(slot), desc_base, i_r + on,
-                        bufs_base.index(slot), full_q.index(slot))  # fmt: skip
-            _fetch_both(desc_do, row_do + on, col_do, bufs_do.index(slot), desc_delta, i_r + on,
-                        bufs_delta.index(slot), full_do.index(slot))  # fmt: skip
-            turn += 1
+        i_h = loc.i_h * group + i_g
+        row_q, col_q = tile_coords(
+            opaque(strides_q, i_step), loc.i_b, i_h, loc.begin + visible.first
+        )
+        row_do, col_do = tile_coords(
+            opaque(strides_do, i_step), loc.i_b, i_h, loc.begin + visible.first
+        )
+        i_r = (
+            tile_of_sequence(
+                loc.i_b, i_h, loc.i_n, loc.begin, Sizes(*opaque(sizes, i_step)), BM, FLAGS
+            )
+            * BM
+            + visible.first
+        )
+        for i in range(visible.num_tiles):
+            stage = i_step % ST
+            on = (visible.num_tiles - 1 - i) * BM
+            wait_empty(empty_x, i_step, ST)
+            _fetch_both(desc_q, row_q + on, col_q, bufs_q.index(stage), desc_base, i_r + on,
+                        bufs_base.index(stage), full_q.index(stage))  # fmt: skip
+            _fetch_both(desc_do, row_do + on, col_do, bufs_do.index(stage), desc_delta, i_r + on,
+                        bufs_delta.index(stage), full_do.index(stage))  # fmt: skip
+            i_step += 1
 
 
 @gluon.jit
-def _share(c: gl.constexpr, buf_k, dx, zero, turn):
-    """Half the columns of dx k."""
+def _dq_half(c: gl.constexpr, buf_k, dx, zero, i_step):
+    """Starts the product of half of dq's columns (D = 128): dx k[:, half c]."""
     WIDTH: gl.constexpr = zero.shape[1]
-    k = buf_k.index(turn >> 30).slice(c * WIDTH, WIDTH, 1)
+    k = buf_k.index(i_step >> 30).slice(c * WIDTH, WIDTH, 1)
     return warpgroup_mma(dx.permute((1, 0)), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _half(c: gl.constexpr, dq, bufs_dq, full, empty, turn):
-    """Half a tile to the warp that adds it."""
-    wait_empty(empty[1], turn, 2)
-    bufs_dq.index(turn % 2 * 2 + c).store(dq)
+def _publish_half(c: gl.constexpr, dq, bufs_dq, full, empty, i_step):
+    """Hands half a tile of dq to the warp that adds it (D = 128)."""
+    wait_empty(empty.dq, i_step, 2)
+    bufs_dq.index(i_step % 2 * 2 + c).store(dq)
+    # the TMA of the adding warp reads what these threads stored
     fence_async_shared()
-    mbarrier.arrive(full[4].index(turn % 2))
+    mbarrier.arrive(full.dq.index(i_step % 2))
 
 
 @gluon.jit
-def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, turn):
-    """dq of a turn, if it is this warpgroup's."""
-    if (turn >= 0) & (turn % 2 == c):
-        slot = turn % 2
-        wait_full(full[3], turn, 2)
-        dx = bufs_dx.index(slot).permute((1, 0))
+def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, i_step):
+    """Computes a whole tile of dq and hands it over, if the step is this warpgroup's (D = 64)."""
+    if (i_step >= 0) & (i_step % 2 == c):
+        stage = i_step % 2
+        wait_full(full.dx, i_step, 2)
+        dx = bufs_dx.index(stage).permute((1, 0))
         dq = warpgroup_mma(dx, buf_k.index(0), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         a, b = gl.split(gl.permute(gl.reshape(dq, [dq.shape[0], 2, 32]), (0, 2, 1)))
-        wait_empty(empty[1], turn, 2)
-        bufs_dq.index(2 * slot).store(a)
-        bufs_dq.index(2 * slot + 1).store(b)
+        wait_empty(empty.dq, i_step, 2)
+        bufs_dq.index(2 * stage).store(a)
+        bufs_dq.index(2 * stage + 1).store(b)
         fence_async_shared()
-        mbarrier.arrive(full[4].index(slot))
-        mbarrier.arrive(empty[3].index(slot))
+        mbarrier.arrive(full.dq.index(stage))
+        mbarrier.arrive(empty.dx.index(stage))
 
 
 @gluon.jit
-def _sight(at, row, keys, window, turn, layout: gl.constexpr, D: gl.constexpr,
+def _mask_args(at, row, keys, window, i_step, layout: gl.constexpr, D: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
-    """The queries that see each of 64 keys: `width`, from `low` on. at: the first key, as a row of
+    """The queries that see each of 64 keys: `width` from `low` on. at: the first key, as a row of
     queries."""
-    turn = opaque_if_wide(turn, D)
-    left, right = opaque(window, turn)
-    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), turn, ROWS_OWN)
+    i_step = opaque_if_wide(i_step, D)
+    left, right = opaque(window, i_step)
+    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
     low, width = first_and_width(at + o_n - right, at + o_n + left + 1, (left, right), FLAGS)
-    # a key that is not there
+    # rows past the last key are seen by no query
     return gl.where(row + o_n < keys, low, 1 << 30), width
 
 
 @gluon.jit
-def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, turn, sight,
+def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step, mask_args,
           query, queries, factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """The queries of this turn; `query` is the first one's row in the sequence."""
+    """One tile of queries: adds to dk and dv, publishes dx, and computes dq of the step before.
+
+    query: the tile's first row in the sequence. kv_regs: k and v as operands, D = 64.
+    """
     layout: gl.constexpr = zero.type.layout
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta = buffers
-    there = queries - query
-    slot = turn % ST
-    q, do = bufs_q.index(slot), bufs_do.index(slot)
+    num_valid = queries - query
+    stage = i_step % ST
+    q, do = bufs_q.index(stage), bufs_do.index(stage)
     if D == 64:
-        k, v = held
+        k, v = kv_regs
     else:
-        # 0, but not to a compiler that would keep the addresses of k and v in registers it lacks
-        same = turn >> 30
-        k, v = buf_k.index(same).slice(c * 64, 64), buf_v.index(same).slice(c * 64, 64)
-    wait_full(full[1], turn, ST)
+        # at constant indices the addresses of k and v are kept in registers
+        opaque_zero = i_step >> 30
+        k, v = (
+            buf_k.index(opaque_zero).slice(c * 64, 64),
+            buf_v.index(opaque_zero).slice(c * 64, 64),
+        )
+    wait_full(full.q, i_step, ST)
     if MASKED:
-        wait_full(full[2], turn, ST)
-        zero_tail_rows((q, do), there, turn, BM, D)
+        wait_full(full.do, i_step, ST)
+        zero_tail_rows((q, do), num_valid, i_step, BM, D)
     if D != 64:
-        # in a unit's first turn it is made of what there is, and dropped
-        before = turn - 1
-        if before >= 0:
-            wait_full(full[3], before, 2)
-        dq = _share(c, buf_k, bufs_dx.index((turn + 1) % 2), zero_q, turn)
+        # a unit's first step multiplies what the buffer happens to hold, and drops the result
+        prev = i_step - 1
+        if prev >= 0:
+            wait_full(full.dx, prev, 2)
+        dq = _dq_half(c, buf_k, bufs_dx.index((i_step + 1) % 2), zero_q, i_step)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D != 64:
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        if before >= 0:
-            _half(c, dq, bufs_dq, full, empty, before)
+        if prev >= 0:
+            _publish_half(c, dq, bufs_dq, full, empty, prev)
     if not MASKED:
-        wait_full(full[2], turn, ST)
-    delta = bufs_delta.index(slot).load(gl.SliceLayout(0, layout))
+        wait_full(full.do, i_step, ST)
+    delta = bufs_delta.index(stage).load(gl.SliceLayout(0, layout))
     dp = gl.expand_dims(0.0 - delta, 0) + zero
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-    base = bufs_base.index(slot).load(gl.SliceLayout(0, layout))
+    base = bufs_base.index(stage).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
     o_m = query + gl.arange(0, BM, gl.SliceLayout(0, layout))
-    p, w = weights(s, base, sight, o_m, factor, cap, MASKED, FLAGS)
+    p, w = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
     dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), a_layout), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     dx = (w * dp).to(q.dtype)
     dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
     if D == 64:
-        wait_empty(empty[3], turn, 2)
-    bufs_dx.index(turn % 2).slice(c * 64, 64).store(dx)
+        wait_empty(empty.dx, i_step, 2)
+    bufs_dx.index(i_step % 2).slice(c * 64, 64).store(dx)
+    # wgmma of the other warpgroup reads it through the async proxy
     fence_async_shared()
-    mbarrier.arrive(full[3].index(turn % 2))
+    mbarrier.arrive(full.dx.index(i_step % 2))
     if D == 64:
-        _whole(c, buf_k, bufs_dx, bufs_dq, full, empty, zero_q, turn - 1)
+        _whole(c, buf_k, bufs_dx, bufs_dq, full, empty, zero_q, i_step - 1)
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    mbarrier.arrive(empty[0].index(slot))
+    mbarrier.arrive(empty.q.index(stage))
     return dk, dv
 
 
@@ -206,96 +277,103 @@ def _step(c: gl.constexpr, zero, zero_q, held, dk, dv, buffers, full, empty, tur
 def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
           sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
-    group = sizes[4]
+    """The loop over a unit's queries for 64 of its keys, then dk and dv to memory."""
+    group = sizes.group
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WIDTH: gl.constexpr = D if D == 64 else D // 2
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)
-    turn = unit >> 31  # 0, but not to a compiler
-    k, v = buffers[0].index(turn).slice(c * 64, 64), buffers[1].index(turn).slice(c * 64, 64)
-    i_kv, _, _, queries, i_kb, begin_k, keys, room, row, _ = locate_tile(
-        unit, offsets, sizes, 128, True, FLAGS
+    i_step = unit >> 31  # an opaque zero
+    k, v = buffers.k.index(i_step).slice(c * 64, 64), buffers.v.index(i_step).slice(c * 64, 64)
+    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    queries, keys, row = loc.queries, loc.keys, loc.row
+    query, count, inner, outer = visible_query_tiles(
+        row, queries, keys, opaque(window, i_step), BM, 128, FLAGS, 0
     )
-    query, count, inner, outer = queries_seen(
-        row, queries, keys, opaque(window, turn), BM, 128, FLAGS, 0
-    )
-    if row + 128 > keys:  # keys that are not there are to add nothing to dq
+    # the last tile of keys masks all its steps: rows past the end are to add nothing to dq
+    if row + 128 > keys:
         outer = inner
     row += c * 64
     FIRST: gl.constexpr = c * NUM_SCALARS
-    known = (query + (count - 1) * BM, count, inner, outer, queries)
-    known = known + (row, keys, i_kv, i_kb, begin_k, room)
-    store_scalars(pad, known, FIRST, D)
+    scalars = (query + (count - 1) * BM, count, inner, outer, queries)
+    scalars = scalars + (row, keys, loc.i_h, loc.i_kb, loc.begin_k, loc.capacity)
+    store_scalars(pad, scalars, FIRST, D)
     dk = gl.zeros([64, D], gl.float32, k_layout)
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
-        mbarrier.wait(full[0].index(tile), 0)
-    zero_tail_rows((k, v), keys - row, turn, 64, D)
-    held = (zero, zero)
+        mbarrier.wait(full.kv.index(tile), 0)
+    zero_tail_rows((k, v), keys - row, i_step, 64, D)
+    kv_regs = (zero, zero)
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        held = (k.load(k_regs), v.load(k_regs))
-    for _ in range(gl.maximum(opaque((group,), opaque_if_wide(turn, D))[0], 1)):
-        last, count, inner, outer, queries, row, keys = load_scalar(pad, known[:7], FIRST, D)
-        sight = _sight(row - (keys - queries), row, keys, window, turn, s_layout, D, FLAGS)
+        kv_regs = (k.load(k_regs), v.load(k_regs))
+    for _ in range(gl.maximum(opaque((group,), opaque_if_wide(i_step, D))[0], 1)):
+        last, count, inner, outer, queries, row, keys = load_scalar(pad, scalars[:7], FIRST, D)
+        mask_args = _mask_args(
+            row - (keys - queries), row, keys, window, i_step, s_layout, D, FLAGS
+        )
         for i in range(count - outer):
             dk, dv = _step(
-                c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, sight,
+                c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
                 last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
             )  # fmt: skip
         for i in range(count - outer, count - inner):
             dk, dv = _step(
-                c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, sight,
+                c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
                 last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
             )  # fmt: skip
         if FLAGS & RIGHT:
-            last, count, inner, _, queries, row, keys = load_scalar(pad, known[:7], FIRST, D)
-            sight = _sight(
-                row - (keys - queries), row, keys, window, turn + inner, s_layout, D, FLAGS
+            last, count, inner, _, queries, row, keys = load_scalar(pad, scalars[:7], FIRST, D)
+            mask_args = _mask_args(
+                row - (keys - queries), row, keys, window, i_step + inner, s_layout, D, FLAGS
             )
             for i in range(count - inner, count):
                 dk, dv = _step(
-                    c, zero, zero_q, held, dk, dv, buffers, full, empty, turn + i, sight,
+                    c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
                     last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
                 )  # fmt: skip
-        turn += load_scalar(pad, known[1:2], FIRST + 1, D)[0]
+        i_step += load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
     if D == 64:
-        _whole(c, buffers[0], buffers[4], buffers[5], full, empty, zero_q, turn - 1)
-    elif turn > 0:
-        wait_full(full[3], turn - 1, 2)
-        dq = _share(c, buffers[0], buffers[4].index((turn + 1) % 2), zero_q, turn)
+        _whole(c, buffers.k, buffers.dx, buffers.dq, full, empty, zero_q, i_step - 1)
+    elif i_step > 0:
+        wait_full(full.dx, i_step - 1, 2)
+        dq = _dq_half(c, buffers.k, buffers.dx.index((i_step + 1) % 2), zero_q, i_step)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _half(c, dq, buffers[5], full, empty, turn - 1)
+        _publish_half(c, dq, buffers.dq, full, empty, i_step - 1)
     # both warpgroups are done with k once both have handed over the last tile
-    mbarrier.arrive(empty[2].index(0))
-    mbarrier.wait(empty[2].index(0), 0)
-    same = opaque_if_wide(turn, D) >> 30
-    k, v = buffers[0].index(same).slice(c * 64, 64), buffers[1].index(same).slice(c * 64, 64)
+    mbarrier.arrive(empty.kv.index(0))
+    mbarrier.wait(empty.kv.index(0), 0)
+    opaque_zero = opaque_if_wide(i_step, D) >> 30
+    k, v = (
+        buffers.k.index(opaque_zero).slice(c * 64, 64),
+        buffers.v.index(opaque_zero).slice(c * 64, 64),
+    )
     out_k = stage_through_smem(k, (dk * scale).to(k.dtype), D)
     out_v = stage_through_smem(v, dv.to(k.dtype), D)
-    row, _, i_kv, i_kb, begin_k, room = load_scalar(pad, known[5:], FIRST + 5, D)
-    S, H, each = opaque((sizes[1], sizes[2], group), turn)
+    row, _, i_kv, i_kb, begin_k, capacity = load_scalar(pad, scalars[5:], FIRST + 5, D)
+    S, H, each = opaque((sizes.S, sizes.H, group), i_step)
     HKV = H // each
     at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-    store_staged(dk_ptr + at, out_k, HKV * D, room - row, turn, D)
-    store_staged(dv_ptr + at, out_v, HKV * D, room - row, turn, D)
+    store_staged(dk_ptr + at, out_k, HKV * D, capacity - row, i_step, D)
+    store_staged(dv_ptr + at, out_v, HKV * D, capacity - row, i_step, D)
 
 
 @gluon.jit
 def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
                sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                FLAGS: gl.constexpr):  # fmt: skip
-    units = sizes[8]
+    units = sizes.units
     if D > SPARE_REGISTERS:
         _unit(c, program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers, full,
               empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
     else:
-        # one unit too, but not to a compiler: ptxas would make addresses of buffers and barriers
-        # in uniform registers
+        # one unit too, but a loop to the compiler: without it ptxas computes addresses of buffers
+        # and barriers in uniform registers
         programs = gl.num_programs(0)
-        if FLAGS & SOFTCAP:  # as many, but not read at the beginning and kept
+        # the same step count, but not read at the start and kept in a register
+        if FLAGS & SOFTCAP:
             programs = units
         for unit in range(program_id_volatile(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
@@ -303,7 +381,7 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
 
 
 @gluon.jit
-def _first(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
+def _warpgroup_0(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
            pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
     _tile_loop(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
@@ -311,14 +389,14 @@ def _first(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, si
 
 
 @gluon.jit
-def _second(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
+def _warpgroup_1(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
             pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
     _tile_loop(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
                pad, BM, D, ST, FLAGS)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_AT, *_DO_AT])
+@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES])
 def softmax_bwd_sm90_kernel(
     desc_q,  # tiles [BM, D]
     desc_k,  # [128, D]
@@ -327,7 +405,7 @@ def softmax_bwd_sm90_kernel(
     desc_base,  # [BM] of [tiles * BM]: lse in base 2, inf for -inf and for no query
     desc_delta,  # [BM] of [tiles * BM]
     desc_dq,  # [BM, D / 2] of float32 [tiles * BM, D]: bwd_dq_accumulate.py counts tiles of queries
-    turns_ptr,  # [tiles], zeros
+    semaphores_ptr,  # [tiles], zeros
     dk_ptr,  # [KB, S, HKV, D]
     dv_ptr,  # [KB, S, HKV, D]
     cu_q_ptr,  # [N + 1]
@@ -342,7 +420,7 @@ def softmax_bwd_sm90_kernel(
     N,
     group,
     tiles,
-    steps,
+    search_steps,
     section,
     units,
     left,
@@ -387,33 +465,34 @@ def softmax_bwd_sm90_kernel(
     done = barriers(1, 2)
     empty_dx = barriers(2, 1) if D == 64 else done
     pad = alloc_scalars(2 * NUM_SCALARS)
+    buffers = Buffers(buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta)
+    full = Full(full_k, full_q, full_do, full_dx, full_dq)
+    empty = Empty(empty_x, empty_dq, done, empty_dx)
+    offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
+    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
-        (_first, (dk_ptr, dv_ptr, factor, cap, scale,
-                  (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),
-                  (full_k, full_q, full_do, full_dx, full_dq),
-                  (empty_x, empty_dq, done, empty_dx),
-                  (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                  (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_warpgroup_0, (dk_ptr, dv_ptr, factor, cap, scale,
+                  buffers, full, empty, offsets,
+                  sizes, (left, right),
                   pad, BM, D, ST, FLAGS)),
-        (_second, (dk_ptr, dv_ptr, factor, cap, scale,
-                   (buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta),
-                   (full_k, full_q, full_do, full_dx, full_dq),
-                   (empty_x, empty_dq, done, empty_dx),
-                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
+        (_warpgroup_1, (dk_ptr, dv_ptr, factor, cap, scale,
+                   buffers, full, empty, offsets,
+                   sizes, (left, right),
                    pad, BM, D, ST, FLAGS)),
-        (_load, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
+        (_load_partition, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
                  (buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
                  (full_k, full_q, full_do), empty_x,
-                 (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                 (T, S, H, N, group, tiles, steps, section, units), (left, right),
+                 offsets,
+                 sizes, (left, right),
                  ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch),
                   (do_rb, do_rh, do_ch)),
                  BM, ST, FLAGS)),
-        (add_even, (desc_dq, turns_ptr, bufs_dq, full_dq, empty_dq,
-                 (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                 (T, S, H, N, group, tiles, steps, section, units), (left, right), BM, D, FLAGS)),
-        (add_odd, (desc_dq, turns_ptr, bufs_dq, full_dq, empty_dq,
-                (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                (T, S, H, N, group, tiles, steps, section, units), (left, right), BM, D, FLAGS)),
+        (add_even, (desc_dq, semaphores_ptr, bufs_dq, full_dq, empty_dq,
+                 offsets,
+                 sizes, (left, right),
+                 BM, D, FLAGS)),
+        (add_odd, (desc_dq, semaphores_ptr, bufs_dq, full_dq, empty_dq,
+                offsets,
+                sizes, (left, right),
+                 BM, D, FLAGS)),
     ], [4, 1, 1, 1], [CONSUMER, PRODUCER, PRODUCER, PRODUCER])  # fmt: skip

@@ -1,8 +1,8 @@
-"""What goes before and after bwd_fused.py, by its tiles of queries.
+"""Kernels before and after bwd_fused.py, in its tiles of queries.
 
     base_t = log2(e) lse_t      delta_t = o_t . do_t - dlse_t      dq_t = scale sum_s dx_ts k_s
 
-Packed sequences begin at a tile of their own: TMA reads rows of numbers at multiples of 16 bytes.
+Packed sequences begin at a tile of their own: TMA reads a tile's numbers at multiples of 16 bytes.
 """
 
 import triton
@@ -12,17 +12,17 @@ from slipstream.kernels.attention.triton.scores import LOG2E, rows_of_sequence, 
 
 
 @triton.jit
-def _place(cu_q_ptr, T, H, N, tiles, steps, BM: tl.constexpr, PACKED: tl.constexpr):
+def _locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM: tl.constexpr, PACKED: tl.constexpr):
     """Head, batch row, first row and length of the sequence, and the tile's row in it."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, row = sequence_of_tile(
-        (pid % tiles).to(tl.int32), pid // tiles // H, cu_q_ptr, N, steps, BM, PACKED
+        (pid % tiles).to(tl.int32), pid // tiles // H, cu_q_ptr, N, search_steps, BM, PACKED
     )
     i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, cu_q_ptr, T, PACKED, False)
     return pid // tiles % H, i_b, begin, queries, row
 
 
-@triton.jit(do_not_specialize=["T", "H", "N", "tiles", "steps"])
+@triton.jit(do_not_specialize=["T", "H", "N", "tiles", "search_steps"])
 def softmax_rows_of_tiles_kernel(
     o_ptr,  # [B, T, H, D]
     do_ptr,  # [B, T, H, D]
@@ -35,14 +35,14 @@ def softmax_rows_of_tiles_kernel(
     H,
     N,
     tiles,
-    steps,
+    search_steps,
     D: tl.constexpr,
     BM: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """grid (tiles * H * B,)."""
-    i_h, i_b, begin, queries, row = _place(cu_q_ptr, T, H, N, tiles, steps, BM, PACKED)
+    i_h, i_b, begin, queries, row = _locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM, PACKED)
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, D)
     m_m = row + o_m < queries
@@ -61,10 +61,10 @@ def softmax_rows_of_tiles_kernel(
     tl.store(delta_ptr + to, b_delta)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "H", "N", "tiles", "steps"])
+@triton.jit(do_not_specialize=["scale", "T", "H", "N", "tiles", "search_steps"])
 def softmax_dq_of_sums_kernel(
     sums_ptr,  # [B * H * tiles * BM, D], float32
-    turns_ptr,  # [B * H * tiles], how many have added; where nobody has, there is no sum
+    semaphores_ptr,  # [B * H * tiles], how many tiles of keys have added
     dq_ptr,  # [B, T, H, D]
     cu_q_ptr,  # [N + 1]
     scale,
@@ -72,18 +72,19 @@ def softmax_dq_of_sums_kernel(
     H,
     N,
     tiles,
-    steps,
+    search_steps,
     D: tl.constexpr,
     BM: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """grid (tiles * H * B,)."""
-    i_h, i_b, begin, queries, row = _place(cu_q_ptr, T, H, N, tiles, steps, BM, PACKED)
+    i_h, i_b, begin, queries, row = _locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM, PACKED)
     pid = tl.program_id(0).to(tl.int64)
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, D)
     m_m = (row + o_m < queries)[:, None] & (o_d >= 0)[None, :]
-    some = tl.load(turns_ptr + pid) > 0
+    # a tile of queries that sees no key was never written
+    some = tl.load(semaphores_ptr + pid) > 0
     p_sums = sums_ptr + pid * BM * D + o_m[:, None] * D + o_d[None, :]
     b_dq = tl.load(p_sums, mask=m_m & some, other=0.0) * scale
     p_dq = dq_ptr + ((i_b * T + begin + row + o_m[:, None]) * H + i_h) * D + o_d[None, :]

@@ -1,20 +1,28 @@
-"""What the kernels share: units of work, where a tile lies, what it sees, and rings of buffers.
+"""Device functions of attention's kernels for sm_90: units of work, tile bounds, rings of buffers.
 
-A program takes unit after unit, `programs` apart. A unit is a tile of a pair (sequence, head);
-`section` pairs, whose keys and values fit the L2 cache, are done before the next, tile by tile,
-those with the most work first. All that tells the shape is a tuple:
+A unit is a tile of a pair (sequence, head). A program takes units one after another
+(tile_scheduler.py). Pairs go in sections whose keys and values fit the L2 cache; of a section the
+tiles with the most work come first.
 
-    offsets = cu_q, cu_k, lengths         sizes = T, S, H, N, group, tiles, steps, section, units
-    window = left, right                  at = rb, rh, ch: row and column of a batch and a head
+    offsets = cu_q, cu_k, lengths         window = left, right         sizes: Sizes
+    strides = rb, rh, ch: a tensor [B, T, H, D] as a matrix for TMA, in which batch b, row t, head h
+              begin at row b rb + h rh + t and column h ch
 
-`at` is where a tensor [B, T, H, D] lies in a matrix: batch b, row t, head h begin at row
-b rb + h rh + t and column h ch.
+Rings: i_step counts a ring's tiles over all units. Its stage is i_step % COUNT, its phase
+i_step // COUNT & 1. `full` barriers tell that a stage is filled, `empty` that it may be refilled.
+
+Register pressure decides this code. A warpgroup has 240 registers a thread, and accumulators take
+most of them, so values that LLVM and ptxas would hoist out of a loop and keep are made `opaque`:
+combined with i_step >> 30, which is 0 at run time but not to a compiler. Scalars that are needed
+only at a unit's end are parked in shared memory (store_scalars, load_scalar).
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.triton.scores import (
     rows_of_sequence,
-    seen_tiles,
     sequence_of_tile,
+    visible_tiles,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -24,8 +32,48 @@ from slipstream.kernels.primitives.gluon_compat import (
     mbarrier,
     threads_together,
 )
-from slipstream.kernels.primitives.smem_scalars import load_scalar as look_up
-from slipstream.kernels.primitives.smem_scalars import store_scalars as write_down
+from slipstream.kernels.primitives.smem_scalars import load_scalar as load_one
+from slipstream.kernels.primitives.smem_scalars import store_scalars as store_all
+
+
+class Sizes(NamedTuple):
+    """Numbers of a launch, in the order of the kernels' arguments."""
+
+    T: Any  # queries
+    S: Any  # keys
+    H: Any  # heads of q
+    N: Any  # sequences
+    group: Any  # heads of q that share one of k
+    tiles: Any  # units of a pair
+    search_steps: Any  # of the binary search for a packed tile's sequence
+    section: Any  # pairs at work at a time
+    units: Any
+
+
+class TileLocation(NamedTuple):
+    """Where a unit's queries and keys are, all int32."""
+
+    i_h: Any  # head, of k where units are tiles of keys
+    i_b: Any  # batch row of q, 0 if packed
+    begin: Any  # first row of the sequence's queries
+    queries: Any  # how many the sequence has
+    i_kb: Any  # batch row of k, 0 if packed
+    begin_k: Any  # first row of the sequence's keys
+    keys: Any  # how many it uses
+    capacity: Any  # how many it has
+    row: Any  # the tile's first row in its sequence
+    i_n: Any  # sequence
+
+
+class TileRange(NamedTuple):
+    """Tiles of rows that another tile sees: `num_tiles` from row `first` on, of which those before
+    `inner` and from `outer` on are seen in part and masked."""
+
+    first: Any
+    num_tiles: Any
+    inner: Any
+    outer: Any
+
 
 # what a kernel is compiled for, added up in FLAGS
 LEFT = gl.constexpr(1)
@@ -34,42 +82,42 @@ SOFTCAP = gl.constexpr(4)
 LENGTHS = gl.constexpr(8)
 PACKED_Q = gl.constexpr(16)
 PACKED_K = gl.constexpr(32)
-# rows that are cleaned or stored at a time
+# rows that are zeroed or stored at a time
 STEP = gl.constexpr(16)
-# bits of a product's row and column that are a thread's own
-ROWS_OWN = gl.constexpr(55)
-COLUMNS_OWN = gl.constexpr(6)
-# channels that leave registers to spare: there it costs more to make anew and to note than to keep
+# bits of the row and the column in a wgmma accumulator [64, N] that differ within a thread
+THREAD_ROW_BITS = gl.constexpr(55)
+THREAD_COLUMN_BITS = gl.constexpr(6)
+# widths of a head up to which registers suffice: recomputing and parking cost more than they save
 SPARE_REGISTERS = gl.constexpr(64)
 
 
 @gluon.jit
-def opaque(numbers, turn):
-    """The same numbers, to no compiler's knowledge, since it does not know that turn >> 30 is 0:
-    what is made of them is made where it is wanted, and not kept from turn to turn in registers
-    that the loops over tiles lack."""
-    made = ()
+def opaque(numbers, i_step):
+    """The same numbers, xored with i_step >> 30: what is computed from them is computed where it
+    is used, instead of being hoisted and kept in registers that the loops over tiles lack."""
+    result = ()
     for i in gl.static_range(len(numbers)):
-        made = made + (numbers[i] ^ (turn >> 30),)
-    return made
+        result = result + (numbers[i] ^ (i_step >> 30),)
+    return result
 
 
 @gluon.jit
-def opaque_range(x, turn, OWN: gl.constexpr):
-    """The same of x, which is gl.arange(0, 2^n), where a thread has several: OWN are the bits that
-    are its own. Of one number the others are made, and none is kept."""
-    return ((x & OWN) ^ (turn >> 30)) + (x & (x.shape[0] - 1 - OWN))
+def opaque_range(x, i_step, THREAD_BITS: gl.constexpr):
+    """opaque of x = gl.arange(0, 2^n) where a thread has several elements: THREAD_BITS are the bits
+    that differ within a thread. The others are added to one of them, and none is kept."""
+    return ((x & THREAD_BITS) ^ (i_step >> 30)) + (x & (x.shape[0] - 1 - THREAD_BITS))
 
 
 @gluon.jit
-def opaque_if_wide(turn, WIDTH: gl.constexpr):
-    """The turn to make anew by; 0, which a compiler knows, if WIDTH channels leave registers."""
-    return turn if WIDTH > SPARE_REGISTERS else 0
+def opaque_if_wide(i_step, WIDTH: gl.constexpr):
+    """i_step to make values opaque by; the constant 0, which does nothing, if heads of WIDTH leave
+    registers to spare."""
+    return i_step if WIDTH > SPARE_REGISTERS else 0
 
 
 @gluon.jit
 def pair_of_unit(unit, tiles, pairs, section):
-    """Tile and pair of a unit of work."""
+    """The tile and the pair of a unit, section by section."""
     before = unit // (tiles * section) * section
     unit -= before * tiles
     size = gl.minimum(section, pairs - before)
@@ -78,27 +126,29 @@ def pair_of_unit(unit, tiles, pairs, section):
 
 @gluon.jit
 def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.constexpr):
-    """Head, batch row and first row of queries and of keys, how many, room for keys, tile's row,
-    and the sequence."""
+    """Where a unit is. KEYS: units are tiles of keys, else of queries."""
     cu_q_ptr, cu_k_ptr, lengths_ptr = offsets
-    T, S, H, N, group, tiles, steps, section, _ = opaque(sizes, unit)
+    sizes = Sizes(*opaque(sizes, unit))
+    H, N, tiles = sizes.H, sizes.N, sizes.tiles
     if KEYS:
-        H = H // group
+        H = H // sizes.group
         PACKED: gl.constexpr = FLAGS & PACKED_K
         cu_ptr = cu_k_ptr
     else:
         PACKED: gl.constexpr = FLAGS & PACKED_Q
         cu_ptr = cu_q_ptr
     pairs = H if PACKED else H * N
-    tile, pair = pair_of_unit(unit, tiles, pairs, section)
-    if not KEYS:  # the last queries see the most keys, and the first keys the most queries
+    tile, pair = pair_of_unit(unit, tiles, pairs, sizes.section)
+    # longest first: under a causal mask the last queries see the most keys, and the first keys are
+    # seen by the most queries
+    if not KEYS:
         tile = tiles - 1 - tile
-    i_n, row = sequence_of_tile(tile, pair // H, cu_ptr, N, steps, B, PACKED != 0)
+    i_n, row = sequence_of_tile(tile, pair // H, cu_ptr, N, sizes.search_steps, B, PACKED != 0)
     i_b, begin, _, queries = rows_of_sequence(
-        i_n, cu_q_ptr, lengths_ptr, T, (FLAGS & PACKED_Q) != 0, False
+        i_n, cu_q_ptr, lengths_ptr, sizes.T, (FLAGS & PACKED_Q) != 0, False
     )
-    i_kb, begin_k, room, keys = rows_of_sequence(
-        i_n, cu_k_ptr, lengths_ptr, S, (FLAGS & PACKED_K) != 0, (FLAGS & LENGTHS) != 0
+    i_kb, begin_k, capacity, keys = rows_of_sequence(
+        i_n, cu_k_ptr, lengths_ptr, sizes.S, (FLAGS & PACKED_K) != 0, (FLAGS & LENGTHS) != 0
     )
     i_b, begin, i_kb, begin_k = (
         i_b.to(gl.int32),
@@ -106,24 +156,26 @@ def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS
         i_kb.to(gl.int32),
         begin_k.to(gl.int32),
     )
-    return pair % H, i_b, begin, queries, i_kb, begin_k, keys, room, row, i_n
+    return TileLocation(pair % H, i_b, begin, queries, i_kb, begin_k, keys, capacity, row, i_n)
 
 
 @gluon.jit
-def tiles_of(low, inner, outer, high, B: gl.constexpr, LEAST: gl.constexpr):
-    """First row, how many tiles from there, and which of them are seen whole."""
-    count = gl.maximum(gl.cdiv(high - low, B), LEAST)
+def tile_range(low, inner, outer, high, B: gl.constexpr, MIN_TILES: gl.constexpr):
+    """From bounds in rows to tiles; `inner` and `outer` are numbers of tiles."""
+    count = gl.maximum(gl.cdiv(high - low, B), MIN_TILES)
     inner = gl.minimum(gl.maximum(inner - low, 0) // B, count)
     outer = gl.minimum(gl.maximum(outer - low, 0) // B, count)
-    return low, count, inner, gl.maximum(outer, inner)
+    return TileRange(low, count, inner, gl.maximum(outer, inner))
 
 
 @gluon.jit
-def keys_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr, FLAGS: gl.constexpr):
-    """tiles_of the keys that BM queries see, at least one."""
+def visible_key_tiles(
+    row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr, FLAGS: gl.constexpr
+):
+    """The tiles of keys that BM queries see, at least one."""
     left, right = window
     shift = keys - queries
-    low, inner, outer, high = seen_tiles(
+    low, inner, outer, high = visible_tiles(
         row + shift,
         gl.minimum(row + BM, queries) - 1 + shift,
         gl.where(row < queries, keys, 0),
@@ -133,16 +185,16 @@ def keys_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr, FL
         (FLAGS & LEFT) != 0,
         (FLAGS & RIGHT) != 0,
     )
-    return tiles_of(low, inner, outer, high, BN, 1)
+    return tile_range(low, inner, outer, high, BN, 1)
 
 
 @gluon.jit
-def queries_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
-                 FLAGS: gl.constexpr, LEAST: gl.constexpr = 1):  # fmt: skip
+def visible_query_tiles(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
+                 FLAGS: gl.constexpr, MIN_TILES: gl.constexpr = 1):  # fmt: skip
     """tiles_of the queries that see BN keys."""
     left, right = window
     shift = keys - queries
-    low, inner, outer, high = seen_tiles(
+    low, inner, outer, high = visible_tiles(
         row - shift,
         gl.minimum(row + BN, keys) - 1 - shift,
         gl.where(row < keys, queries, 0),
@@ -152,91 +204,92 @@ def queries_seen(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
         (FLAGS & RIGHT) != 0,
         (FLAGS & LEFT) != 0,
     )
-    return tiles_of(low, inner, outer, high, BM, LEAST)
+    return tile_range(low, inner, outer, high, BM, MIN_TILES)
 
 
 @gluon.jit
-def tile_coords(at, i_b, i_h, row):
-    """Coordinates of a tile in the matrix of its tensor."""
-    rb, rh, ch = at
+def tile_coords(strides, i_b, i_h, row):
+    """Row and column of a tile in the matrix of its tensor."""
+    rb, rh, ch = strides
     return i_b * rb + i_h * rh + row, i_h * ch
 
 
 @gluon.jit
 def fetch(desc, row, col, full, buffer):
-    """Starts to load a tile; `full` tells when it is there."""
+    """Starts to load a tile by TMA; its bytes complete the phase of `full`."""
     mbarrier.expect(full, desc.block_type.nbytes)
     copy_in(desc, [row, col], full, buffer)
 
 
 @gluon.jit
-def wait_full(barriers, turn, COUNT: gl.constexpr):
-    """Waits until a ring's buffer of this turn is filled."""
-    mbarrier.wait(barriers.index(turn % COUNT), (turn // COUNT) & 1)
+def wait_full(barriers, i_step, COUNT: gl.constexpr):
+    """Waits until the stage of this step is filled."""
+    mbarrier.wait(barriers.index(i_step % COUNT), (i_step // COUNT) & 1)
 
 
 @gluon.jit
-def wait_empty(barriers, turn, COUNT: gl.constexpr):
-    """Waits until a ring's buffer of this turn may be filled."""
-    mbarrier.wait(barriers.index(turn % COUNT), ((turn // COUNT) & 1) ^ 1)
+def wait_empty(barriers, i_step, COUNT: gl.constexpr):
+    """Waits until the stage of this step may be filled: the phase before, so the first is free."""
+    mbarrier.wait(barriers.index(i_step % COUNT), ((i_step // COUNT) & 1) ^ 1)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    """COUNT mbarriers, whose phase ends with so many arrivals."""
+    result = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
+        mbarrier.init(result.index(i), count=ARRIVALS)
+    return result
 
 
 @gluon.jit
 def store_scalars(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Writes down what would be kept in registers that the loops over tiles lack."""
+    """Parks scalars in shared memory where wide heads leave no registers for them."""
     if WIDTH > SPARE_REGISTERS:
-        write_down(pad, numbers, FIRST, 4)
+        store_all(pad, numbers, FIRST, 4)
 
 
 @gluon.jit
 def load_scalar(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """The same numbers as note() wrote them, or as they are if it did not."""
-    made = ()
+    """The scalars that store_scalars parked, or as they are if it did not."""
+    result = ()
     for i in gl.static_range(len(numbers)):
         if WIDTH > SPARE_REGISTERS:
-            made = made + (look_up(pad, FIRST + i, 4),)
+            result = result + (load_one(pad, FIRST + i, 4),)
         else:
-            made = made + (numbers[i],)
-    return made
+            result = result + (numbers[i],)
+    return result
 
 
 @gluon.constexpr_function
 def rows_layout(width):
-    """Rows of `width` 16-bit numbers over four warps, 16 bytes a thread."""
+    """Rows of `width` 16-bit elements over four warps, 16 bytes a thread."""
     lanes = min(32, width // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
-def zero_tail_rows(buffers, rows, turn, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeroes rows of tiles from `rows` on: they are another sequence's, and 0 times NaN is NaN.
+def zero_tail_rows(buffers, rows, i_step, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeroes the rows of tiles from `rows` on: they are another sequence's, and 0 times NaN is NaN.
 
-    Every consumer does it for itself, with the same outcome.
+    Every consumer does it for itself, with the same outcome, so that none waits for another.
     """
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    o_r = opaque_range(o_r, opaque_if_wide(turn, WIDTH), 1024 // WIDTH - 1)
+    o_r = opaque_range(o_r, opaque_if_wide(i_step, WIDTH), 1024 // WIDTH - 1)
     if rows < ROWS:
         for i in gl.static_range(0, ROWS, STEP):
             if rows < i + STEP:
                 for j in gl.static_range(len(buffers)):
-                    part = buffers[j].slice(i, STEP)
-                    part.store(gl.where((o_r < rows - i)[:, None], part.load(layout), 0.0))
+                    rows_at = buffers[j].slice(i, STEP)
+                    rows_at.store(gl.where((o_r < rows - i)[:, None], rows_at.load(layout), 0.0))
         fence_async_shared()
         threads_together()
 
 
 @gluon.jit
 def inverse(x):
-    """1 / x for x from 1 to inf, where a division would also see to what overflows on the way."""
+    """1 / x for x from 1 to inf, in one instruction: a division also handles overflow."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -244,8 +297,8 @@ def inverse(x):
 
 @gluon.jit
 def where_below(s, a, b):
-    """s where a < b, -inf elsewhere. Comparisons by themselves are packed into words of bits, made
-    into one another for as long as the products take."""
+    """s where a < b, -inf elsewhere, in asm: ptxas packs plain comparisons into words of bits and
+    converts them back for as long as the products take."""
     _, a = gl.broadcast(s, a)
     _, b = gl.broadcast(s, b)
     return gl.inline_asm_elementwise(
@@ -260,7 +313,7 @@ def where_below(s, a, b):
 
 @gluon.jit
 def where_within(s, x, low, width):
-    """s where low <= x < low + width, -inf elsewhere, by one comparison of unsigned numbers."""
+    """s where low <= x < low + width, -inf elsewhere, by one unsigned comparison."""
     _, x = gl.broadcast(s, x)
     _, low = gl.broadcast(s, low)
     _, width = gl.broadcast(s, width)
@@ -277,8 +330,8 @@ def where_within(s, x, low, width):
 
 @gluon.jit
 def stage_through_smem(buffer, values, WIDTH: gl.constexpr):
-    """64 rows in an accumulator's layout by way of shared memory into that of wide stores, STEP at
-    a time: addresses are those of the first, and steps."""
+    """64 rows from an accumulator's layout through shared memory to that of 16-byte stores, STEP
+    rows at a time. The fence: TMA refills the buffer next."""
     buffer.store(values)
     rows = ()
     for i in gl.static_range(0, 64, STEP):
@@ -288,12 +341,12 @@ def stage_through_smem(buffer, values, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store_staged(ptr, values, stride, rows, turn, WIDTH: gl.constexpr):
-    """Stores what stage() returned, of which there are `rows`, `stride` apart."""
+def store_staged(ptr, values, stride, rows, i_step, WIDTH: gl.constexpr):
+    """Stores what stage_through_smem returned: the first `rows` rows, `stride` apart."""
     layout: gl.constexpr = rows_layout(WIDTH)
     o_r = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    o_r = opaque_range(o_r, opaque_if_wide(turn, WIDTH), 1024 // WIDTH - 1)
+    o_r = opaque_range(o_r, opaque_if_wide(i_step, WIDTH), 1024 // WIDTH - 1)
     p = ptr + o_r.to(gl.int64)[:, None] * stride + o_c[None, :]
     for i in gl.static_range(64 // STEP):
         gl.store(p, values[i], mask=(o_r < rows - i * STEP)[:, None] & (o_c >= 0)[None, :])

@@ -7,7 +7,7 @@ from slipstream.kernels.attention.sm90.launch import _layout
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor
 from slipstream.runtime.launch_cache import cached
 
-WIDTH, REST, BM, BN = 512, 64, 64, 64
+WIDTH, ROPE_DIM, BM, BN = 512, 64, 64, 64
 
 
 def is_supported(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
@@ -15,10 +15,10 @@ def is_supported(q: Tensor, latent: Tensor, width: int, table: Tensor | None) ->
     size, row = latent.shape[1], latent.stride(1)
     return (
         width == WIDTH
-        and q.shape[-1] == WIDTH + REST
+        and q.shape[-1] == WIDTH + ROPE_DIM
         and q.is_contiguous()
         and latent.stride(2) == 1
-        and row >= WIDTH + REST
+        and row >= WIDTH + ROPE_DIM
         and row % 8 == 0
         and latent.stride(0) % row == 0
         and (q.data_ptr() | latent.data_ptr()) % 16 == 0
@@ -32,11 +32,11 @@ def launch(
     lengths: Tensor | None,
     table: Tensor | None,
     factor: float,
-    part: Tensor,
-    lses: Tensor,
-    shares: int,
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    splits: int,
     tiles: int,
-    room: int,
+    capacity: int,
 ) -> None:
     """Writes o and lse of each share."""
     B, T, H, D = q.shape
@@ -46,12 +46,12 @@ def launch(
     descs = [
         TensorDescriptor(x, size, [stride, 1], [64, width], _layout(64, width, q.dtype))
         for x, size, stride in ((q, [B * T * H, D], D), (latent, shape, row))
-        for width in (WIDTH // 2, REST)
+        for width in (WIDTH // 2, ROPE_DIM)
     ]
-    cached(softmax_latent_decode_sm90_kernel)[(tiles * shares * B,)](
+    cached(softmax_latent_decode_sm90_kernel)[(tiles * splits * B,)](
         *descs,
-        part,
-        lses,
+        partial_o,
+        partial_lse,
         lengths,
         table,
         factor,
@@ -59,8 +59,8 @@ def launch(
         H,
         B,
         tiles,
-        shares,
-        room,
+        splits,
+        capacity,
         0 if table is None else table.stride(0),
         rows_b,
         PAGE=0 if table is None else latent.shape[1],

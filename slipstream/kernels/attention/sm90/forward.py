@@ -1,20 +1,37 @@
-"""Softmax attention forward for sm_90: one warp loads, two warpgroups of 64 queries compute.
+"""Softmax attention forward for sm_90, warp-specialised.
 
     m' = max(m, max_s x_ts)     l' = e^(m - m') l + sum_s e^(x_ts - m')     o' likewise with v_s
 
-The product q k^T of a tile runs beside p v of the one before, and that beside the exponentials; p
-goes from the accumulator's registers into the next product. Between two products of a warpgroup
-there is nothing to be done: what p v needs of the tile before is made while q k^T runs. K and V
-have a ring of ST buffers each. Only tiles at the edges of what is seen are masked.
+A program takes units, tiles of 128 queries of a head, one after another. Its partitions and what
+passes between them:
+
+    load_partition, 1 warp                 _warpgroup_0, _warpgroup_1: 4 warps and 64 queries each
+      k[0]             -- full_k -->         s = q k[0]^T, the first weights p
+      q of each c      -- full_q -->         (warpgroup c waits for its own stage of q)
+      k[i], v[i - 1]   -- full_k, full_v --> _step i: s = q k[i]^T beside acc += p v[i - 1], and
+                                             that beside the exponentials of s
+      v[last]          -- full_v -->         acc += p v[last]; o through q's buffer to memory
+      next unit        -- scheduler.full --> receive_next_tile
+    waits for empty_q, empty_k, empty_v and scheduler.empty, by which the warpgroups return buffers
+
+    buffers          stages                arrivals a phase: full / empty
+    q  [64, D]       NC * Q_STAGES         1 (TMA) / 1, the warpgroup that owns the stage
+    k  [BN, D]       ST                    1 (TMA) / NC
+    v  [BN, DV]      ST                    1 (TMA) / NC
+    next_units       SCHEDULER_STAGES      1 / NC
+
+p goes from the accumulator's registers into the next product, without shared memory. Only tiles at
+the edges of what is seen are masked. K of 192 columns is loaded in PANELS of 64: TMA boxes are to
+be powers of two wide.
 """
 
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
-    ROWS_OWN,
     SOFTCAP,
     SPARE_REGISTERS,
+    THREAD_ROW_BITS,
+    Sizes,
     barriers,
-    keys_seen,
     load_scalar,
     locate_tile,
     opaque,
@@ -23,12 +40,14 @@ from slipstream.kernels.attention.sm90.common import (
     stage_through_smem,
     store_scalars,
     store_staged,
+    visible_key_tiles,
     wait_full,
     zero_tail_rows,
 )
-from slipstream.kernels.attention.sm90.forward_load import load_units, panels
+from slipstream.kernels.attention.sm90.forward_load import load_partition, panels
 from slipstream.kernels.attention.sm90.online_softmax import operand, scaled, weights, with_sink
 from slipstream.kernels.attention.sm90.tile_scheduler import (
+    Scheduler,
     alloc_scheduler,
     program_id_volatile,
     receive_next_tile,
@@ -43,122 +62,131 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
-_SIZES = ["T", "S", "H", "N", "group", "tiles", "steps", "section", "units", "left", "right"]
-_AT = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
-_DO_AT = ["do_rb", "do_rh", "do_ch"]
-# beside the flags of common.py and tile_scheduler.py: a score of no key
+_SIZES = ["T", "S", "H", "N", "group", "tiles", "search_steps", "section", "units", "left", "right"]
+_STRIDES = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
+_DO_STRIDES = ["do_rb", "do_rh", "do_ch"]
+# a flag beside those of common.py and tile_scheduler.py: an attention sink, a score of no key
 SINKS = gl.constexpr(64)
-# numbers of a unit that each warpgroup writes down
+# scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(8)
 
 
 @gluon.jit
-def _product(bufs_q, at_q, bufs_k, turn, zero, ST: gl.constexpr, PANELS: gl.constexpr):
-    """q k^T of this turn, panel by panel of their width."""
-    at = at_q * PANELS
+def _product(bufs_q, stage_q, bufs_k, i_step, zero, ST: gl.constexpr, PANELS: gl.constexpr):
+    """Starts q k^T of this step, panel by panel of the width."""
+    at = stage_q * PANELS
     if PANELS * bufs_q.shape[2] > 128:
-        # a place that is not known keeps its descriptors out of registers that are needed
-        at += turn >> 30
-    slot = turn % ST * PANELS
+        # opaque: at a constant index the descriptors of all panels are kept in registers
+        at += i_step >> 30
+    stage = i_step % ST * PANELS
     s = warpgroup_mma(
-        bufs_q.index(at), bufs_k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True
+        bufs_q.index(at), bufs_k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     for i in gl.static_range(1, PANELS):
-        k = bufs_k.index(slot + i).permute((1, 0))
+        k = bufs_k.index(stage + i).permute((1, 0))
         s = warpgroup_mma(bufs_q.index(at + i), k, s, is_async=True)
     return s
 
 
 @gluon.jit
-def _step(at_q, bufs_q, zero, ring_k, ring_v, state, turn, sight, key, ST: gl.constexpr,
+def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, ST: gl.constexpr,
           PANELS: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """q k^T of this turn beside p v of the one before, and that beside the exponentials."""
+    """q k^T of this step beside p v of the one before, and that beside the exponentials."""
     bufs_k, full_k, empty_k = ring_k
     bufs_v, full_v, empty_v = ring_v
     e, m, l, acc, shrink = state
-    before = turn - 1
-    wait_full(full_k, turn, ST)
-    s = _product(bufs_q, at_q, bufs_k, turn, zero, ST, PANELS)
+    prev = i_step - 1
+    wait_full(full_k, i_step, ST)
+    s = _product(bufs_q, stage_q, bufs_k, i_step, zero, ST, PANELS)
+    # while q k^T runs: p of the tile before as an operand, and acc at the new maximum
     p = operand(e, acc, bufs_q.dtype)
     acc = scaled(acc, shrink)
-    wait_full(full_v, before, ST)
-    acc = warpgroup_mma(p, bufs_v.index(before % ST), acc, is_async=True)
+    wait_full(full_v, prev, ST)
+    acc = warpgroup_mma(p, bufs_v.index(prev % ST), acc, is_async=True)
+    # q k^T is done, p v may still run: k can be overwritten
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(empty_k.index(turn % ST))
-    e, m, shrink = weights(s, m, sight, turn, key, bufs_v.shape[2], MASKED, FLAGS)
+    mbarrier.arrive(empty_k.index(i_step % ST))
+    e, m, shrink = weights(s, m, mask_args, i_step, key, bufs_v.shape[2], MASKED, FLAGS)
     l = l * shrink + gl.sum(e, 1)
-    # the assembler lifts the wait for p v over the exponentials, but not over another wait
-    wait_full(full_v, before, ST)
+    # a second wait for a barrier that has long passed: ptxas would otherwise move the wait for p v
+    # above the exponentials, which are to run beside it
+    wait_full(full_v, prev, ST)
     acc, e = warpgroup_mma_wait(0, deps=(acc, e))
-    mbarrier.arrive(empty_v.index(before % ST))
+    mbarrier.arrive(empty_v.index(prev % ST))
     return e, m, l, acc, shrink
 
 
 @gluon.jit
-def _key_loop(at_q, bufs_q, zero, ring_k, ring_v, turn, span, sight, BN: gl.constexpr,
+def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_args, BN: gl.constexpr,
           DV: gl.constexpr, ST: gl.constexpr, PANELS: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
-    """All tiles but p v of the last."""
+    """The loop over a unit's tiles of keys, all but p v of the last.
+
+    Returns p of the last tile as an operand, m, l and acc. key_range: first key, number of tiles,
+    and those between which no mask is needed.
+    """
     bufs_k, full_k, empty_k = ring_k
-    key, count, inner, outer = span
+    key, count, inner, outer = key_range
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    wait_full(full_k, turn, ST)
-    s = _product(bufs_q, at_q, bufs_k, turn, zero, ST, PANELS)
+    wait_full(full_k, i_step, ST)
+    s = _product(bufs_q, stage_q, bufs_k, i_step, zero, ST, PANELS)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty_k.index(turn % ST))
+    mbarrier.arrive(empty_k.index(i_step % ST))
+    # the first tile has no p v beside it
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     if (inner == 0) & (outer > 0):
-        e, m, _ = weights(s, m, sight, turn, key, DV, False, FLAGS)
+        e, m, _ = weights(s, m, mask_args, i_step, key, DV, False, FLAGS)
     else:
-        e, m, _ = weights(s, m, sight, turn, key, DV, True, FLAGS)
+        e, m, _ = weights(s, m, mask_args, i_step, key, DV, True, FLAGS)
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
     inner = gl.maximum(inner, 1)
     outer = gl.maximum(outer, 1)
+    # three loops of one body: left edge (masked), inside, right edge (masked)
     if FLAGS & LEFT:
         for i in range(1, inner):
             e, m, l, acc, shrink = _step(
-                at_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), turn + i, sight,
-                key + i * BN, ST, PANELS, True, FLAGS,
+                stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
+                mask_args, key + i * BN, ST, PANELS, True, FLAGS,
             )  # fmt: skip
     for i in range(inner, outer):
         e, m, l, acc, shrink = _step(
-            at_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), turn + i, sight,
+            stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i, mask_args,
             key + i * BN, ST, PANELS, False, FLAGS,
         )  # fmt: skip
     for i in range(outer, count):
         e, m, l, acc, shrink = _step(
-            at_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), turn + i, sight,
+            stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i, mask_args,
             key + i * BN, ST, PANELS, True, FLAGS,
         )  # fmt: skip
     return operand(e, acc, bufs_q.dtype), m, l, scaled(acc, shrink)
 
 
 @gluon.jit
-def _finish(at_q, turn, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexpr,
+def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
     """Stores o and its lse, and frees the queries, whose buffer o goes through."""
     o_ptr, lse_ptr, sinks_ptr = out
-    i_h, i_b, begin, queries, row = spot
+    i_h, i_b, begin, queries, row = coords
     m, l, acc = sums
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
-    o_m = opaque_range(gl.arange(0, 64, m.type.layout), turn, ROWS_OWN)
+    o_m = opaque_range(gl.arange(0, 64, m.type.layout), i_step, THREAD_ROW_BITS)
     if FLAGS & SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-    blind = l == 0.0
-    lse = gl.where(blind, float("-inf"), (m + gl.log2(gl.where(blind, 1.0, l))) * LN2)
-    by = gl.convert_layout(1.0 / gl.where(blind, 1.0, l), gl.SliceLayout(1, o_layout))
+    has_no_key = l == 0.0
+    lse = gl.where(has_no_key, float("-inf"), (m + gl.log2(gl.where(has_no_key, 1.0, l))) * LN2)
+    by = gl.convert_layout(1.0 / gl.where(has_no_key, 1.0, l), gl.SliceLayout(1, o_layout))
     acc = (acc * by[:, None]).to(bufs_q.dtype)
     p_o = o_ptr + ((i_b.to(gl.int64) * T + begin + row) * H + i_h) * DV
     if bufs_q.shape[2] == DV:
-        rows = stage_through_smem(bufs_q.index(at_q), acc, DV)
-        mbarrier.arrive(empty_q.index(at_q))
-        store_staged(p_o, rows, H * DV, queries - row, turn, DV)
+        rows = stage_through_smem(bufs_q.index(stage_q), acc, DV)
+        mbarrier.arrive(empty_q.index(stage_q))
+        store_staged(p_o, rows, H * DV, queries - row, i_step, DV)
     else:
-        mbarrier.arrive(empty_q.index(at_q))
+        mbarrier.arrive(empty_q.index(stage_q))
         o_r = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
         o_v = gl.arange(0, DV, gl.SliceLayout(0, o_layout))
         p_o += o_r.to(gl.int64)[:, None] * (H * DV) + o_v[None, :]
@@ -169,81 +197,92 @@ def _finish(at_q, turn, out, bufs_q, empty_q, spot, sums, sizes, DV: gl.constexp
 
 @gluon.jit
 def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, sizes,
-            given, board, pad, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+            window_arg, scheduler, pad, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
             DV: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     bufs_q, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
-    ROOM: gl.constexpr = bufs_q.shape[0] // (NC * panels(D))
-    units = sizes[8]
+    Q_STAGES: gl.constexpr = bufs_q.shape[0] // (NC * panels(D))
+    units = sizes.units
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    turn = units * 0
-    mine = units * 0
-    unit = program_id_volatile(turn)
+    i_step = units * 0
+    units_done = units * 0
+    unit = program_id_volatile(i_step)
     while unit < units:
-        i_h, i_b, begin, queries, _, _, keys, _, row, _ = locate_tile(
-            unit, offsets, sizes, 64 * NC, False, FLAGS
-        )
-        window = given
-        if DV > 64:  # where registers end
-            window = opaque(given, turn)
-        key, count, inner, outer = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
-        sharp = cap
-        if (
-            FLAGS & SOFTCAP and DV <= SPARE_REGISTERS
-        ):  # lest twice the cap be made for all units, and stored
-            (bits,) = opaque((cap.to(gl.int32, bitcast=True),), turn)
-            sharp = bits.to(gl.float32, bitcast=True)
+        loc = locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        queries, keys, row = loc.queries, loc.keys, loc.row
+        window = window_arg
+        # opaque, so that bounds are computed for each unit instead of kept: registers are full
+        if DV > 64:
+            window = opaque(window_arg, i_step)
+        key, count, inner, outer = visible_key_tiles(row, queries, keys, window, 64 * NC, BN, FLAGS)
+        opaque_cap = cap
+        # opaque: 2 cap would be computed once before the loop and spilled
+        if FLAGS & SOFTCAP and DV <= SPARE_REGISTERS:
+            (bits,) = opaque((cap.to(gl.int32, bitcast=True),), i_step)
+            opaque_cap = bits.to(gl.float32, bitcast=True)
         row += c * 64
-        spot = (i_h, i_b, begin, queries, row)
-        store_scalars(pad, spot, c * NUM_SCALARS, DV)
-        rest = (mine, turn + count, keys - key - (count - 1) * BN)
-        if FLAGS & LEFT:  # its masks take what registers there are
-            store_scalars(pad, rest, c * NUM_SCALARS + 5, DV)
-        at_q = mine % ROOM * NC + c
-        mbarrier.wait(full_q.index(at_q), (mine // ROOM) & 1)
+        coords = (loc.i_h, loc.i_b, loc.begin, queries, row)
+        store_scalars(pad, coords, c * NUM_SCALARS, DV)
+        tail_scalars = (units_done, i_step + count, keys - key - (count - 1) * BN)
+        # with a left bound the masks take the registers that are left
+        if FLAGS & LEFT:
+            store_scalars(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
+        stage_q = units_done % Q_STAGES * NC + c
+        mbarrier.wait(full_q.index(stage_q), (units_done // Q_STAGES) & 1)
         p, m, l, acc = _key_loop(
-            at_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), turn,
-            (key, count, inner, outer), (row + keys - queries, keys, window, factor, sharp), BN, DV,
-            ST, panels(D), FLAGS,
+            stage_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), i_step,
+            (key, count, inner, outer), (row + keys - queries, keys, window, factor, opaque_cap),
+            BN, DV, ST, panels(D), FLAGS,
         )  # fmt: skip
         if FLAGS & LEFT:
-            mine, turn, there = load_scalar(pad, rest, c * NUM_SCALARS + 5, DV)
+            units_done, i_step, num_valid = load_scalar(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
         else:
-            turn += count
-            there = keys - key - (count - 1) * BN
-        last = bufs_v.index((turn - 1) % ST)
-        wait_full(full_v, turn - 1, ST)
-        zero_tail_rows((last,), there, turn, BN, DV)
+            i_step += count
+            num_valid = keys - key - (count - 1) * BN
+        last = bufs_v.index((i_step - 1) % ST)
+        wait_full(full_v, i_step - 1, ST)
+        zero_tail_rows((last,), num_valid, i_step, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty_v.index((turn - 1) % ST))
-        spot = load_scalar(pad, spot, c * NUM_SCALARS, DV)
-        now = opaque_if_wide(turn, DV)
-        shape = opaque((sizes[0], sizes[2]), now)
-        _finish(at_q + (now >> 30), now, out, bufs_q, empty_q, spot, (m, l, acc), shape, DV, FLAGS)
-        unit = receive_next_tile(unit, board, mine, FLAGS)
-        mine += 1
+        mbarrier.arrive(empty_v.index((i_step - 1) % ST))
+        coords = load_scalar(pad, coords, c * NUM_SCALARS, DV)
+        opaque_step = opaque_if_wide(i_step, DV)
+        shape = opaque((sizes.T, sizes.H), opaque_step)
+        _finish(
+            stage_q + (opaque_step >> 30),
+            opaque_step,
+            out,
+            bufs_q,
+            empty_q,
+            coords,
+            (m, l, acc),
+            shape,
+            DV,
+            FLAGS,
+        )
+        unit = receive_next_tile(unit, scheduler, units_done, FLAGS)
+        units_done += 1
 
 
 @gluon.jit
-def _first(out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
+def _warpgroup_0(out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
            NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
+    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
             NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
-def _second(out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
+def _warpgroup_1(out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
             NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
             ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, board, pad,
+    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
             NC, BN, D, DV, ST, FLAGS)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "cap", *_SIZES, *_AT])
+@gluon.jit(do_not_specialize=["factor", "cap", *_SIZES, *_STRIDES])
 def softmax_fwd_sm90_kernel(
     desc_q,  # matrices with tiles [64, D], [BN, D] and [BN, DV]: common.py says where q, k, v lie
     desc_k,
@@ -263,7 +302,7 @@ def softmax_fwd_sm90_kernel(
     N,
     group,
     tiles,
-    steps,
+    search_steps,
     section,
     units,
     left,
@@ -282,7 +321,7 @@ def softmax_fwd_sm90_kernel(
     D: gl.constexpr,
     DV: gl.constexpr,
     ST: gl.constexpr,
-    ROOM: gl.constexpr,
+    Q_STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
     CONSUMER: gl.constexpr,
     PRODUCER: gl.constexpr,
@@ -291,7 +330,7 @@ def softmax_fwd_sm90_kernel(
     CONSUMER, PRODUCER: registers of a thread."""
     dtype: gl.constexpr = desc_q.dtype
     PANELS: gl.constexpr = panels(D)
-    QUERIES: gl.constexpr = NC * ROOM
+    QUERIES: gl.constexpr = NC * Q_STAGES
     bufs_q = gl.allocate_shared_memory(dtype, [QUERIES * PANELS, 64, D // PANELS], desc_q.layout)
     bufs_k = gl.allocate_shared_memory(dtype, [ST * PANELS, BN, D // PANELS], desc_k.layout)
     bufs_v = gl.allocate_shared_memory(dtype, [ST, BN, DV], desc_v.layout)
@@ -301,25 +340,20 @@ def softmax_fwd_sm90_kernel(
     empty_k = barriers(ST, NC)
     full_v = barriers(ST, 1)
     empty_v = barriers(ST, NC)
-    words, told, heard = alloc_scheduler(NC, FLAGS)
+    scheduler = Scheduler(counter_ptr, *alloc_scheduler(NC, FLAGS))
     pad = alloc_scalars(NC * NUM_SCALARS)
+    out = (o_ptr, lse_ptr, sinks_ptr)
+    buffers = (bufs_q, bufs_k, bufs_v)
+    full, empty = (full_q, full_k, full_v), (empty_q, empty_k, empty_v)
+    offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
+    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
-        (_first, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
-                  (bufs_q, bufs_k, bufs_v),
-                  (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
-                  (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                  (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                  (counter_ptr, words, told, heard), pad, NC, BN, D, DV, ST, FLAGS)),
-        (_second, ((o_ptr, lse_ptr, sinks_ptr), factor, cap,
-                   (bufs_q, bufs_k, bufs_v),
-                   (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
-                   (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                   (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                   (counter_ptr, words, told, heard), pad, NC, BN, D, DV, ST, FLAGS)),
-        (load_units, ((desc_q, desc_k, desc_v), (bufs_q, bufs_k, bufs_v),
-                      (full_q, full_k, full_v), (empty_q, empty_k, empty_v),
-                      (cu_q_ptr, cu_k_ptr, lengths_ptr),
-                      (T, S, H, N, group, tiles, steps, section, units), (left, right),
-                      ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch)),
-                      (counter_ptr, words, told, heard), NC, BN, D, ST, FLAGS)),
+        (_warpgroup_0, (out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
+                        scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
+        (_warpgroup_1, (out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
+                        scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
+        (load_partition, ((desc_q, desc_k, desc_v), buffers, full, empty, offsets, sizes,
+                          (left, right),
+                          ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch)),
+                          scheduler, NC, BN, D, ST, FLAGS)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -1,10 +1,14 @@
-"""The warp of the attention forward that loads: queries, keys and values of unit after unit."""
+"""The producer warp of the attention forward (forward.py): TMA loads of unit after unit.
+
+Order of a unit's loads: k[0], q of each warpgroup, then k[i] and v[i - 1] alternating, v[last].
+That is the order in which the warpgroups wait for them: no load delays one needed earlier.
+"""
 
 from slipstream.kernels.attention.sm90.common import (
     fetch,
-    keys_seen,
     locate_tile,
     tile_coords,
+    visible_key_tiles,
     wait_empty,
 )
 from slipstream.kernels.attention.sm90.tile_scheduler import fetch_next_tile, program_id_volatile
@@ -13,57 +17,70 @@ from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarr
 
 @gluon.constexpr_function
 def panels(D):
-    """In how many parts TMA loads rows of q and k: they are to be powers of two."""
+    """Boxes by which TMA loads rows of q and k: each is to be a power of two wide."""
     return 3 if D == 192 else 1
 
 
 @gluon.jit
-def _fetch(desc, row, col, full, bufs, slot, PANELS: gl.constexpr):
+def _fetch_panels(desc, row, col, full, bufs, stage, PANELS: gl.constexpr):
     """Starts to load a tile of q or k."""
     mbarrier.expect(full, desc.block_type.nbytes * PANELS)
     for i in gl.static_range(PANELS):
-        at = bufs.index(slot * PANELS + i)
-        copy_in(desc, [row, col + i * desc.block_type.shape[1]], full, at)
+        buffer = bufs.index(stage * PANELS + i)
+        copy_in(desc, [row, col + i * desc.block_type.shape[1]], full, buffer)
 
 
 @gluon.jit
-def load_units(descs, buffers, full, empty, offsets, sizes, window, ats, board, NC: gl.constexpr,
-          BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides, scheduler,
+                   NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+                   FLAGS: gl.constexpr):  # fmt: skip
     desc_q, desc_k, desc_v = descs
     bufs_q, bufs_k, bufs_v = buffers
     full_q, full_k, full_v = full
     empty_q, empty_k, empty_v = empty
-    at_q, at_k, at_v = ats
+    strides_q, strides_k, strides_v = strides
     PANELS: gl.constexpr = panels(D)
-    ROOM: gl.constexpr = bufs_q.shape[0] // (NC * PANELS)
-    group, units = sizes[4], sizes[8]
-    turn = units * 0
-    mine = units * 0
-    unit = program_id_volatile(turn)
+    Q_STAGES: gl.constexpr = bufs_q.shape[0] // (NC * PANELS)
+    group, units = sizes.group, sizes.units
+    i_step = units * 0
+    units_done = units * 0
+    unit = program_id_volatile(i_step)
     while unit < units:
-        i_h, i_b, begin, queries, i_kb, begin_k, keys, _, row, _ = locate_tile(
-            unit, offsets, sizes, 64 * NC, False, FLAGS
+        loc = locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        visible = visible_key_tiles(loc.row, loc.queries, loc.keys, window, 64 * NC, BN, FLAGS)
+        row_q, col_q = tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_k, col_k = tile_coords(
+            strides_k, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
-        low, count, _, _ = keys_seen(row, queries, keys, window, 64 * NC, BN, FLAGS)
-        row_q, col_q = tile_coords(at_q, i_b, i_h, begin + row)
-        row_k, col_k = tile_coords(at_k, i_kb, i_h // group, begin_k + low)
-        row_v, col_v = tile_coords(at_v, i_kb, i_h // group, begin_k + low)
-        wait_empty(empty_k, turn, ST)
-        _fetch(desc_k, row_k, col_k, full_k.index(turn % ST), bufs_k, turn % ST, PANELS)
+        row_v, col_v = tile_coords(
+            strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
+        )
+        # the first tile of keys before q, whose buffer the last unit's o may still leave
+        wait_empty(empty_k, i_step, ST)
+        _fetch_panels(desc_k, row_k, col_k, full_k.index(i_step % ST), bufs_k, i_step % ST, PANELS)
         for c in gl.static_range(NC):
-            slot_q = mine % ROOM * NC + c
-            mbarrier.wait(empty_q.index(slot_q), ((mine // ROOM) & 1) ^ 1)
-            _fetch(desc_q, row_q + c * 64, col_q, full_q.index(slot_q), bufs_q, slot_q, PANELS)
-        for i in range(1, count):
-            slot = (turn + i) % ST
-            wait_empty(empty_k, turn + i, ST)
-            _fetch(desc_k, row_k + i * BN, col_k, full_k.index(slot), bufs_k, slot, PANELS)
-            slot = (turn + i - 1) % ST
-            wait_empty(empty_v, turn + i - 1, ST)
-            fetch(desc_v, row_v + (i - 1) * BN, col_v, full_v.index(slot), bufs_v.index(slot))
-        turn += count
-        slot = (turn - 1) % ST
-        wait_empty(empty_v, turn - 1, ST)
-        fetch(desc_v, row_v + (count - 1) * BN, col_v, full_v.index(slot), bufs_v.index(slot))
-        unit = fetch_next_tile(unit, board, mine, FLAGS)
-        mine += 1
+            stage_q = units_done % Q_STAGES * NC + c
+            mbarrier.wait(empty_q.index(stage_q), ((units_done // Q_STAGES) & 1) ^ 1)
+            _fetch_panels(
+                desc_q, row_q + c * 64, col_q, full_q.index(stage_q), bufs_q, stage_q, PANELS
+            )
+        for i in range(1, visible.num_tiles):
+            stage = (i_step + i) % ST
+            wait_empty(empty_k, i_step + i, ST)
+            _fetch_panels(desc_k, row_k + i * BN, col_k, full_k.index(stage), bufs_k, stage, PANELS)
+            stage = (i_step + i - 1) % ST
+            wait_empty(empty_v, i_step + i - 1, ST)
+            fetch(desc_v, row_v + (i - 1) * BN, col_v, full_v.index(stage), bufs_v.index(stage))
+        i_step += visible.num_tiles
+        stage = (i_step - 1) % ST
+        wait_empty(empty_v, i_step - 1, ST)
+        fetch(
+            desc_v,
+            row_v + (visible.num_tiles - 1) * BN,
+            col_v,
+            full_v.index(stage),
+            bufs_v.index(stage),
+        )
+        # after all loads of this unit are on their way: the counter's latency is hidden
+        unit = fetch_next_tile(unit, scheduler, units_done, FLAGS)
+        units_done += 1

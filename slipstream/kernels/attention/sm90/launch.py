@@ -14,9 +14,16 @@ from slipstream.kernels.attention.sm90.bwd_dq import softmax_dq_sm90_kernel
 from slipstream.kernels.attention.sm90.bwd_fused_launch import BUFFERS, fused
 from slipstream.kernels.attention.sm90.forward import softmax_fwd_sm90_kernel
 from slipstream.kernels.attention.sm90.forward_load import panels
-from slipstream.kernels.attention.sm90.tiles import CLOSE, MIXED, REGISTERS, SECTION, TILES, Tile
+from slipstream.kernels.attention.sm90.tiles import (
+    FWD_SECTION_BYTES,
+    MIXED_WIDTHS,
+    REGISTERS,
+    SECTION_BYTES,
+    TILES,
+    Tile,
+)
 from slipstream.kernels.attention.triton import decode_launch
-from slipstream.kernels.attention.triton import launch as portable
+from slipstream.kernels.attention.triton import launch as triton_launch
 from slipstream.kernels.attention.triton.launch_utils import (
     LOG2E,
     bound,
@@ -30,23 +37,23 @@ from slipstream.runtime.launch_cache import cached
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-def forward(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, D] in q's dtype and lse [B, H, T], float32."""
-    if decode_launch.is_supported(terms):
-        return portable.forward(terms, options)
-    terms, options, _ = portable.ready(terms, options)
-    q, k, v = terms[:3]
+    if decode_launch.is_supported(inputs):
+        return triton_launch.forward(inputs, options)
+    inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
+    q, k, v = inputs[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
-    tile = MIXED[D, DV] if D != DV else TILES[D].forward
+    tile = MIXED_WIDTHS[D, DV] if D != DV else TILES[D].forward
     width = D // panels(D)
     o = q.new_empty(B, T, H, DV)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     desc_q, at_q = _matrix(q, 64, width)
-    desc_k, at_k = _matrix(k, tile.B, width)
-    desc_v, at_v = _matrix(v, tile.B)
-    grid, sizes = _sizes(terms, options, tile, section=_section(terms, options))
-    uneven = max(options.left, options.right) >= 0 or any(x is not None for x in _offsets(terms))
+    desc_k, strides_k = _matrix(k, tile.B, width)
+    desc_v, strides_v = _matrix(v, tile.B)
+    grid, sizes = _sizes(inputs, options, tile, section=_section(inputs, options))
+    uneven = max(options.left, options.right) >= 0 or any(x is not None for x in _offsets(inputs))
     dynamic = uneven and sizes[8] > grid[0] and tile.persistent
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
     with device_of(q.device):
@@ -56,27 +63,27 @@ def forward(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, 
             desc_v,
             o,
             lse,
-            terms.sinks,
-            *_offsets(terms),
+            inputs.sinks,
+            *_offsets(inputs),
             counter,
             *factor_and_cap(options),
             *sizes,
             *at_q,
-            *at_k,
-            *at_v,
+            *strides_k,
+            *strides_v,
             NC=tile.rows // 64,
             BN=tile.B,
             D=D,
             DV=DV,
             ST=tile.buffers[0],
-            ROOM=tile.queries,
-            **_flags(terms, options, dynamic),
+            Q_STAGES=tile.queries,
+            **_flags(inputs, options, dynamic),
         )
     return o, lse
 
 
 def backward(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
@@ -84,42 +91,42 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    assert terms.q.shape[-1] == terms.v.shape[-1]  # call.py's OF_GRADIENTS
-    terms, options, _ = portable.ready(terms, options)
-    q, k, v = terms[:3]
+    assert inputs.q.shape[-1] == inputs.v.shape[-1]  # call.py's OF_GRADIENTS
+    inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
+    q, k, v = inputs[:3]
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with device_of(q.device):
         if q.shape[-1] in BUFFERS:
-            flags = _flags(terms._replace(sinks=None), options)
-            rows = fused(terms, options, o, lse, do, dlse, dq, dk, dv, _matrix, flags)
+            flags = _flags(inputs._replace(sinks=None), options)
+            rows = fused(inputs, options, o, lse, do, dlse, dq, dk, dv, _matrix, flags)
         else:
             rows = _row_sums(o, lse, do, dlse)
-            _dq(terms, options, do, dq, *rows)
-            _dkv(terms, options, do, dk, dv, *rows)
+            _dq(inputs, options, do, dq, *rows)
+            _dkv(inputs, options, do, dk, dv, *rows)
     grads = {"q": dq, "k": dk, "v": dv}
-    if terms.sinks is not None:
-        grads["sinks"] = _sinks_gradient(terms.sinks, *rows)
+    if inputs.sinks is not None:
+        grads["sinks"] = _sinks_gradient(inputs.sinks, *rows)
     return grads
 
 
-def _section(terms: AttentionInputs, options: AttentionOptions) -> int:
+def _section(inputs: AttentionInputs, options: AttentionOptions) -> int:
     """How many pairs of sequence and head the forward works on at a time: as few as keep all
     programs busy, two where their units differ in work, so that keys and values stay close."""
-    k, v = terms.k, terms.v
+    k, v = inputs.k, inputs.v
     masked = max(options.left, options.right) >= 0
-    group = terms.q.shape[2] // k.shape[2]
+    group = inputs.q.shape[2] // k.shape[2]
     pair = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
-    return max(1 + masked, CLOSE * group // pair)
+    return max(1 + masked, FWD_SECTION_BYTES * group // pair)
 
 
 def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """base and delta [B, H, T], in rows that begin at 16 bytes."""
     B, H, T = lse.shape
-    room = B, H, -(-T // 4) * 4
-    base, delta = (torch.empty(room, dtype=torch.float32, device=o.device) for _ in range(2))
-    portable.row_sums(o, do, lse, dlse, base, delta)
+    capacity = B, H, -(-T // 4) * 4
+    base, delta = (torch.empty(capacity, dtype=torch.float32, device=o.device) for _ in range(2))
+    triton_launch.launch_row_sums(o, do, lse, dlse, base, delta)
     return base[..., :T], delta[..., :T]
 
 
@@ -129,39 +136,39 @@ def _sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
 
 
 def _dq(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     do: Tensor,
     dq: Tensor,
     base: Tensor,
     delta: Tensor,
 ) -> None:
-    D = terms.q.shape[-1]
+    D = inputs.q.shape[-1]
     tile = TILES[D].dq
     assert tile is not None
-    x = (terms.q, 64), (terms.k, tile.B), (terms.v, tile.B), (do, 64)
-    descs, ats = zip(*(_matrix(*each) for each in x))
-    grid, sizes = _sizes(terms, options, tile)
+    x = (inputs.q, 64), (inputs.k, tile.B), (inputs.v, tile.B), (do, 64)
+    descs, strides = zip(*(_matrix(*each) for each in x))
+    grid, sizes = _sizes(inputs, options, tile)
     cached(softmax_dq_sm90_kernel)[grid](
         *descs,
         dq,
         base,
         delta,
-        *_offsets(terms),
+        *_offsets(inputs),
         *factor_and_cap(options),
         options.scale,
         *sizes,
-        *(n for at in ats for n in at),
+        *(n for at in strides for n in at),
         BN=tile.B,
         D=D,
         KS=tile.buffers[0],
         VS=tile.buffers[1],
-        **_flags(terms, options),
+        **_flags(inputs, options),
     )
 
 
 def _dkv(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     do: Tensor,
     dk: Tensor,
@@ -169,27 +176,27 @@ def _dkv(
     base: Tensor,
     delta: Tensor,
 ) -> None:
-    D = terms.q.shape[-1]
+    D = inputs.q.shape[-1]
     tile = TILES[D].dkv
     assert tile is not None
-    x = (terms.q, tile.B), (terms.k, 64), (terms.v, 64), (do, tile.B)
-    descs, ats = zip(*(_matrix(*each) for each in x))
-    grid, sizes = _sizes(terms, options, tile, of_keys=True)
+    x = (inputs.q, tile.B), (inputs.k, 64), (inputs.v, 64), (do, tile.B)
+    descs, strides = zip(*(_matrix(*each) for each in x))
+    grid, sizes = _sizes(inputs, options, tile, of_keys=True)
     cached(softmax_dkv_sm90_kernel)[grid](
         *descs,
         dk,
         dv,
         base,
         delta,
-        *_offsets(terms),
+        *_offsets(inputs),
         *factor_and_cap(options),
         options.scale,
         *sizes,
-        *(n for at in ats for n in at),
+        *(n for at in strides for n in at),
         BM=tile.B,
         D=D,
         ST=tile.buffers[0],
-        **_flags(terms, options),
+        **_flags(inputs, options),
     )
 
 
@@ -199,7 +206,7 @@ def _matrix(
     """x [B, T, H, D] as a matrix in tiles of `rows` by `width` or D, and where a batch and a head
     begin in it."""
     B, T, H, D = x.shape
-    if not _suits(x):
+    if not _is_tma_readable(x):
         x = x.clone(memory_format=torch.contiguous_format)  # contiguous() may leave it where it is
     b, t, h, _ = x.stride()
     t = H * D if T == 1 else t
@@ -211,7 +218,7 @@ def _matrix(
     return TensorDescriptor(x, shape, [t, 1], [rows, width], layout), (rb, rh, ch)
 
 
-def _suits(x: Tensor) -> bool:
+def _is_tma_readable(x: Tensor) -> bool:
     """Whether TMA can read x as it lies, with heads beside one another or one after another."""
     B, T, H, D = x.shape
     b, t, h, d = x.stride()
@@ -227,12 +234,12 @@ def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, D], _DTYPES[dtype])
 
 
-def _offsets(terms: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return terms.cu_q, terms.cu_k, terms.lengths
+def _offsets(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return inputs.cu_q, inputs.cu_k, inputs.lengths
 
 
 def _sizes(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     tile: Tile,
     of_keys: bool = False,
@@ -240,14 +247,16 @@ def _sizes(
 ) -> tuple[tuple[int], tuple]:
     """The grid and the arguments from T to right. section: pairs at a time, 0 for what SECTION
     holds."""
-    q, k = terms.q, terms.k
-    T, S, H, HKV, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2], terms.sequences
-    total, cu, heads = (S, terms.cu_k, HKV) if of_keys else (T, terms.cu_q, H)
+    q, k = inputs.q, inputs.k
+    T, S, H, HKV, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2], inputs.sequences
+    total, cu, heads = (S, inputs.cu_k, HKV) if of_keys else (T, inputs.cu_q, H)
     # an upper bound where lengths are not known: the tiles of all that is packed
     tiles = -(-total // tile.rows) if cu is None else total // tile.rows + N
     pairs = heads if cu is not None else heads * N
-    walked = (T * H // HKV) if of_keys else -(-S * HKV // H)
-    section = section or max(1, SECTION // (walked * 2 * q.shape[-1] * q.element_size()))
+    streamed_rows = (T * H // HKV) if of_keys else -(-S * HKV // H)
+    section = section or max(
+        1, SECTION_BYTES // (streamed_rows * 2 * q.shape[-1] * q.element_size())
+    )
     units = tiles * pairs
     sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), min(section, pairs), units)
     grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
@@ -255,20 +264,20 @@ def _sizes(
 
 
 def _flags(
-    terms: AttentionInputs, options: AttentionOptions, dynamic: bool = False
+    inputs: AttentionInputs, options: AttentionOptions, dynamic: bool = False
 ) -> dict[str, Any]:
     """common.py's flags, those of the forward, and registers."""
-    given = (
+    features = (
         options.left >= 0,
         options.right >= 0,
         options.softcap != 0,
-        terms.lengths is not None,
-        terms.cu_q is not None,
-        terms.cu_k is not None,
-        terms.sinks is not None,
+        inputs.lengths is not None,
+        inputs.cu_q is not None,
+        inputs.cu_k is not None,
+        inputs.sinks is not None,
         dynamic,
     )
-    flags = sum(1 << i for i, x in enumerate(given) if x)
-    consumer, producer, at_most = REGISTERS
-    registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": at_most}
+    flags = sum(1 << i for i, x in enumerate(features) if x)
+    consumer, producer, max_registers = REGISTERS
+    registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": max_registers}
     return {"FLAGS": flags, "num_warps": 4, **registers}

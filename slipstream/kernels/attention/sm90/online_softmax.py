@@ -1,18 +1,18 @@
-"""The forward's weights of a tile of keys, and the numbers of a row that keep them small.
+"""The forward's weights of a tile of keys, and the running maximum of each row.
 
     p_ts = e^(x_ts - m)      m' = max_s x_ts where that is greater than m + SLACK, else m
 
-m need not be the maximum: what is added up is relative to it, and divided by a sum that is, too. So
-it may lag behind, and sums are scaled anew for few tiles: hardly ever, in most calls, after the
+m need not be the maximum: sums are relative to it and are divided by a sum that is, too. So it may
+lag behind by SLACK, and acc and l are rescaled for few tiles: in most calls hardly ever after the
 first.
 """
 
 from slipstream.kernels.attention.sm90.common import (
-    COLUMNS_OWN,
     LEFT,
     RIGHT,
-    ROWS_OWN,
     SOFTCAP,
+    THREAD_COLUMN_BITS,
+    THREAD_ROW_BITS,
     inverse,
     opaque,
     opaque_if_wide,
@@ -22,14 +22,14 @@ from slipstream.kernels.attention.sm90.common import (
 )
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
-# how far, in powers of two, a maximum may grow before what there is of a row is scaled anew
+# how far, in powers of two, a maximum may grow before a row's sums are rescaled
 SLACK = gl.constexpr(8.0)
 
 
 @gluon.constexpr_function
 def _scaling(n):
-    """n numbers of a thread times n others, where one of these is not 1 in any row of the warp:
-    a thread has two rows, in pairs of numbers by turns."""
+    """Asm that multiplies n numbers of a thread by n others, unless these are 1 in all rows of the
+    warp. A thread has two rows, in alternating pairs of numbers."""
     lines = [f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
     lines.append(f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;")
     lines.append("vote.sync.any.pred q, p, 0xffffffff;")
@@ -46,7 +46,7 @@ def _operands(n):
 
 @gluon.jit
 def scaled(acc, by):
-    """acc times a number for each row, 1 for most: where all of a warp are, nothing is done."""
+    """acc times a number for each row, mostly 1: where all of a warp are, nothing is multiplied."""
     by = gl.convert_layout(by, gl.SliceLayout(1, acc.type.layout))
     _, by = gl.broadcast(acc, by[:, None])
     N: gl.constexpr = 64 if acc.shape[1] >= 128 else acc.shape[1] // 2
@@ -56,8 +56,8 @@ def scaled(acc, by):
 
 
 @gluon.jit
-def _most(s, like):
-    """The greatest number of each row, by halves first: one after another would be waited for."""
+def _row_max(s, like):
+    """The maximum of each row, by halves first: one after another each would wait for the last."""
     for _ in gl.static_range(2):
         halves = gl.permute(gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2]), (0, 2, 1))
         a, b = gl.split(halves)
@@ -66,29 +66,33 @@ def _most(s, like):
 
 
 @gluon.jit
-def weights(s, m, sight, turn, key, DV: gl.constexpr, MASKED: gl.constexpr,
+def weights(s, m, mask_args, i_step, key, DV: gl.constexpr, MASKED: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
-    """p of a tile whose first key is `key`, the new m, and what shrinks what was before.
+    """p of a tile whose first key is `key`, the new m, and the factor of what was summed before.
 
-    sight: the first query's position, how many keys there are, the window, factor and cap.
+    mask_args: the first query's position, the number of keys, the window, factor and cap.
     """
     layout: gl.constexpr = s.type.layout
-    at, keys, window, factor, cap = sight
-    under = factor
+    at, keys, window, factor, cap = mask_args
+    score_scale = factor
     if FLAGS & SOFTCAP:
         s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
-        under = 1.0
+        score_scale = 1.0
     if MASKED:
-        o_m = opaque_range(gl.arange(0, 64, m.type.layout), opaque_if_wide(turn, DV), ROWS_OWN)
+        o_m = opaque_range(
+            gl.arange(0, 64, m.type.layout), opaque_if_wide(i_step, DV), THREAD_ROW_BITS
+        )
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        o_n = key + opaque_range(o_n, opaque_if_wide(turn, DV), COLUMNS_OWN)
+        o_n = key + opaque_range(o_n, opaque_if_wide(i_step, DV), THREAD_COLUMN_BITS)
         low, high = at - window[0], at + window[1] + 1
-        if FLAGS & LEFT:  # bounds on both sides would take registers between masked tiles
-            low, high = opaque((low, high), turn)
+        # with bounds on both sides: else kept in registers between masked tiles
+        if FLAGS & LEFT:
+            low, high = opaque((low, high), i_step)
         if FLAGS & RIGHT:
             high = gl.minimum(high + o_m, keys)
-        elif FLAGS & SOFTCAP:  # 0 as well, lest comparisons that rows share are kept as bits
-            high = keys + (o_m & (turn >> 30))
+        # an opaque zero: comparisons that all rows share would be kept as bits
+        elif FLAGS & SOFTCAP:
+            high = keys + (o_m & (i_step >> 30))
         else:
             high = keys + o_m * 0
         if FLAGS & LEFT:
@@ -97,17 +101,17 @@ def weights(s, m, sight, turn, key, DV: gl.constexpr, MASKED: gl.constexpr,
             s = where_within(s, o_n[None, :], low[:, None], width[:, None])
         else:
             s = where_below(s, o_n[None, :], high[:, None])
-    top = _most(s, m) * under
+    top = _row_max(s, m) * score_scale
     top = gl.where(top > m + SLACK, top, m)
     base = top
     if MASKED:
         base = gl.where(top == float("-inf"), 0.0, top)
-    return gl.exp2(s * under - base[:, None]), top, gl.exp2(m - base)
+    return gl.exp2(s * score_scale - base[:, None]), top, gl.exp2(m - base)
 
 
 @gluon.jit
 def with_sink(m, l, sink):
-    """One more key, of this score and no value."""
+    """m, l and their factor with one more key of this score and no value."""
     top = gl.maximum(m, sink)
     base = gl.where(top == float("-inf"), 0.0, top)
     shrink = gl.exp2(m - base)

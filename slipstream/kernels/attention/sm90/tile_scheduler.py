@@ -1,67 +1,82 @@
-"""Which unit of work a program takes next: the one `programs` on, or the first nobody has taken.
+"""Tile scheduler: which unit of work a program takes next.
 
-Units of a mask or of mixed lengths differ in work, so that a program that takes every so manieth is
-done long before another. Taken in order as programs become free, the longest first, they all end
-within a unit's time. A counter tells how many are taken; the warp that loads asks it, once it has
-issued the loads of a unit, and tells the warpgroups that compute by a ring of two words. No result
-depends on who takes what.
+Static: the unit `num_programs` on. Dynamic (flag DYNAMIC): the first that nobody has taken, by a
+counter in global memory. Under a mask or with sequences of mixed lengths units differ in work, and
+a static program may end long before another; taken in order, the longest first, all programs end
+within one unit's time. No result depends on who takes what.
 
-    board = counter, words, told, heard
+    producer warp                             each warpgroup
+      fetch_next_tile                           receive_next_tile
+        atomic_add on the counter                 wait full
+        wait empty                                read the number
+        store to next_units, arrive full -->      arrive empty
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.common import barriers, wait_empty, wait_full
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, mbarrier
 
-WORDS = gl.constexpr(2)
-# beside common.py's flags
+SCHEDULER_STAGES = gl.constexpr(2)
+# a flag beside those of common.py
 DYNAMIC = gl.constexpr(128)
+
+
+class Scheduler(NamedTuple):
+    """next_units: a ring in shared memory, with its barriers `full` and `empty`."""
+
+    counter_ptr: Any  # how many units are taken, in global memory
+    next_units: Any
+    full: Any
+    empty: Any
 
 
 @gluon.jit
 def program_id_volatile(number):
-    """The program's number, read where it is wanted: a compiler reads gl.program_id once for all
-    warps, and keeps it. Any number will do as an operand, which an instruction has to have."""
+    """The program's number, read where it is needed: gl.program_id is read once for all warps and
+    kept in a register. The operand is unused; an asm instruction has to have one."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def alloc_scheduler(LISTENERS: gl.constexpr, FLAGS: gl.constexpr):
+def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], layout)
-    told = words
-    heard = words
+    next_units = gl.allocate_shared_memory(gl.int32, [SCHEDULER_STAGES, 1], layout)
+    # placeholders without DYNAMIC: the tuple has the same types
+    full = next_units
+    empty = next_units
     if FLAGS & DYNAMIC:
-        told = barriers(WORDS, 1)
-        heard = barriers(WORDS, LISTENERS)
-    return words, told, heard
+        full = barriers(SCHEDULER_STAGES, 1)
+        empty = barriers(SCHEDULER_STAGES, CONSUMERS)
+    return next_units, full, empty
 
 
 @gluon.jit
-def fetch_next_tile(unit, board, turn, FLAGS: gl.constexpr):
-    """The unit after this one, for the warp that loads."""
+def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
+    """The unit after this one, for the producer; i_step: units taken so far."""
     if FLAGS & DYNAMIC:
-        counter_ptr, words, told, heard = board
-        unit = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        wait_empty(heard, turn, WORDS)
+        unit = gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        words.index(turn % WORDS).store(gl.full([1], unit, gl.int32, layout))
-        mbarrier.arrive(told.index(turn % WORDS))
+        scheduler.next_units.index(i_step % SCHEDULER_STAGES).store(
+            gl.full([1], unit, gl.int32, layout)
+        )
+        mbarrier.arrive(scheduler.full.index(i_step % SCHEDULER_STAGES))
     else:
         unit += gl.num_programs(0)
     return unit
 
 
 @gluon.jit
-def receive_next_tile(unit, board, turn, FLAGS: gl.constexpr):
-    """The unit after this one, for a warpgroup that computes."""
+def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
+    """The unit after this one, for a consumer; i_step: units taken so far."""
     if FLAGS & DYNAMIC:
-        _, words, told, heard = board
-        wait_full(told, turn, WORDS)
+        wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        unit = gl.max(words.index(turn % WORDS).load(layout), 0)
-        mbarrier.arrive(heard.index(turn % WORDS))
+        unit = gl.max(scheduler.next_units.index(i_step % SCHEDULER_STAGES).load(layout), 0)
+        mbarrier.arrive(scheduler.empty.index(i_step % SCHEDULER_STAGES))
     else:
         unit += gl.num_programs(0)
     return unit

@@ -36,9 +36,9 @@ TILES = {
     256: Tiles(Tile(64, (2, 2)), dq=Tile(64, (2, 1)), dkv=Tile(64, (2, 2), rows=64)),
 }
 # the forward of heads of q and k of one width and of v of another; the backward is the portable one
-MIXED = {(192, 128): Tile(128, (2, 2))}
+MIXED_WIDTHS = {(192, 128): Tile(128, (2, 2))}
 # what may replace a row, for bench/attention_hopper.py; the first of each is the row
-TRIED = {
+TUNING_TILES = {
     64: {
         "forward": [Tile(128, (4, 4), queries=2), Tile(128, (4, 4))],
     },
@@ -55,9 +55,9 @@ TRIED = {
 # they are handed out
 REGISTERS = 240, 24, 168
 # bytes of keys and values at work at a time: they are to stay in the L2 cache
-SECTION = 32 << 20
+SECTION_BYTES = 32 << 20
 # of the queries and what comes to them in the fused backward, where few tiles of keys of a pair at
 # a time wait less for one another
-MAX_SECTION_BYTES = 96 << 20
+FUSED_SECTION_BYTES = 96 << 20
 # the same of the forward: half of the cache is far from a multiprocessor
-CLOSE = 8 << 20
+FWD_SECTION_BYTES = 8 << 20

@@ -18,17 +18,17 @@ from slipstream.kernels.attention.triton.scores import (
     LOG2E,
     add_product,
     block,
+    in_window,
     keep_mask,
     rows_of_sequence,
     scores,
-    seen_tiles,
-    sees,
     sequence_of_tile,
+    visible_tiles,
 )
 
 ALIGN = tl.constexpr(4)
-_SIZES = ["T", "S", "H", "N", "tiles", "steps", "left", "right", "group", "stride_slope"]
-_UNCHANGING = ["factor", "cap", "scale", *_DROPOUT, *_SIZES, *_STRIDES]
+_SIZES = ["T", "S", "H", "N", "tiles", "search_steps", "left", "right", "group", "stride_slope"]
+_UNSPECIALIZED = ["factor", "cap", "scale", *_DROPOUT, *_SIZES, *_STRIDES]
 
 
 @triton.jit(do_not_specialize=["T", "H", "tiles"])
@@ -68,7 +68,7 @@ def softmax_delta_kernel(
     tl.store(delta_ptr + to, b_delta, mask=o_m < T)
 
 
-@triton.jit(do_not_specialize=_UNCHANGING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def softmax_dq_kernel(
     q_ptr,
     k_ptr,
@@ -95,7 +95,7 @@ def softmax_dq_kernel(
     H,
     N,
     tiles,
-    steps,
+    search_steps,
     left,
     right,
     group,
@@ -130,7 +130,7 @@ def softmax_dq_kernel(
     """grid and arguments as softmax_fwd_kernel."""
     pid = tl.program_id(0)
     i_n, row = sequence_of_tile(
-        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, steps, BM, PACKED_Q
+        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, search_steps, BM, PACKED_Q
     )
     i_h = (pid // tiles % H).to(tl.int64)
     i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
@@ -159,7 +159,7 @@ def softmax_dq_kernel(
 
     FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
-    under = 1.0 if SCALED else factor
+    score_scale = 1.0 if SCALED else factor
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + i_n.to(tl.int64) * stride_slope + i_h) * LOG2E
@@ -171,7 +171,7 @@ def softmax_dq_kernel(
         b_sum = tl.zeros((BM,), tl.float32)
 
     b_dq = tl.zeros((BM, BD), tl.float32)
-    low, inner, outer, high = seen_tiles(
+    low, inner, outer, high = visible_tiles(
         row + shift,
         tl.minimum(row + BM, queries) - 1 + shift,
         tl.where(rows > 0, keys, 0),
@@ -201,12 +201,14 @@ def softmax_dq_kernel(
                 b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE
             )
             if edge != 1:
-                seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
-                b_s = tl.where(seen, b_s, float("-inf"))
+                is_visible = (
+                    in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
+                )
+                b_s = tl.where(is_visible, b_s, float("-inf"))
             if HAS_DROPOUT:
                 b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
                 b_dp = tl.where(b_keep, b_dp * keep_scale, 0.0)
-            b_dx = tl.exp2(b_s * under - b_base[:, None]) * (b_dp - b_delta[:, None])
+            b_dx = tl.exp2(b_s * score_scale - b_base[:, None]) * (b_dp - b_delta[:, None])
             if HAS_GATE:
                 b_sum += tl.sum(b_dx, 1)
             if HAS_SOFTCAP:
@@ -220,7 +222,7 @@ def softmax_dq_kernel(
         tl.store(sums_ptr + i_s + o_m, b_sum, mask=o_m < rows)
 
 
-@triton.jit(do_not_specialize=_UNCHANGING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def softmax_dkv_kernel(
     q_ptr,
     k_ptr,
@@ -248,7 +250,7 @@ def softmax_dkv_kernel(
     H,
     N,
     tiles,
-    steps,
+    search_steps,
     left,
     right,
     group,
@@ -291,10 +293,12 @@ def softmax_dkv_kernel(
         group = 1
     pid = tl.program_id(0)
     HKV = H // group
-    i_n, row = sequence_of_tile(pid % tiles, pid // tiles // HKV, cu_k_ptr, N, steps, BN, PACKED_K)
+    i_n, row = sequence_of_tile(
+        pid % tiles, pid // tiles // HKV, cu_k_ptr, N, search_steps, BN, PACKED_K
+    )
     i_kv = (pid // tiles % HKV).to(tl.int64)
     i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
-    i_kb, begin_k, room, keys = rows_of_sequence(
+    i_kb, begin_k, capacity, keys = rows_of_sequence(
         i_n, cu_k_ptr, lengths_ptr, S, PACKED_K, HAS_LENGTHS
     )
     shift = keys - queries
@@ -315,13 +319,13 @@ def softmax_dkv_kernel(
 
     FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
-    under = 1.0 if SCALED else factor
+    score_scale = 1.0 if SCALED else factor
     if HAS_DK:
         b_dk = tl.zeros((BN, BD), tl.float32)
     if HAS_DV:
         b_dv = tl.zeros((BN, BV), tl.float32)
     # key s is seen by the queries from s - right to s + left
-    low, inner, outer, high = seen_tiles(
+    low, inner, outer, high = visible_tiles(
         row - shift,
         tl.minimum(row + BN, keys) - 1 - shift,
         tl.where(row < keys, queries, 0),
@@ -375,9 +379,9 @@ def softmax_dkv_kernel(
                     b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE
                 )
                 if edge != 1:
-                    seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT)
-                    b_s = tl.where(seen, b_s, float("-inf"))
-                b_p = tl.exp2(b_s * under - b_base[None, :])
+                    is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT)
+                    b_s = tl.where(is_visible, b_s, float("-inf"))
+                b_p = tl.exp2(b_s * score_scale - b_base[None, :])
                 b_weight = b_p
                 if HAS_DROPOUT:
                     b_keep = keep_mask(seed_ptr, row, position, i_h, i_n, threshold, BN, True)
@@ -396,12 +400,12 @@ def softmax_dkv_kernel(
                     b_dk = add_product(b_dk, b_dx, b_q, FINE, PRECISION)  # [BN, BD]
         if HAS_GATE and HAS_DK:
             b_sum = tl.where(o_n < keys - row, b_sum, 0.0)
-            tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < room - row)
+            tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < capacity - row)
 
     # keys that are not in use have no gradient
     m_used = (o_n < keys - row)[:, None]
     i_k = (i_kb * S + begin_k + row) * HKV + i_kv
-    m_n = (o_n < room - row)[:, None]
+    m_n = (o_n < capacity - row)[:, None]
     if HAS_DK:
         if HAS_LENGTHS:
             b_dk = tl.where(m_used, b_dk, 0.0)

@@ -12,9 +12,9 @@ Rows and pages outside of the `slots` that the cache has are not read, and hold 
 import triton
 import triton.language as tl
 
-from slipstream.kernels.attention.triton.scores import LN2, LOG2E, finite, scores, sees
+from slipstream.kernels.attention.triton.scores import LN2, LOG2E, finite, in_window, scores
 
-_SIZES = ["T", "HKV", "B", "tiles", "shares", "left", "right", "group", "room", "slots"]
+_SIZES = ["T", "HKV", "B", "tiles", "splits", "left", "right", "group", "capacity", "cache_rows"]
 _SIZES += ["stride_slope"]
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
 
@@ -61,12 +61,12 @@ def softmax_decode_kernel(
     HKV,
     B,
     tiles,
-    shares,
+    splits,
     left,
     right,
     group,
-    room,
-    slots,
+    capacity,
+    cache_rows,
     stride_slope,
     stride_table,
     stride_qb,
@@ -97,22 +97,22 @@ def softmax_decode_kernel(
 ):
     """grid (shares * tiles * HKV * B,)"""
     pid = tl.program_id(0)
-    i_s = pid % shares
-    tile = pid // shares % tiles
-    i_kv = (pid // shares // tiles % HKV).to(tl.int64)
-    i_b = (pid // shares // tiles // HKV).to(tl.int64)
+    i_s = pid % splits
+    tile = pid // splits % tiles
+    i_kv = (pid // splits // tiles % HKV).to(tl.int64)
+    i_b = (pid // splits // tiles // HKV).to(tl.int64)
     i_kb = i_b
     if HAS_ROWS:
         i_kb = tl.load(rows_ptr + i_b).to(tl.int64)
     pad = 0
     if HAS_LEFTPAD:
         pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
-    keys = room - pad
+    keys = capacity - pad
     if HAS_LENGTHS:
-        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), room) - pad
+        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), capacity) - pad
     keys = tl.maximum(keys, 0)
     if HAS_ROWS:
-        keys = tl.where((i_kb >= 0) & (i_kb < slots), keys, 0)
+        keys = tl.where((i_kb >= 0) & (i_kb < cache_rows), keys, 0)
 
     o_m = tile * BM + tl.arange(0, BM)
     o_n = tl.arange(0, BN)
@@ -139,7 +139,7 @@ def softmax_decode_kernel(
     position = o_t + keys - T
 
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_SLOPES
-    under = 1.0 if SCALED else factor
+    score_scale = 1.0 if SCALED else factor
     b_slope = b_q
     if HAS_SLOPES:
         b_slope = tl.load(slopes_ptr + i_b * stride_slope + b_h, mask=m_m, other=0.0) * LOG2E
@@ -153,9 +153,9 @@ def softmax_decode_kernel(
     if HAS_RIGHT:
         last = tl.minimum((tile * BM + BM - 1) // group, T - 1)
         high = tl.minimum(last + keys - T + right + 1, keys)
-    share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), shares) * BN
-    low += i_s * share
-    high = tl.minimum(low + share, high)
+    split_keys = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), splits) * BN
+    low += i_s * split_keys
+    high = tl.minimum(low + split_keys, high)
 
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
@@ -166,18 +166,18 @@ def softmax_decode_kernel(
         j = low + i * BN
         m_n = o_n < keys - j
         if PAGE != 0:
-            m_n &= (page >= 0) & (page < slots)
+            m_n &= (page >= 0) & (page < cache_rows)
         after = pages_of(j + BN, keys, o_n, p_table, PAGE, BN)
         p_k = rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, page, PAGE, BN)
         b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         age = position[:, None] - (j + o_n)[None, :]
         b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
-        seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
-        b_s = tl.where(seen, b_s, float("-inf"))
-        b_top = tl.maximum(b_m, tl.max(b_s, 1) * under)
+        is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
+        b_s = tl.where(is_visible, b_s, float("-inf"))
+        b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
         b_base = finite(b_top)
-        b_p = tl.exp2(b_s * under - b_base[:, None])
+        b_p = tl.exp2(b_s * score_scale - b_base[:, None])
         b_shrink = tl.exp2(b_m - b_base)
         b_m = b_top
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
@@ -187,10 +187,10 @@ def softmax_decode_kernel(
         b_v = tl.load(p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
 
-    blind = b_l == 0.0
-    b_l = tl.where(blind, 1.0, b_l)
+    has_no_key = b_l == 0.0
+    b_l = tl.where(has_no_key, 1.0, b_l)
     b_o *= (1.0 / b_l)[:, None]
-    b_lse = tl.where(blind, float("-inf"), b_m + tl.log2(b_l))
+    b_lse = tl.where(has_no_key, float("-inf"), b_m + tl.log2(b_l))
     H = HKV * group
     row = ((i_s * B + i_b) * T + o_t) * H + b_h
     m_o = m_m[:, None] & (o_v < DV)[None, :]
@@ -198,17 +198,17 @@ def softmax_decode_kernel(
     tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)
 
 
-@triton.jit(do_not_specialize=["T", "H", "B", "shares"])
+@triton.jit(do_not_specialize=["T", "H", "B", "splits"])
 def softmax_combine_kernel(
-    parts_ptr,  # [shares, B, T, H, DV], float32
-    lses_ptr,  # [shares, B, H, T], in base 2
+    partial_o_ptr,  # [shares, B, T, H, DV], float32
+    partial_lse_ptr,  # [shares, B, H, T], in base 2
     sinks_ptr,  # [H]
     o_ptr,  # [B, T, H, DV]
     lse_ptr,  # [B, H, T]
     T,
     H,
     B,
-    shares,
+    splits,
     DV: tl.constexpr,
     BV: tl.constexpr,
     BS: tl.constexpr,
@@ -220,34 +220,36 @@ def softmax_combine_kernel(
     o_s = tl.arange(0, BS)
     o_v = tl.arange(0, BV)
     at = (i_b * H + i_h) * T + i_t
-    p_lse = lses_ptr + o_s.to(tl.int64) * B * H * T + at
-    b_lses = tl.load(p_lse, mask=o_s < shares, other=float("-inf"))
-    top = tl.max(b_lses, 0)
+    p_lse = partial_lse_ptr + o_s.to(tl.int64) * B * H * T + at
+    b_partial_lse = tl.load(p_lse, mask=o_s < splits, other=float("-inf"))
+    top = tl.max(b_partial_lse, 0)
     total = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - finite(top))
-    total += tl.sum(tl.exp2(b_lses - finite(top)), 0)
+    total += tl.sum(tl.exp2(b_partial_lse - finite(top)), 0)
     size = (B * T).to(tl.int64) * H * DV
-    p = parts_ptr + pid * DV + o_v
+    p = partial_o_ptr + pid * DV + o_v
     b_o = tl.zeros((BV,), tl.float32)
     # as many at once as registers hold
     STEP: tl.constexpr = BS if BS * BV <= 8192 else 8192 // BV
-    for i in range(0, shares, STEP):
+    for i in range(0, splits, STEP):
         o_i = (i + tl.arange(0, STEP)).to(tl.int64)
-        b_lse = tl.load(lses_ptr + o_i * B * H * T + at, mask=o_i < shares, other=float("-inf"))
-        m = (o_i < shares)[:, None] & (o_v < DV)[None, :]
-        b_part = tl.load(p[None, :] + o_i[:, None] * size, mask=m, other=0.0)
-        b_o += tl.sum(b_part * tl.exp2(b_lse - finite(top))[:, None], 0)
-    blind = total == 0.0
-    total = tl.where(blind, 1.0, total)
+        b_lse = tl.load(
+            partial_lse_ptr + o_i * B * H * T + at, mask=o_i < splits, other=float("-inf")
+        )
+        m = (o_i < splits)[:, None] & (o_v < DV)[None, :]
+        b_partial_o = tl.load(p[None, :] + o_i[:, None] * size, mask=m, other=0.0)
+        b_o += tl.sum(b_partial_o * tl.exp2(b_lse - finite(top))[:, None], 0)
+    has_no_key = total == 0.0
+    total = tl.where(has_no_key, 1.0, total)
     b_o /= total
     tl.store(o_ptr + pid * DV + o_v, b_o.to(o_ptr.dtype.element_ty), mask=o_v < DV)
-    tl.store(lse_ptr + at, tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN2))
+    tl.store(lse_ptr + at, tl.where(has_no_key, float("-inf"), (top + tl.log2(total)) * LN2))
 
 
-@triton.jit(do_not_specialize=["T", "HKV", "room", "slots", "stride_table", *_STRIDES[3:]])
+@triton.jit(do_not_specialize=["T", "HKV", "capacity", "cache_rows", "stride_table", *_STRIDES[3:]])
 def softmax_append_kernel(
     k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
     v_ptr,
@@ -259,8 +261,8 @@ def softmax_append_kernel(
     after_ptr,  # [B], lengths after the new keys
     T,
     HKV,
-    room,
-    slots,
+    capacity,
+    cache_rows,
     stride_table,
     stride_kb,
     stride_kt,
@@ -282,14 +284,14 @@ def softmax_append_kernel(
     after = tl.where(length < 0, length, length + T)
     tl.store(after_ptr + i_b, after, mask=(i_h == 0) & (i_t == 0))
     at = length.to(tl.int64) + i_t
-    fits = (length >= 0) & (at < room)
+    fits = (length >= 0) & (at < capacity)
     row = i_b
     if HAS_ROWS:
         row = tl.load(rows_ptr + i_b).to(tl.int64)
     if PAGE != 0:
         row = tl.load(table_ptr + i_b * stride_table + at // PAGE, mask=fits, other=0).to(tl.int64)
         at = at % PAGE
-    fits &= (row >= 0) & (row < slots)
+    fits &= (row >= 0) & (row < cache_rows)
     o_x = tl.arange(0, BX)
     b_k = tl.load(new_k_ptr + pid * D + o_x, mask=o_x < D, other=0.0)
     b_v = tl.load(new_v_ptr + pid * DV + o_x, mask=o_x < DV, other=0.0)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from slipstream.kernels.attention.triton.scores import finite
 
-_SIZES = ["T", "H", "B", "tiles", "shares", "room", "slots", "stride_table"]
+_SIZES = ["T", "H", "B", "tiles", "splits", "capacity", "cache_rows", "stride_table"]
 _STRIDES = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt"]
 
 
@@ -30,9 +30,9 @@ def softmax_latent_decode_kernel(
     H,
     B,
     tiles,
-    shares,
-    room,
-    slots,
+    splits,
+    capacity,
+    cache_rows,
     stride_table,
     stride_qb,
     stride_qt,
@@ -53,11 +53,11 @@ def softmax_latent_decode_kernel(
     """grid (tiles * shares * B,): row r of a sequence's tiles is query r / H of head r % H."""
     pid = tl.program_id(0)
     tile = pid % tiles
-    i_s = pid // tiles % shares
-    i_b = (pid // tiles // shares).to(tl.int64)
-    keys = room
+    i_s = pid // tiles % splits
+    i_b = (pid // tiles // splits).to(tl.int64)
+    keys = capacity
     if HAS_LENGTHS:
-        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), room)
+        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), capacity)
     o_m = tile * BM + tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     o_r = tl.arange(0, BR)
@@ -78,15 +78,15 @@ def softmax_latent_decode_kernel(
         p_table += i_b * stride_table
     # each query sees the keys before `high`
     high = keys - T + 1 + o_t
-    most = tl.minimum(keys - T + 1 + (tile * BM + BM - 1) // H, keys)
-    share = tl.cdiv(tl.cdiv(tl.maximum(most, 0), BN), shares) * BN
-    low = i_s * share
-    most = tl.minimum(low + share, most)
+    end = tl.minimum(keys - T + 1 + (tile * BM + BM - 1) // H, keys)
+    split_keys = tl.cdiv(tl.cdiv(tl.maximum(end, 0), BN), splits) * BN
+    low = i_s * split_keys
+    end = tl.minimum(low + split_keys, end)
 
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
     b_o = tl.zeros((BM, BR), tl.float32)
-    for i in range(tl.cdiv(most - low, BN)):
+    for i in range(tl.cdiv(end - low, BN)):
         j = low + i * BN
         at = j + o_n
         m_n = at < keys
@@ -96,7 +96,7 @@ def softmax_latent_decode_kernel(
             b_page = tl.load(p_table + at // PAGE, mask=m_n, other=0).to(tl.int64)
             row = b_page * stride_kb + (at % PAGE) * stride_kt
             # missing pages are read as zeros: a mask of the scores would not fit into registers
-            m_n &= (b_page >= 0) & (b_page < slots)
+            m_n &= (b_page >= 0) & (b_page < cache_rows)
         p_k = k_ptr + row[:, None]
         b_c = tl.load(p_k + o_r[None, :], mask=m_n[:, None] & (o_r < R)[None, :], other=0.0)
         b_r = tl.load(p_k + R + o_p[None, :], mask=m_n[:, None] & (o_p < P)[None, :], other=0.0)
@@ -112,10 +112,10 @@ def softmax_latent_decode_kernel(
         b_o *= b_shrink[:, None]
         b_o = tl.dot(b_p.to(b_c.dtype), b_c, b_o, input_precision=PRECISION)  # [BM, BR]
 
-    blind = b_l == 0.0
-    b_l = tl.where(blind, 1.0, b_l)
+    has_no_key = b_l == 0.0
+    b_l = tl.where(has_no_key, 1.0, b_l)
     b_o *= (1.0 / b_l)[:, None]
-    b_lse = tl.where(blind, float("-inf"), b_m + tl.log2(b_l))
+    b_lse = tl.where(has_no_key, float("-inf"), b_m + tl.log2(b_l))
     row = ((i_s * B + i_b) * T + o_t) * H + b_h
     m_o = m_m[:, None] & (o_r < R)[None, :]
     tl.store(o_ptr + row[:, None] * R + o_r[None, :], b_o, mask=m_o)

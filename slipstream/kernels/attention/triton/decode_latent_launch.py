@@ -19,7 +19,7 @@ from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
 from slipstream.runtime.launch_cache import cached
 
 # the least keys of a share in tiles, the most shares
-_LEAST, _MOST = 4, 64
+MIN_SPLIT_TILES, MAX_SPLITS = 4, 64
 
 
 @cache
@@ -41,36 +41,56 @@ def decode(
     """o [B, T, H, width] in q's dtype and lse [B, H, T], float32."""
     B, T, H, _ = q.shape
     size = latent.shape[1]
-    room = size if table is None else size * table.shape[1]
+    capacity = size if table is None else size * table.shape[1]
     tile = tile_of(q.device)
     tiles = -(-T * H // tile.BM)
-    wanted = multiprocessors(q.device) // (tiles * B)
-    shares = max(1, min(wanted, room // (_LEAST * tile.BN), _MOST))
-    part = torch.empty(shares, B, T, H, width, dtype=torch.float32, device=q.device)
-    lses = torch.empty(shares, B, H, T, dtype=torch.float32, device=q.device)
-    o, lse = q.new_empty(B, T, H, width), lses.new_empty(B, H, T)
+    splits_to_fill = multiprocessors(q.device) // (tiles * B)
+    splits = max(1, min(splits_to_fill, capacity // (MIN_SPLIT_TILES * tile.BN), MAX_SPLITS))
+    partial_o = torch.empty(splits, B, T, H, width, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
+    o, lse = q.new_empty(B, T, H, width), partial_lse.new_empty(B, H, T)
     with device_of(q.device):
         if _uses_sm90(q, latent, width, table):
             from slipstream.kernels.attention.sm90 import decode_latent_launch
 
             decode_latent_launch.launch(
-                q, latent, lengths, table, LOG2E * scale, part, lses, shares, tiles, room
+                q,
+                latent,
+                lengths,
+                table,
+                LOG2E * scale,
+                partial_o,
+                partial_lse,
+                splits,
+                tiles,
+                capacity,
             )
         else:
-            _shares(q, latent, lengths, table, LOG2E * scale, part, lses, shares, tiles, room)
+            _launch_triton(
+                q,
+                latent,
+                lengths,
+                table,
+                LOG2E * scale,
+                partial_o,
+                partial_lse,
+                splits,
+                tiles,
+                capacity,
+            )
         cached(softmax_combine_kernel)[(B * T * H,)](
-            part,
-            lses,
+            partial_o,
+            partial_lse,
             None,
             o,
             lse,
             T,
             H,
             B,
-            shares,
+            splits,
             DV=width,
             BV=1 << (width - 1).bit_length(),
-            BS=1 << (shares - 1).bit_length(),
+            BS=1 << (splits - 1).bit_length(),
             HAS_SINKS=False,
         )
     return o, lse
@@ -84,29 +104,29 @@ def _uses_sm90(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> b
     return decode_latent_launch.is_supported(q, latent, width, table)
 
 
-def _shares(
+def _launch_triton(
     q: Tensor,
     latent: Tensor,
     lengths: Tensor | None,
     table: Tensor | None,
     factor: float,
-    part: Tensor,
-    lses: Tensor,
-    shares: int,
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    splits: int,
     tiles: int,
-    room: int,
+    capacity: int,
 ) -> None:
     B, T, H, D = q.shape
-    width, tile = part.shape[-1], tile_of(q.device)
+    width, tile = partial_o.shape[-1], tile_of(q.device)
     narrowest = 16 if tile.BM < 64 else 64
     q, latent = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, latent))
     strides = [*q.stride()[:3], *latent.stride()[:2]]
     unit = math.gcd(16 // q.element_size(), *strides)
-    cached(softmax_latent_decode_kernel)[(tiles * shares * B,)](
+    cached(softmax_latent_decode_kernel)[(tiles * splits * B,)](
         q,
         latent,
-        part,
-        lses,
+        partial_o,
+        partial_lse,
         lengths,
         table,
         factor,
@@ -114,8 +134,8 @@ def _shares(
         H,
         B,
         tiles,
-        shares,
-        room,
+        splits,
+        capacity,
         latent.shape[0],
         0 if table is None else table.stride(0),
         *(s // unit for s in strides),

@@ -25,20 +25,20 @@ from slipstream.runtime.launch_cache import cached
 # queries times heads of a group up to which cutting the keys is worth it
 MAX_DECODE_ROWS = 64
 # the least keys of a share in tiles, the most shares
-_LEAST, _MOST = 4, 64
+MIN_SPLIT_TILES, MAX_SPLITS = 4, 64
 
 
-def is_supported(terms: AttentionInputs) -> bool:
+def is_supported(inputs: AttentionInputs) -> bool:
     """Whether a call is like decoding: few queries of each sequence, no gate."""
-    rows = terms.q.shape[1] * (terms.q.shape[2] // terms.k.shape[2])
-    return terms.cu_q is None and terms.g is None and rows <= MAX_DECODE_ROWS
+    rows = inputs.q.shape[1] * (inputs.q.shape[2] // inputs.k.shape[2])
+    return inputs.cu_q is None and inputs.g is None and rows <= MAX_DECODE_ROWS
 
 
-def shares(device: torch.device, programs: int, room: int, BN: int, width: int) -> int:
+def choose_splits(device: torch.device, programs: int, capacity: int, BN: int, width: int) -> int:
     """From the size of the cache alone, so that no length is waited for. As many programs as fit:
     two a multiprocessor, or four with narrow heads (bench/results/attention_decode_gpu.csv)."""
-    wanted = (4 if width <= 64 else 2) * multiprocessors(device) // programs
-    return max(1, min(wanted, room // (_LEAST * BN), _MOST))
+    splits_to_fill = (4 if width <= 64 else 2) * multiprocessors(device) // programs
+    return max(1, min(splits_to_fill, capacity // (MIN_SPLIT_TILES * BN), MAX_SPLITS))
 
 
 def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -46,25 +46,25 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
     B, T, H, D = q.shape
     HKV, DV = k.shape[2], v.shape[-1]
-    every, BD, BV = tiles_of(q.device, D, DV, q.element_size())
-    tile = every.decode
+    all_tiles, BD, BV = tiles_of(q.device, D, DV, q.element_size())
+    tile = all_tiles.decode
     group = H // HKV
     tiles = -(-T * group // tile.BM)
-    parts = shares(q.device, tiles * HKV * B, call.room, tile.BN, max(BD, BV))
-    part = torch.empty(parts, B, T, H, DV, dtype=torch.float32, device=q.device)
-    lses = torch.empty(parts, B, H, T, dtype=torch.float32, device=q.device)
-    o, lse = q.new_empty(B, T, H, DV), lses.new_empty(B, H, T)
+    splits = choose_splits(q.device, tiles * HKV * B, call.capacity, tile.BN, max(BD, BV))
+    partial_o = torch.empty(splits, B, T, H, DV, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
+    o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
     q, options, _ = positive(q, options)
     unit, strides = unit_and_strides(q, k, v)
     slopes, table = call.slopes, call.table
     slopes = None if slopes is None else slopes.float().contiguous()
     with device_of(q.device):
-        cached(softmax_decode_kernel)[(parts * tiles * HKV * B,)](
+        cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
             q,
             k,
             v,
-            part,
-            lses,
+            partial_o,
+            partial_lse,
             slopes,
             call.lengths,
             call.rows,
@@ -75,11 +75,11 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             HKV,
             B,
             tiles,
-            parts,
+            splits,
             bound(options.left),
             bound(options.right),
             group,
-            call.room,
+            call.capacity,
             k.shape[0],
             H if slopes is not None and slopes.dim() == 2 else 0,
             0 if table is None else table.stride(0),
@@ -104,18 +104,18 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             num_stages=tile.stages,
         )
         cached(softmax_combine_kernel)[(B * T * H,)](
-            part,
-            lses,
+            partial_o,
+            partial_lse,
             call.sinks,
             o,
             lse,
             T,
             H,
             B,
-            parts,
+            splits,
             DV=DV,
             BV=BV,
-            BS=1 << (parts - 1).bit_length(),
+            BS=1 << (splits - 1).bit_length(),
             HAS_SINKS=call.sinks is not None,
         )
     return o, lse

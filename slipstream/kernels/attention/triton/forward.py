@@ -14,17 +14,17 @@ from slipstream.kernels.attention.triton.scores import (
     LOG2E,
     block,
     finite,
+    in_window,
     keep_mask,
     rows_of_sequence,
     scores,
-    seen_tiles,
-    sees,
     sequence_of_tile,
+    visible_tiles,
 )
 
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
 _DROPOUT = ["threshold", "keep_scale"]
-_SIZES = ["T", "S", "H", "N", "tiles", "steps", "left", "right", "group", "stride_slope"]
+_SIZES = ["T", "S", "H", "N", "tiles", "search_steps", "left", "right", "group", "stride_slope"]
 
 
 @triton.jit(do_not_specialize=["factor", "cap", *_DROPOUT, *_SIZES, *_STRIDES])
@@ -51,7 +51,7 @@ def softmax_fwd_kernel(
     H,
     N,
     tiles,
-    steps,
+    search_steps,
     left,
     right,
     group,
@@ -88,7 +88,7 @@ def softmax_fwd_kernel(
     pid = tl.program_id(0)
     # the last tiles see the most of a causal sequence, and go first
     i_n, row = sequence_of_tile(
-        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, steps, BM, PACKED_Q
+        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, search_steps, BM, PACKED_Q
     )
     i_h = (pid // tiles % H).to(tl.int64)
     i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
@@ -110,7 +110,7 @@ def softmax_fwd_kernel(
     position = row + shift + o_m
 
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
-    under = 1.0 if SCALED else factor  # what scales the scores under the exponential
+    score_scale = 1.0 if SCALED else factor  # what scales the scores under the exponential
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + i_n.to(tl.int64) * stride_slope + i_h) * LOG2E
@@ -123,7 +123,7 @@ def softmax_fwd_kernel(
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
     b_o = tl.zeros((BM, BV), tl.float32)
-    low, inner, outer, high = seen_tiles(
+    low, inner, outer, high = visible_tiles(
         row + shift,
         tl.minimum(row + BM, queries) - 1 + shift,
         tl.where(rows > 0, keys, 0),
@@ -150,11 +150,13 @@ def softmax_fwd_kernel(
                 b_gate += b_low[:, None] - tl.load(low_ptr + p_g, mask=o_n < keys - j, other=0.0)
             b_s = scores(b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE)[0]
             if edge != 1:
-                seen = sees(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
-                b_s = tl.where(seen, b_s, float("-inf"))
-            b_top = tl.maximum(b_m, tl.max(b_s, 1) * under)
+                is_visible = (
+                    in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
+                )
+                b_s = tl.where(is_visible, b_s, float("-inf"))
+            b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
             b_base = finite(b_top) if edge != 1 else b_top
-            b_p = tl.exp2(b_s * under - b_base[:, None])
+            b_p = tl.exp2(b_s * score_scale - b_base[:, None])
             b_shrink = tl.exp2(b_m - b_base)
             b_m = b_top
             b_l = b_l * b_shrink + tl.sum(b_p, 1)
@@ -172,12 +174,12 @@ def softmax_fwd_kernel(
         b_l = b_l * b_shrink + tl.exp2(sink - finite(b_top))
         b_o *= b_shrink[:, None]
         b_m = b_top
-    blind = b_l == 0.0
-    b_l = tl.where(blind, 1.0, b_l)
+    has_no_key = b_l == 0.0
+    b_l = tl.where(has_no_key, 1.0, b_l)
     b_o *= (1.0 / b_l)[:, None]
     if HAS_DROPOUT:
         b_o *= keep_scale
-    b_lse = tl.where(blind, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
+    b_lse = tl.where(has_no_key, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
     m_o = (o_m < rows)[:, None] & (o_v < DV)[None, :]
     p_o = o_ptr + ((i_b * T + begin + row) * H + i_h) * DV
     p_o += o_m[:, None] * (H * DV) + o_v[None, :]

@@ -73,7 +73,7 @@ def softmax_gate_grad_kernel(
     pid = tl.program_id(0)
     i_n, i_h = pid // H, pid % H
     i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
-    i_kb, begin_k, room, keys = rows_of_sequence(
+    i_kb, begin_k, capacity, keys = rows_of_sequence(
         i_n, cu_k_ptr, lengths_ptr, S, PACKED_K, HAS_LENGTHS
     )
     o_c = tl.arange(0, C)
@@ -81,7 +81,7 @@ def softmax_gate_grad_kernel(
     i_column = (i_kb * H + i_h) * S + begin_k
     dg_ptr += (i_kb * S + begin_k) * H + i_h
     carry = tl.zeros((1,), tl.float64)
-    chunks = tl.cdiv(room, C)
+    chunks = tl.cdiv(capacity, C)
     for i in range(chunks):
         at = (chunks - 1 - i) * C + o_c
         query = at - (keys - queries)
@@ -91,4 +91,4 @@ def softmax_gate_grad_kernel(
         b_dg = tl.where(at < keys, tl.cumsum(b_x, 0, reverse=True) + carry, 0.0)
         carry += tl.sum(b_x, 0)
         p_dg = dg_ptr + at.to(tl.int64) * H
-        tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=at < room)
+        tl.store(p_dg, b_dg.to(dg_ptr.dtype.element_ty), mask=at < capacity)

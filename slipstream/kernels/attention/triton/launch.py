@@ -40,37 +40,37 @@ _DELTA_ROWS = 32
 _GATES = 256
 
 
-def forward(terms: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
-    terms, options, _ = ready(terms, options)
-    q, v = terms.q, terms.v
+    inputs, options, _ = to_kernel_layout(inputs, options)
+    q, v = inputs.q, inputs.v
     B, T, H, _ = q.shape
-    if decode_launch.is_supported(terms) and not options.dropout:
+    if decode_launch.is_supported(inputs) and not options.dropout:
         return decode_launch.decode(
-            Cache(q, terms.k, v, terms.lengths, sinks=terms.sinks, slopes=terms.slopes), options
+            Cache(q, inputs.k, v, inputs.lengths, sinks=inputs.sinks, slopes=inputs.slopes), options
         )
     o = q.new_empty(B, T, H, v.shape[-1])
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    tile = _tiles_of(terms, options).forward
+    tile = _tiles_of(inputs, options).forward
     with device_of(q.device):
-        sums = _gate_sums(terms)
-        cached(softmax_fwd_kernel)[_grid(terms, tile.BM, H)](
+        sums = _gate_sums(inputs)
+        cached(softmax_fwd_kernel)[_grid(inputs, tile.BM, H)](
             q,
-            terms.k,
+            inputs.k,
             v,
             o,
             lse,
             *sums,
-            terms.sinks,
-            *_rest(terms, options, _tiles(terms, tile.BM), scaled=False),
-            HAS_SINKS=terms.sinks is not None,
-            **_flags(terms, options, tile),
+            inputs.sinks,
+            *_common_args(inputs, options, _tiles(inputs, tile.BM), scaled=False),
+            HAS_SINKS=inputs.sinks is not None,
+            **_flags(inputs, options, tile),
         )
     return o, lse
 
 
 def backward(
-    terms: AttentionInputs,
+    inputs: AttentionInputs,
     options: AttentionOptions,
     o: Tensor,
     lse: Tensor,
@@ -78,8 +78,8 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    terms, options, sign = ready(terms, options)
-    q, k, v = terms.q, terms.k, terms.v
+    inputs, options, sign = to_kernel_layout(inputs, options)
+    q, k, v = inputs.q, inputs.k, inputs.v
     B, T, H, _ = q.shape
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
@@ -87,13 +87,13 @@ def backward(
     base, delta = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     rows = columns = None
-    if terms.g is not None:
+    if inputs.g is not None:
         rows, columns = base.new_empty(B, H, T), base.new_empty(k.shape[0], H, k.shape[1])
-    tiles = _tiles_of(terms, options)
+    tiles = _tiles_of(inputs, options)
     with device_of(q.device):
-        row_sums(o, do, lse, dlse, base, delta)
-        sums = _gate_sums(terms)
-        cached(softmax_dq_kernel)[_grid(terms, tiles.dq.BM, H)](
+        launch_row_sums(o, do, lse, dlse, base, delta)
+        sums = _gate_sums(inputs)
+        cached(softmax_dq_kernel)[_grid(inputs, tiles.dq.BM, H)](
             q,
             k,
             v,
@@ -103,11 +103,11 @@ def backward(
             delta,
             rows,
             *sums,
-            *_rest(terms, options, _tiles(terms, tiles.dq.BM)),
-            **_flags(terms, options, tiles.dq),
+            *_common_args(inputs, options, _tiles(inputs, tiles.dq.BM)),
+            **_flags(inputs, options, tiles.dq),
         )
-        for tile, *parts in _parts(tiles):
-            cached(softmax_dkv_kernel)[_grid(terms, tile.BN, k.shape[2], of_keys=True)](
+        for tile, *outputs in _dkv_launches(tiles):
+            cached(softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
                 q,
                 k,
                 v,
@@ -118,23 +118,23 @@ def backward(
                 delta,
                 columns,
                 *sums,
-                *_rest(terms, options, _tiles(terms, tile.BN, of_keys=True)),
+                *_common_args(inputs, options, _tiles(inputs, tile.BN, of_keys=True)),
                 GROUPED=k.shape[2] != H,
-                HAS_DK=parts[0],
-                HAS_DV=parts[1],
-                **_flags(terms, options, tile),
+                HAS_DK=outputs[0],
+                HAS_DV=outputs[1],
+                **_flags(inputs, options, tile),
             )
         grads = {"q": dq if sign == 1 else dq * sign, "k": dk, "v": dv}
-        if terms.g is not None:
-            grads["g"] = _gate_gradient(terms, rows, columns)
-    if terms.sinks is not None:
-        p = (terms.sinks.float()[:, None] - lse).exp()
+        if inputs.g is not None:
+            grads["g"] = _gate_gradient(inputs, rows, columns)
+    if inputs.sinks is not None:
+        p = (inputs.sinks.float()[:, None] - lse).exp()
         p = torch.where(lse == -torch.inf, 0.0, p)
-        grads["sinks"] = -(p * delta[..., :T]).sum((0, 2)).to(terms.sinks.dtype)
+        grads["sinks"] = -(p * delta[..., :T]).sum((0, 2)).to(inputs.sinks.dtype)
     return grads
 
 
-def _parts(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
+def _dkv_launches(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
     """The launches for the gradients of keys and values: their tiles, and whether each makes dk and
     dv."""
     if tiles.dv is None:
@@ -142,62 +142,66 @@ def _parts(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
     return [(tiles.dkv, True, False), (tiles.dv, False, True)]
 
 
-def ready(
-    terms: AttentionInputs, options: AttentionOptions
+def to_kernel_layout(
+    inputs: AttentionInputs, options: AttentionOptions
 ) -> tuple[AttentionInputs, AttentionOptions, int]:
     """As the kernels index them, with a positive scale; the sign is taken from q."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in terms[:3])
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
     q, options, sign = positive(q, options)
-    slopes = terms.slopes
-    rest = (None if x is None else x.contiguous() for x in (terms.sinks, terms.cu_q, terms.cu_k))
-    sinks, cu_q, cu_k = rest
-    terms = AttentionInputs(
+    slopes = inputs.slopes
+    optional = (
+        None if x is None else x.contiguous() for x in (inputs.sinks, inputs.cu_q, inputs.cu_k)
+    )
+    sinks, cu_q, cu_k = optional
+    inputs = AttentionInputs(
         q,
         k,
         v,
-        terms.g,
+        inputs.g,
         sinks,
         None if slopes is None else slopes.float().contiguous(),
         cu_q,
         cu_k,
-        None if terms.lengths is None else terms.lengths.contiguous(),
-        terms.seed,
+        None if inputs.lengths is None else inputs.lengths.contiguous(),
+        inputs.seed,
     )
-    return terms, options, sign
+    return inputs, options, sign
 
 
-def _tiles_of(terms: AttentionInputs, options: AttentionOptions) -> Tiles:
-    q, v = terms.q, terms.v
-    busy = terms.g is not None or terms.slopes is not None
-    busy = busy or options.softcap != 0 or options.left >= 0
-    return tiles_of(q.device, q.shape[-1], v.shape[-1], q.element_size(), busy)[0]
+def _tiles_of(inputs: AttentionInputs, options: AttentionOptions) -> Tiles:
+    q, v = inputs.q, inputs.v
+    has_bias = inputs.g is not None or inputs.slopes is not None
+    has_bias = has_bias or options.softcap != 0 or options.left >= 0
+    return tiles_of(q.device, q.shape[-1], v.shape[-1], q.element_size(), has_bias)[0]
 
 
-def _tiles(terms: AttentionInputs, rows: int, of_keys: bool = False) -> int:
+def _tiles(inputs: AttentionInputs, rows: int, of_keys: bool = False) -> int:
     """An upper bound where lengths are not known: the tiles of all that is packed."""
-    total, cu = terms.k.shape[1] if of_keys else terms.q.shape[1], terms.cu_q
+    total, cu = inputs.k.shape[1] if of_keys else inputs.q.shape[1], inputs.cu_q
     if of_keys:
-        cu = terms.cu_k
-    return -(-total // rows) if cu is None else total // rows + terms.sequences
+        cu = inputs.cu_k
+    return -(-total // rows) if cu is None else total // rows + inputs.sequences
 
 
-def _grid(terms: AttentionInputs, rows: int, heads: int, of_keys: bool = False) -> tuple[int]:
-    packed = terms.cu_k if of_keys else terms.cu_q
-    return (_tiles(terms, rows, of_keys) * heads * (1 if packed is not None else terms.sequences),)
+def _grid(inputs: AttentionInputs, rows: int, heads: int, of_keys: bool = False) -> tuple[int]:
+    packed = inputs.cu_k if of_keys else inputs.cu_q
+    return (
+        _tiles(inputs, rows, of_keys) * heads * (1 if packed is not None else inputs.sequences),
+    )
 
 
-def _rest(
-    terms: AttentionInputs, options: AttentionOptions, tiles: int, scaled: bool = True
+def _common_args(
+    inputs: AttentionInputs, options: AttentionOptions, tiles: int, scaled: bool = True
 ) -> tuple:
     """The arguments from slopes_ptr to the strides."""
-    q, k, slopes = terms.q, terms.k, terms.slopes
-    drops = terms.seed is not None
+    q, k, slopes = inputs.q, inputs.k, inputs.slopes
+    drops = inputs.seed is not None
     return (
         slopes,
-        terms.cu_q,
-        terms.cu_k,
-        terms.lengths,
-        terms.seed,
+        inputs.cu_q,
+        inputs.cu_k,
+        inputs.lengths,
+        inputs.seed,
         dropout.threshold(options.dropout) if drops else None,
         dropout.factor(options.dropout) if drops else None,
         *factor_and_cap(options),
@@ -205,19 +209,19 @@ def _rest(
         q.shape[1],
         k.shape[1],
         q.shape[2],
-        terms.sequences,
+        inputs.sequences,
         tiles,
-        (terms.sequences - 1).bit_length(),
+        (inputs.sequences - 1).bit_length(),
         bound(options.left),
         bound(options.right),
         q.shape[2] // k.shape[2],
         q.shape[2] if slopes is not None and slopes.dim() == 2 else 0,
-        *unit_and_strides(*terms[:3])[1],
+        *unit_and_strides(*inputs[:3])[1],
     )
 
 
-def _flags(terms: AttentionInputs, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
-    q, v = terms.q, terms.v
+def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
+    q, v = inputs.q, inputs.v
     D, DV = q.shape[-1], v.shape[-1]
     _, BD, BV = tiles_of(q.device, D, DV, q.element_size())
     return {
@@ -227,58 +231,58 @@ def _flags(terms: AttentionInputs, options: AttentionOptions, tile: Tile) -> dic
         "BV": BV,
         "BM": tile.BM,
         "BN": tile.BN,
-        "UNIT": unit_and_strides(*terms[:3])[0],
+        "UNIT": unit_and_strides(*inputs[:3])[0],
         "HAS_SOFTCAP": options.softcap != 0,
-        "HAS_SLOPES": terms.slopes is not None,
-        "HAS_GATE": terms.g is not None,
+        "HAS_SLOPES": inputs.slopes is not None,
+        "HAS_GATE": inputs.g is not None,
         "HAS_LEFT": options.left >= 0,
         "HAS_RIGHT": options.right >= 0,
-        "HAS_LENGTHS": terms.lengths is not None,
-        "HAS_DROPOUT": terms.seed is not None,
-        "PACKED_Q": terms.cu_q is not None,
-        "PACKED_K": terms.cu_k is not None,
+        "HAS_LENGTHS": inputs.lengths is not None,
+        "HAS_DROPOUT": inputs.seed is not None,
+        "PACKED_Q": inputs.cu_q is not None,
+        "PACKED_K": inputs.cu_k is not None,
         "PRECISION": fp32_dot_precision(),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
 
 
-def _gate_sums(terms: AttentionInputs) -> tuple[Tensor | None, Tensor | None]:
-    g = terms.g
+def _gate_sums(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None]:
+    g = inputs.g
     if g is None:
         return None, None
     B, S, H = g.shape
     high, low = (torch.empty(B, H, S, dtype=torch.float32, device=g.device) for _ in range(2))
-    grid = (H * (B if terms.cu_k is None else terms.sequences),)
+    grid = (H * (B if inputs.cu_k is None else inputs.sequences),)
     cached(softmax_gate_sums_kernel)[grid](
-        g, high, low, terms.cu_k, S, H, *g.stride(), C=_GATES, PACKED=terms.cu_k is not None
+        g, high, low, inputs.cu_k, S, H, *g.stride(), C=_GATES, PACKED=inputs.cu_k is not None
     )
     return high, low
 
 
-def _gate_gradient(terms: AttentionInputs, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    assert terms.g is not None
-    dg = terms.g.new_empty(terms.g.shape)
-    T, H = terms.q.shape[1:3]
-    cached(softmax_gate_grad_kernel)[(H * terms.sequences,)](
+def _gate_gradient(inputs: AttentionInputs, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    assert inputs.g is not None
+    dg = inputs.g.new_empty(inputs.g.shape)
+    T, H = inputs.q.shape[1:3]
+    cached(softmax_gate_grad_kernel)[(H * inputs.sequences,)](
         rows,
         columns,
         dg,
-        terms.cu_q,
-        terms.cu_k,
-        terms.lengths,
+        inputs.cu_q,
+        inputs.cu_k,
+        inputs.lengths,
         T,
-        terms.k.shape[1],
+        inputs.k.shape[1],
         H,
         C=_GATES,
-        PACKED_Q=terms.cu_q is not None,
-        PACKED_K=terms.cu_k is not None,
-        HAS_LENGTHS=terms.lengths is not None,
+        PACKED_Q=inputs.cu_q is not None,
+        PACKED_K=inputs.cu_k is not None,
+        HAS_LENGTHS=inputs.lengths is not None,
     )
     return dg
 
 
-def row_sums(
+def launch_row_sums(
     o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, base: Tensor, delta: Tensor
 ) -> None:
     B, T, H, DV = o.shape

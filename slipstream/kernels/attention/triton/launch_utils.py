@@ -17,12 +17,12 @@ LOG2E = 1.4426950408889634
 
 @cache
 def tiles_of(
-    device: torch.device, D: int, DV: int, bytes_each: int, busy: bool = False
+    device: torch.device, D: int, DV: int, bytes_each: int, has_bias: bool = False
 ) -> tuple[Tiles, int, int]:
     if INTERPRETED:
         return choose("interpreter", D, DV, bytes_each)
     of = family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
-    return choose(of, D, DV, bytes_each, busy)
+    return choose(of, D, DV, bytes_each, has_bias)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -31,15 +31,15 @@ def unsupported_reason(qkv: tuple[Tensor, Tensor, Tensor]) -> str | None:
     return None
 
 
-def kind(terms: AttentionInputs, options: AttentionOptions, impl: str = "triton") -> KernelKey:
+def kind(inputs: AttentionInputs, options: AttentionOptions, impl: str = "triton") -> KernelKey:
     """What a verdict on the kernels of a call holds for."""
     q, flags = (
-        terms.q,
-        [name for name in AttentionInputs._fields[3:] if getattr(terms, name) is not None],
+        inputs.q,
+        [name for name in AttentionInputs._fields[3:] if getattr(inputs, name) is not None],
     )
     windows = options.left >= 0 and "left", options.right >= 0 and "right"
     cap = options.softcap != 0 and "softcap"
-    return (f"attention.{impl}", q.dtype, q.shape[-1], terms.v.shape[-1], *windows, cap, *flags)
+    return (f"attention.{impl}", q.dtype, q.shape[-1], inputs.v.shape[-1], *windows, cap, *flags)
 
 
 def kind_of_cache(what: str, q: Tensor, v: Tensor, table: Tensor | None) -> KernelKey:

@@ -16,12 +16,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def sequence_of_tile(tile, i_n, cu_ptr, N, steps, B: tl.constexpr, PACKED: tl.constexpr):
+def sequence_of_tile(tile, i_n, cu_ptr, N, search_steps, B: tl.constexpr, PACKED: tl.constexpr):
     """The sequence of a tile and the tile's first row in it; 2^steps >= N."""
     if PACKED:
         low = N * 0
         high = N
-        for _ in range(steps):
+        for _ in range(search_steps):
             middle = (low + high) // 2
             before = tl.load(cu_ptr + middle).to(tl.int64) // B + middle <= tile
             low = tl.where(before, middle, low)
@@ -39,20 +39,20 @@ def rows_of_sequence(
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), rows)
-        room = tl.maximum(end - begin, 0).to(tl.int32)
+        capacity = tl.maximum(end - begin, 0).to(tl.int32)
         i_b = begin * 0
     else:
         i_b = i_n.to(tl.int64)
         begin = i_b * 0
-        room = rows
-    used = room
+        capacity = rows
+    used = capacity
     if HAS_LENGTHS:
-        used = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_n).to(tl.int32), 0), room)
-    return i_b, begin, room, used
+        used = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_n).to(tl.int32), 0), capacity)
+    return i_b, begin, capacity, used
 
 
 @triton.jit
-def seen_tiles(
+def visible_tiles(
     first,
     last,
     count,
@@ -137,14 +137,14 @@ def add_product(acc, x, y, FINE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sees(age, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def in_window(age, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Whether the window lets a query see a key `age` behind it."""
-    seen = age == age
+    is_visible = age == age
     if HAS_LEFT:
-        seen = seen & (age <= left)
+        is_visible = is_visible & (age <= left)
     if HAS_RIGHT:
-        seen = seen & (age >= -right)
-    return seen
+        is_visible = is_visible & (age >= -right)
+    return is_visible
 
 
 @triton.jit

@@ -95,7 +95,7 @@ TILES = {
 }
 # The same with a gate, slopes, a softcap or a window to the left, where it differs: forward and dq
 # would spill in their loops.
-MIN_PROGRAMS = {
+BIASED_TILES = {
     ("sm_90", 2, 64): Tiles(
         Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)
     ),
@@ -111,7 +111,7 @@ LATENT = {
     "interpreter": Tile(16, 16, 4, 1),
 }
 # Families that use another's rows where they have none of their own.
-ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
+FALLBACK_FAMILY = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
 
 def family(capability: tuple[int, int], hip: bool = False) -> str:
@@ -128,7 +128,7 @@ def family(capability: tuple[int, int], hip: bool = False) -> str:
 
 
 def choose(
-    family: str, D: int, DV: int, bytes_each: int, busy: bool = False
+    family: str, D: int, DV: int, bytes_each: int, has_bias: bool = False
 ) -> tuple[Tiles, int, int]:
     """The tiles, BD and BV for heads of widths D and DV."""
     narrowest = MIN_HEAD_DIM.get(family, 16)
@@ -136,5 +136,5 @@ def choose(
     widest = 64 if family == "interpreter" else max(64, BD, BV)
     row = (family, bytes_each, widest)
     if row not in TILES:
-        row = (ROWS[family], bytes_each, widest)
-    return MIN_PROGRAMS.get(row, TILES[row]) if busy else TILES[row], BD, BV
+        row = (FALLBACK_FAMILY[family], bytes_each, widest)
+    return BIASED_TILES.get(row, TILES[row]) if has_bias else TILES[row], BD, BV

@@ -24,15 +24,15 @@ def _store_dx(dx_ptr, ws, dzs, row, m, o_d, FIRST: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _last(xs, FIRST: tl.constexpr, N: tl.constexpr):
-    found = ()
+    result = ()
     for j in tl.static_range(N):
-        found = found + (xs[FIRST + j].to(tl.float32),)
-    return found
+        result = result + (xs[FIRST + j].to(tl.float32),)
+    return result
 
 
-@triton.jit(do_not_specialize=["T", "tiles", "each"])
+@triton.jit(do_not_specialize=["T", "tiles", "tiles_each"])
 def conv_bwd_rolling_kernel(
-    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, part_ptr, T, tiles, each,
+    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, partial_ptr, T, tiles, tiles_each,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid (P D / BD), each with so many of the tiles. part [P, W + 1, D]: sums for dw, by column
@@ -47,8 +47,8 @@ def conv_bwd_rolling_kernel(
     b_db = tl.zeros([BD], tl.float32)
     older_dz = (b_db,) * (W - 1)
     NT = tl.cdiv(T, BT)
-    first = i_p * each
-    tiles = tl.minimum(tiles, first + each)
+    first = i_p * tiles_each
+    tiles = tl.minimum(tiles, first + tiles_each)
     i_b, t = (first // NT).to(tl.int64), first % NT * BT
     older = _before(x_ptr, s_ptr, i_b * T + t, t, i_b, o_d, m_d, D, W)
     xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
@@ -89,7 +89,7 @@ def conv_bwd_rolling_kernel(
                 m = m_d & (t + BT + r - W + 1 < T)
                 _store_dx(dx_ptr, ws, after_dz, row + BT + r - W + 1, m, o_d, r, D, W)
         xs, dys = next_xs, next_dys
-    p_part = part_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
+    p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
     for j in tl.static_range(W):
-        tl.store(p_part + j * D, sums[j], mask=m_d)
-    tl.store(p_part + W * D, b_db, mask=m_d)
+        tl.store(p_partial + j * D, sums[j], mask=m_d)
+    tl.store(p_partial + W * D, b_db, mask=m_d)

@@ -37,12 +37,12 @@ def _bias(b_ptr, o_d, m_d, BD: tl.constexpr):
 
 
 @triton.jit
-def _place(where_ptr, t, i_b, T):
+def _age_and_sequence(positions_ptr, t, i_b, T):
     """Age and sequence of token t of row i_b of the batch."""
     age, n = t, i_b.to(tl.int64)
-    if where_ptr is not None:
-        age = tl.load(where_ptr + t)
-        n = tl.load(where_ptr + tl.cast(T, tl.int64) + t).to(tl.int64)
+    if positions_ptr is not None:
+        age = tl.load(positions_ptr + t)
+        n = tl.load(positions_ptr + tl.cast(T, tl.int64) + t).to(tl.int64)
     return age, n
 
 
@@ -103,9 +103,9 @@ def _tile(x_ptr, i, tiles, T, o_d, m_d, D: tl.constexpr, BT: tl.constexpr):
     return xs
 
 
-@triton.jit(do_not_specialize=["T", "tiles", "each"])
+@triton.jit(do_not_specialize=["T", "tiles", "tiles_each"])
 def conv_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, where_ptr, y_ptr, T, tiles, each,
+    x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, positions_ptr, y_ptr, T, tiles, tiles_each,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid (P D / BD), each with so many of the tiles, one after the other, the next of which is on
@@ -117,8 +117,8 @@ def conv_fwd_kernel(
     ws = _taps(w_ptr, o_d, m_d, W)
     b_b = _bias(b_ptr, o_d, m_d, BD)
     NT = tl.cdiv(T, BT)
-    first = tl.program_id(0) // ND * each
-    tiles = tl.minimum(tiles, first + each)
+    first = tl.program_id(0) // ND * tiles_each
+    tiles = tl.minimum(tiles, first + tiles_each)
     n_first, t_first = (first // NT).to(tl.int64), first % NT * BT
     xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
     older = _before(x_ptr, s_ptr, n_first * T + t_first, t_first, n_first, o_d, m_d, D, W)
@@ -134,9 +134,9 @@ def conv_fwd_kernel(
                 b_r = tl.load(p_r, mask=m_d & (t + r < T), other=0.0)
             rs = rs + (b_r,)
         inside = t >= 0
-        if where_ptr is not None:
+        if positions_ptr is not None:
             # as old as that, the last token has all the others in its sequence
-            age, _ = _place(where_ptr, tl.minimum(t + BT, T) - 1, i_b, T)
+            age, _ = _age_and_sequence(positions_ptr, tl.minimum(t + BT, T) - 1, i_b, T)
             inside = (t + BT <= T) & (age >= BT + W - 2)
         elif t == 0:
             older = _before(x_ptr, s_ptr, row, t, i_b.to(tl.int64), o_d, m_d, D, W)
@@ -147,7 +147,7 @@ def conv_fwd_kernel(
                 _store_y(y_ptr, b_z, rs[r], row + r, o_d, m_d & (t + r < T), D, SILU)
         else:
             for one in range(tl.minimum(T - t, BT)):
-                age, n = _place(where_ptr, t + one, i_b, T)
+                age, n = _age_and_sequence(positions_ptr, t + one, i_b, T)
                 window = _window(x_ptr, s_ptr, row + one, age, n, o_d, m_d, D, W)
                 b_r = 0.0
                 if r_ptr is not None:
@@ -178,7 +178,7 @@ def _add(sums, b_dz, xs, FIRST: tl.constexpr, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "tiles"])
 def conv_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, where_ptr, dx_ptr, part_ptr, T, tiles,
+    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, positions_ptr, dx_ptr, partial_ptr, T, tiles,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid as forward. part [P, W + 1, D]: sums for dw, by column of weight, and for dbias."""
@@ -196,7 +196,7 @@ def conv_bwd_kernel(
         row = i_b.to(tl.int64) * T + t
         # as old as that, the last token whose dz is wanted has all the others in its sequence
         last = t + BT + W - 2
-        age, _ = _place(where_ptr, tl.minimum(last, T - 1), i_b, T)
+        age, _ = _age_and_sequence(positions_ptr, tl.minimum(last, T - 1), i_b, T)
         if (last < T) & (age >= BT + 2 * W - 3):
             xs, dys, dzs = (), (), ()
             for r in tl.static_range(BT + (2 * W - 2 if SILU else W - 1)):
@@ -223,7 +223,7 @@ def conv_bwd_kernel(
             for r in range(tl.minimum(T - t, BT)):
                 b_dx = tl.zeros([BD], tl.float32)
                 for k in tl.static_range(W):
-                    age, n = _place(where_ptr, tl.minimum(t + r + k, T - 1), i_b, T)
+                    age, n = _age_and_sequence(positions_ptr, tl.minimum(t + r + k, T - 1), i_b, T)
                     m = m_d & (t + r + k < T) & (age >= k)
                     # past the end of its sequence the window is not read either
                     xs = _window(x_ptr, s_ptr, row + r + k, age, n, o_d, m, D, W)
@@ -235,10 +235,10 @@ def conv_bwd_kernel(
                         b_db += b_dz
                 p_dx = dx_ptr + (row + r) * D + o_d
                 tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
-    p_part = part_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
+    p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
     for j in tl.static_range(W):
-        tl.store(p_part + j * D, sums[j], mask=m_d)
-    tl.store(p_part + W * D, b_db, mask=m_d)
+        tl.store(p_partial + j * D, sums[j], mask=m_d)
+    tl.store(p_partial + W * D, b_db, mask=m_d)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -271,7 +271,7 @@ def conv_state_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N", "bits"])
-def conv_positions_kernel(cu_ptr, where_ptr, T, N, bits, B: tl.constexpr):
+def conv_positions_kernel(cu_ptr, positions_ptr, T, N, bits, B: tl.constexpr):
     """where [2, T]: of each token its age and its sequence, the last that begins at it or before.
 
     Binary search; bits: of N."""
@@ -283,13 +283,13 @@ def conv_positions_kernel(cu_ptr, where_ptr, T, N, bits, B: tl.constexpr):
         begin = tl.load(cu_ptr + above, mask=m_t & (above < N), other=0)
         n = tl.where((above < N) & (begin <= o_t), above, n)
     age = o_t - tl.load(cu_ptr + n, mask=m_t, other=0).to(tl.int32)
-    tl.store(where_ptr + o_t, age, mask=m_t)
-    tl.store(where_ptr + tl.cast(T, tl.int64) + o_t, n, mask=m_t)
+    tl.store(positions_ptr + o_t, age, mask=m_t)
+    tl.store(positions_ptr + tl.cast(T, tl.int64) + o_t, n, mask=m_t)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["num_states"])
 def conv_update_kernel(
-    x_ptr, s_ptr, w_ptr, b_ptr, r_ptr, index_ptr, y_ptr, stride_n, stride_d, stride_w, slots,
+    x_ptr, s_ptr, w_ptr, b_ptr, r_ptr, index_ptr, y_ptr, stride_n, stride_d, stride_w, num_states,
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """One token of sequence n, whose window moves on in place; grid (D / BD, N).
@@ -298,12 +298,17 @@ def conv_update_kernel(
     n = tl.program_id(1).to(tl.int64)
     o_d, o_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BW)
     m_d = o_d < D
-    slot, live = n, n >= 0
+    cache_slot, live = n, n >= 0
     if index_ptr is not None:
-        slot = tl.load(index_ptr + n).to(tl.int64)
-        live = (slot >= 0) & (slot < slots)
+        cache_slot = tl.load(index_ptr + n).to(tl.int64)
+        live = (cache_slot >= 0) & (cache_slot < num_states)
     m = (m_d & live)[:, None] & (o_w < W)[None, :]
-    p_s = s_ptr + slot * stride_n + o_d[:, None].to(tl.int64) * stride_d + o_w[None, :] * stride_w
+    p_s = (
+        s_ptr
+        + cache_slot * stride_n
+        + o_d[:, None].to(tl.int64) * stride_d
+        + o_w[None, :] * stride_w
+    )
     b_s = tl.load(p_s + stride_w, mask=m & (o_w < W - 1)[None, :], other=0.0)
     b_x = tl.load(x_ptr + n * D + o_d, mask=m_d, other=0.0).to(b_s.dtype)
     b_s = tl.where((o_w == W - 1)[None, :], b_x[:, None], b_s)

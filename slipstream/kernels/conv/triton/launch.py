@@ -51,14 +51,14 @@ def forward(
     W = weight.shape[1]
     y = torch.empty_like(x)
     with device_of(x.device):
-        where = None if cu_seqlens is None else _where(cu_seqlens, T)
+        positions = None if cu_seqlens is None else _positions(cu_seqlens, T)
         tile, P, tiles = _programs(FORWARD, x, W)
-        each = max(-(-tiles // P), 1)
-        cached(conv_fwd_kernel)[(-(-tiles // each) * -(-D // tile.BD),)](
-            x, weight, bias, residual, state, where, y, T, tiles, each,
+        tiles_each = max(-(-tiles // P), 1)
+        cached(conv_fwd_kernel)[(-(-tiles // tiles_each) * -(-D // tile.BD),)](
+            x, weight, bias, residual, state, positions, y, T, tiles, tiles_each,
             D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
         )  # fmt: skip
-    return [y] if where is None else [y, where]
+    return [y] if positions is None else [y, positions]
 
 
 def backward(
@@ -68,7 +68,7 @@ def backward(
     bias: Tensor | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
-    where: Tensor | None,
+    positions: Tensor | None,
     silu: bool,
 ) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
@@ -76,20 +76,20 @@ def backward(
     W = weight.shape[1]
     dx, dstate = torch.empty_like(x), None
     with device_of(x.device):
-        tile, P, tiles = _programs(BACKWARD if where is not None else BACKWARD_ROLLING, x, W)
-        each = max(-(-tiles // P), 1)
-        if where is None:
-            P = -(-tiles // each)
-        part = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
+        tile, P, tiles = _programs(BACKWARD if positions is not None else BACKWARD_ROLLING, x, W)
+        tiles_each = max(-(-tiles // P), 1)
+        if positions is None:
+            P = -(-tiles // tiles_each)
+        partial = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
         grid, sizes = (P * -(-D // tile.BD),), (D, W, tile.BT, tile.BD, silu)
-        if where is not None:
+        if positions is not None:
             cached(conv_bwd_kernel)[grid](
-                dy, x, weight, bias, state, where, dx, part, T, tiles, *sizes,
+                dy, x, weight, bias, state, positions, dx, partial, T, tiles, *sizes,
                 num_warps=tile.warps,
             )  # fmt: skip
         else:
             cached(conv_bwd_rolling_kernel)[grid](
-                dy, x, weight, bias, state, dx, part, T, tiles, each, *sizes,
+                dy, x, weight, bias, state, dx, partial, T, tiles, tiles_each, *sizes,
                 num_warps=tile.warps,
             )  # fmt: skip
         if state is not None:
@@ -97,11 +97,11 @@ def backward(
             cached(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](
                 dy, x, weight, bias, state, cu_seqlens, dstate, T, D, W, 128, silu, num_warps=2
             )
-        sums = part.sum(0)
+        sums = partial.sum(0)
     # copies: of float32 they would be views of both
-    whole = {"copy": True, "memory_format": torch.contiguous_format}
-    dweight = sums[:W].t().to(weight.dtype, **whole)
-    dbias = None if bias is None else sums[W].to(bias.dtype, **whole)
+    copy_options = {"copy": True, "memory_format": torch.contiguous_format}
+    dweight = sums[:W].t().to(weight.dtype, **copy_options)
+    dbias = None if bias is None else sums[W].to(bias.dtype, **copy_options)
     return [t for t in (dx, dweight, dbias, dstate) if t is not None]
 
 
@@ -134,15 +134,17 @@ def _programs(tile: Tile, x: Tensor, width: int) -> tuple[Tile, int, int]:
     warps = max(tile.warps * BD // tile.BD, 1)
     BT = tile.BT if width <= 4 or tile.BT == 8 else tile.BT // 2
     tiles = B * -(-T // BT)
-    most = max(sm_count(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
-    most = max(most // -(-D // BD), 1)
-    rounds = max(-(-tiles // most), 1)
+    max_programs = max(sm_count(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
+    max_programs = max(max_programs // -(-D // BD), 1)
+    rounds = max(-(-tiles // max_programs), 1)
     return Tile(BT, BD, warps, tile.per_processor), max(-(-tiles // rounds), 1), tiles
 
 
-def _where(cu_seqlens: Tensor, T: int) -> Tensor:
+def _positions(cu_seqlens: Tensor, T: int) -> Tensor:
     N = cu_seqlens.shape[0] - 1
-    where = torch.empty(2, T, dtype=torch.int32, device=cu_seqlens.device)
+    positions = torch.empty(2, T, dtype=torch.int32, device=cu_seqlens.device)
     grid = (-(-T // 1024),)
-    cached(conv_positions_kernel)[grid](cu_seqlens, where, T, N, N.bit_length(), 1024, num_warps=4)
-    return where
+    cached(conv_positions_kernel)[grid](
+        cu_seqlens, positions, T, N, N.bit_length(), 1024, num_warps=4
+    )
+    return positions

@@ -83,10 +83,10 @@ def _scan(
     y, T, D, N = torch.empty_like(x), x.shape[1], x.shape[2], _sequences(x, cu)
     tile = INTERPRETER if INTERPRETED else FORWARD if back is None else BACKWARD
     L = tile.RUN * tile.RUNS
-    slots = x.shape[0] * -(-T // L) if cu is None else T // L + N
+    num_tiles = x.shape[0] * -(-T // L) if cu is None else T // L + N
     with device_of(x.device):
-        words = torch.zeros(1 + 2 * slots * D, dtype=torch.int64, device=x.device)
-        cached(scan_kernel)[-(-D // tile.BD) * slots,](
+        words = torch.zeros(1 + 2 * num_tiles * D, dtype=torch.int64, device=x.device)
+        cached(scan_kernel)[-(-D // tile.BD) * num_tiles,](
             x,
             g,
             y,

@@ -32,7 +32,7 @@ CHAINS = tl.constexpr(4)
 # Looks at words after which a program gives up, with NaN: far beyond any kernel's time.
 PATIENCE = tl.constexpr(1 << 22)
 FILLED = tl.constexpr(-(1 << 63))
-SAME = tl.constexpr(-0x40800000 << 32)  # 1 and 0: y -> y
+IDENTITY = tl.constexpr(-0x40800000 << 32)  # 1 and 0: y -> y
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _sequence(cu_ptr, i_n, T):
 
 
 @triton.jit
-def _tile_of(cu_ptr, slot, T, N, L: tl.constexpr):
+def _tile_of(cu_ptr, tile, T, N, L: tl.constexpr):
     """The sequence of a slot, and which of its tiles of L rows it is.
 
     Packed, the tiles of sequence n have the slots from cu[n] // L + n on: never more than there are
@@ -89,17 +89,17 @@ def _tile_of(cu_ptr, slot, T, N, L: tl.constexpr):
     """
     if cu_ptr is not None:
         i_n = 0
-        past = N
-        while past - i_n > 1:
-            middle = (i_n + past) // 2
-            before = tl.load(cu_ptr + middle).to(tl.int64) // L + middle <= slot
+        end = N
+        while end - i_n > 1:
+            middle = (i_n + end) // 2
+            before = tl.load(cu_ptr + middle).to(tl.int64) // L + middle <= tile
             i_n = tl.where(before, middle, i_n)
-            past = tl.where(before, past, middle)
-        i_t = slot - (tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0) // L + i_n)
+            end = tl.where(before, end, middle)
+        i_t = tile - (tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0) // L + i_n)
     else:
         tiles = tl.cdiv(T, L)
-        i_n = slot // tiles
-        i_t = slot - i_n * tiles
+        i_n = tile // tiles
+        i_t = tile - i_n * tiles
     return i_n, i_t.to(tl.int32)
 
 
@@ -126,7 +126,7 @@ def publish_prefix(p, m, b_a, b_x):
 
 @triton.jit
 def poll_prefix(p, m):
-    return tl.load(p, mask=m, other=SAME, volatile=True)
+    return tl.load(p, mask=m, other=IDENTITY, volatile=True)
 
 
 @triton.jit
@@ -136,17 +136,17 @@ def load_prefix(b_w):
 
 
 @triton.jit
-def _before(made_ptr, after_ptr, b_0, i_t, m, D: tl.constexpr):
+def _before(prefix_ptr, state_ptr, b_0, i_t, m, D: tl.constexpr):
     """y before a tile, the i_t-th of its sequence, whose words are there; b_0: before the first."""
-    p_y, m_y = after_ptr - CHAINS * D, m & (i_t >= CHAINS)
+    p_y, m_y = state_ptr - CHAINS * D, m & (i_t >= CHAINS)
     m_1, m_2, m_3 = m & (i_t >= 1), m & (i_t >= 2), m & (i_t >= 3)
-    b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(made_ptr - D, m_1)
-    b_w2, b_w3 = poll_prefix(made_ptr - 2 * D, m_2), poll_prefix(made_ptr - 3 * D, m_3)
+    b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
+    b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
     b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
     looks = 0
     while (tl.max(b_all) >= 0) & (looks < PATIENCE):
-        b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(made_ptr - D, m_1)
-        b_w2, b_w3 = poll_prefix(made_ptr - 2 * D, m_2), poll_prefix(made_ptr - 3 * D, m_3)
+        b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
+        b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
         b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
         looks += 1
     b_a1, b_x1 = load_prefix(b_w1)
@@ -189,8 +189,8 @@ def scan_kernel(
     if VEC > 0:  # channels a thread takes, fewer than it could load at once
         o_d = tl.max_contiguous(tl.multiple_of(o_d, VEC), VEC)
     m_d = o_d < D
-    slot = (ticket // ND).to(tl.int64)
-    i_n, i_t = _tile_of(cu_ptr, slot, T, N, L)
+    tile = (ticket // ND).to(tl.int64)
+    i_n, i_t = _tile_of(cu_ptr, tile, T, N, L)
     begin, rows = _sequence(cu_ptr, i_n, T)
     o_n = i_n.to(tl.int64) * D + o_d
     r = tl.maximum(i_t, 0) * L
@@ -200,18 +200,18 @@ def scan_kernel(
     p, m, b_g, b_x = _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
     b_a, b_y = tl.associative_scan((tl.exp(b_g), b_x), 1, combine)
     b_pa, b_px, b_al, b_xl = _runs(b_a, b_y, RUN, RUNS)
-    made_ptr = word_ptr + 1 + slot * D + o_d
-    after_ptr = made_ptr + tl.num_programs(0).to(tl.int64) // ND * D
+    prefix_ptr = word_ptr + 1 + tile * D + o_d
+    state_ptr = prefix_ptr + tl.num_programs(0).to(tl.int64) // ND * D
     if stop < rows:
-        publish_prefix(made_ptr, m_d, b_al, b_xl)
+        publish_prefix(prefix_ptr, m_d, b_al, b_xl)
     b_0 = tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
         b_0 += tl.load(s_in_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
     if (i_t > 0) & (r < rows):
-        b_0 = _before(made_ptr, after_ptr, b_0, i_t, m_d, D)
+        b_0 = _before(prefix_ptr, state_ptr, b_0, i_t, m_d, D)
     b_last = b_xl + b_al * b_0
     if stop < rows:
-        publish_prefix(after_ptr, m_d, tl.full((BD,), 1.0, tl.float32), b_last)
+        publish_prefix(state_ptr, m_d, tl.full((BD,), 1.0, tl.float32), b_last)
     b_y += b_a * (b_pa * b_0[None, :] + b_px)[:, None, :]
     tl.store(y_ptr + p, b_y.to(y_ptr.dtype.element_ty), mask=m)
     if dg_ptr is not None:

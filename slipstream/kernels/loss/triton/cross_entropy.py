@@ -51,10 +51,10 @@ def log_sum(b_top, b_total):
 
 
 @triton.jit
-def _grad(b_z, lse, factor, each, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr):
+def _grad(b_z, lse, factor, smoothing_each, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr):
     b_d = factor * tl.exp2(b_z - lse)
     if SMOOTH:
-        b_d -= each
+        b_d -= smoothing_each
     if CAP:
         b_t = b_z * (LN2 / softcap)
         b_d *= 1 - b_t * b_t
@@ -65,7 +65,7 @@ def _grad(b_z, lse, factor, each, softcap, CAP: tl.constexpr, SMOOTH: tl.constex
 def cross_entropy_kernel(
     logits_ptr, target_ptr, weight_ptr, loss_ptr, lse_ptr, grad_ptr, z_sum_ptr,
     stride, grad_stride, weight_stride, ignore_index, first,
-    smoothing, each, softcap, z_loss, scale,
+    smoothing, smoothing_each, softcap, z_loss, scale,
     V: tl.constexpr, BV: tl.constexpr, INNER: tl.constexpr, CAP: tl.constexpr,
     SMOOTH: tl.constexpr, HAS_LSE: tl.constexpr, SHARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -108,10 +108,10 @@ def cross_entropy_kernel(
             tl.store(loss_ptr + i, tl.where(hits, hit * LN2, 0.0))
             tl.store(z_sum_ptr + i, z_sum)
         else:
-            wide = lse * LN2
-            loss = wide - (1 - smoothing) * hit * LN2 + z_loss * wide * wide
+            lse_e = lse * LN2
+            loss = lse_e - (1 - smoothing) * hit * LN2 + z_loss * lse_e * lse_e
             if SMOOTH:
-                loss -= each * z_sum
+                loss -= smoothing_each * z_sum
             tl.store(loss_ptr + i, tl.where(live, loss, 0.0))
         if lse_ptr is not None:
             tl.store(lse_ptr + i, lse * LN2)
@@ -119,20 +119,22 @@ def cross_entropy_kernel(
         factor = scale
         if weight_ptr is not None:
             factor *= tl.load(weight_ptr + i * weight_stride)
-        each *= factor
-        rising = factor * (1 + 2 * z_loss * (lse * LN2))
+        smoothing_each *= factor
+        grad_factor = factor * (1 + 2 * z_loss * (lse * LN2))
         p_grad = grad_ptr + i * grad_stride
         # the target is read by every warp before any of them overwrites it
         tl.debug_barrier()
         if FULL < V:
             b_x = tl.load(p_row + FULL + o_v, mask=m_end & live, other=0.0)
             b_z = _base2(b_x, scale, softcap, CAP)
-            b_d = tl.where(live, _grad(b_z, lse, rising, each, softcap, CAP, SMOOTH), 0.0)
+            b_d = tl.where(
+                live, _grad(b_z, lse, grad_factor, smoothing_each, softcap, CAP, SMOOTH), 0.0
+            )
             tl.store(p_grad + FULL + o_v, b_d.to(grad_ptr.dtype.element_ty), mask=m_end)
         for v in tl.range(0, tl.where(live, FULL, 0), BV, num_stages=STAGES):
             o = FULL - BV - v + o_v
             b_z = _base2(tl.load(p_row + o, eviction_policy="evict_first"), scale, softcap, CAP)
-            b_d = _grad(b_z, lse, rising, each, softcap, CAP, SMOOTH)
+            b_d = _grad(b_z, lse, grad_factor, smoothing_each, softcap, CAP, SMOOTH)
             p = p_grad + o
             tl.store(p, b_d.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         for v in range(0, tl.where(live, 0, FULL), BV):
@@ -141,14 +143,14 @@ def cross_entropy_kernel(
         if CAP:
             t = hit * (LN2 / softcap)
             d *= 1 - t * t
-        d = _grad(hit, lse, rising, each, softcap, CAP, SMOOTH) - d
+        d = _grad(hit, lse, grad_factor, smoothing_each, softcap, CAP, SMOOTH) - d
         tl.debug_barrier()
         tl.store(p_grad + target, d.to(grad_ptr.dtype.element_ty), mask=hits)
 
 
 @triton.jit(do_not_specialize=["N", "ignore_index", "size"])
 def inverse_count_kernel(
-    target_ptr, out_ptr, slots_ptr, N, ignore_index, size, NAME: tl.constexpr, B: tl.constexpr
+    target_ptr, out_ptr, records_ptr, N, ignore_index, size, NAME: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
     """out: 1 / how many targets count, or 1 if none does; one program. With slots the first target
     that counts and is outside of [0, size) is left there, as runtime/token_ids.py has them."""
@@ -159,15 +161,15 @@ def inverse_count_kernel(
         b_target = tl.load(target_ptr + o, mask=o < N, other=0)
         b_live = (o < N) & (b_target != ignore_index)
         b_count += b_live.to(tl.int32)
-        if slots_ptr is not None:
+        if records_ptr is not None:
             b_bad = b_live & ((b_target < 0) | (b_target >= size))
             b_first = tl.minimum(b_first, tl.where(b_bad, o, N))
     count = tl.maximum(tl.sum(b_count, 0), 1)
     tl.store(out_ptr, 1.0 / count.to(tl.float32))
-    if slots_ptr is not None:
+    if records_ptr is not None:
         first = tl.min(b_first, 0)
         if first < N:
-            report(slots_ptr, 0, first, target_ptr, size, 0, NAME)
+            report(records_ptr, 0, first, target_ptr, size, 0, NAME)
 
 
 @triton.jit(do_not_specialize=["N"])

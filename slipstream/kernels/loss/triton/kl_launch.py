@@ -24,7 +24,7 @@ def kl_div(
 ) -> None:
     """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
     N, V = s.shape
-    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    BV, warps = next((BV, warps) for max_columns, BV, warps in launch.TILES if max_columns >= V)
     with device_of(s.device):
         cached(kl_div_kernel)[(N,)](
             s, t, live, weight, loss, grad, s.stride(0), t.stride(0),
@@ -55,8 +55,8 @@ def linear_rows(
     buffers = hidden.new_empty(2, min(step, N), -(-V // 8) * 8)
     for i in range(0, N, max(step, 1)):
         rows = slice(i, i + step)
-        each = min(step, N - i)
-        s, t = buffers[0, :each, :V], buffers[1, :each, :V]
+        smoothing_each = min(step, N - i)
+        s, t = buffers[0, :smoothing_each, :V], buffers[1, :smoothing_each, :V]
         for out, (x, w, b) in ((s, student), (t, teacher)):
             if b is None:
                 torch.mm(x[rows], w.t(), out=out)

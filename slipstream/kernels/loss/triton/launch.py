@@ -44,7 +44,7 @@ class Shard(NamedTuple):
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    terms: LossInputs,
+    options: LossInputs,
     *,
     loss: Tensor | None = None,
     lse: Tensor | None = None,
@@ -62,7 +62,7 @@ def cross_entropy(
         weight: float32 [N] or [], factor of each row's gradient; None is 1.
     """
     N, V = logits.shape
-    BV, warps = next((BV, warps) for most, BV, warps in TILES if most >= V)
+    BV, warps = next((BV, warps) for max_columns, BV, warps in TILES if max_columns >= V)
     size = V if shard is None else shard.size
     with device_of(logits.device):
         cached(cross_entropy_kernel)[(N,)](
@@ -76,18 +76,18 @@ def cross_entropy(
             logits.stride(0),
             0 if grad is None else grad.stride(0),
             0 if weight is None or weight.dim() == 0 else weight.stride(0),
-            terms.ignore_index,
+            options.ignore_index,
             0 if shard is None else shard.first,
-            terms.label_smoothing,
-            terms.label_smoothing / size,
-            terms.softcap,
-            terms.z_loss,
-            terms.logit_scale,
+            options.label_smoothing,
+            options.label_smoothing / size,
+            options.softcap,
+            options.z_loss,
+            options.logit_scale,
             V,
             BV,
             16 // logits.element_size(),
-            terms.softcap != 0.0,
-            terms.label_smoothing != 0.0,
+            options.softcap != 0.0,
+            options.label_smoothing != 0.0,
             has_lse,
             shard is not None,
             STAGES,
@@ -98,10 +98,10 @@ def cross_entropy(
 def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) -> Tensor:
     """1 / how many targets count, float32 []. With a size it also looks for those outside."""
     out = torch.empty((), dtype=torch.float32, device=target.device)
-    slots = None if size is None else slots_for(target)
+    records = None if size is None else slots_for(target)
     with device_of(target.device):
         cached(inverse_count_kernel)[(1,)](
-            target, out, slots, target.shape[0], ignore_index, size or 0, NAMES.index("target"),
+            target, out, records, target.shape[0], ignore_index, size or 0, NAMES.index("target"),
             4096, num_warps=8,
         )  # fmt: skip
     return out
@@ -130,7 +130,7 @@ def linear_rows(
     bias: Tensor | None,
     target: Tensor,
     dloss: Tensor | None,
-    terms: LossInputs,
+    options: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [N] float32, and with `grads` dhidden [N, D], dweight [V, D], dbias [V] in the dtypes of
@@ -160,7 +160,7 @@ def linear_rows(
             torch.addmm(bias, h, weight.t(), out=logits)
         rows = dloss if dloss is None or dloss.dim() == 0 else dloss[i : i + step]
         cross_entropy(
-            logits, t, terms,
+            logits, t, options,
             loss=loss[i : i + step], grad=logits if grads else None, weight=rows,
         )  # fmt: skip
         if not grads:
@@ -177,6 +177,6 @@ def linear_rows(
 
 def _rows_of_chunk(N: int, V: int, bytes_each: int) -> int:
     """Chunks of about equal size, as few as the buffer allows."""
-    most = CHUNK_BYTES // (max(V, 1) * bytes_each) // ROW_MULTIPLE * ROW_MULTIPLE
-    chunks = -(-N // max(most, ROW_MULTIPLE))
+    max_columns = CHUNK_BYTES // (max(V, 1) * bytes_each) // ROW_MULTIPLE * ROW_MULTIPLE
+    chunks = -(-N // max(max_columns, ROW_MULTIPLE))
     return -(-N // (max(chunks, 1) * ROW_MULTIPLE)) * ROW_MULTIPLE

@@ -33,43 +33,43 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     (M, K), N = t.a.shape, t.b.shape[1]
     out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
     # the left factor [M, K] and the right one's transpose [N, K], or what is their transpose
-    left, right, swapped = t.a, t.b.t(), tma_swaps(t)
+    lhs, rhs, swapped = t.a, t.b.t(), tma_swaps(t)
     if swapped:
-        left, right, M, N = right, left, N, M
-    size = left.element_size()
-    left, left_t = _placed(left, size in (2, 4))
-    right, right_t = _placed(right, size == 2)
+        lhs, rhs, M, N = rhs, lhs, N, M
+    size = lhs.element_size()
+    lhs, lhs_t = _align_for_tma(lhs, size in (2, 4))
+    rhs, rhs_t = _align_for_tma(rhs, size == 2)
     residual, bias = t.residual, t.bias
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     sa, sb = (None if x is None else x.float().contiguous() for x in (t.scale_a, t.scale_b))
     BN, BK = c.block_n, c.block_k
     levels = max((BN * out.element_size() // TMA_BYTES).bit_length() - 1, 0)
-    part = (BN >> levels, 64) if swapped else (64, BN >> levels)
+    out_block = (BN >> levels, 64) if swapped else (64, BN >> levels)
     tiles = -(-M // 128) * -(-N // BN)
     with device_of(out.device):
         cached(matmul_sm90_kernel)[(min(tiles, sm_count(out.get_device())),)](
-            _descriptor(left, (BK, 64) if left_t else (64, BK)),
-            _descriptor(right, (BK, BN) if right_t else (BN, BK)),
-            _descriptor(out, part),
+            _descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
+            _descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
+            _descriptor(out, out_block),
             None if bias is None else bias.contiguous(), residual, sa, sb, M, N, K,
             0 if residual is None else residual.stride(0),
             0 if sa is None else sa.dim(), 0 if sb is None else sb.dim(),
-            BN, BK, c.group_m, c.num_stages, left_t, not right_t, swapped, t.activation, levels,
+            BN, BK, c.group_m, c.num_stages, lhs_t, not rhs_t, swapped, t.activation, levels,
             num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out
 
 
-def _placed(x: Tensor, turns: bool) -> tuple[Tensor, bool]:
+def _align_for_tma(x: Tensor, may_transpose: bool) -> tuple[Tensor, bool]:
     """x [rows, K] as its rows, or if it may be as its columns [K, rows]; and which."""
-    turned = turns and not row_by_row(x) and row_by_row(x.t())
-    if turned:
+    transposed = may_transpose and not row_by_row(x) and row_by_row(x.t())
+    if transposed:
         x = x.t()
     if not row_by_row(x) or x.data_ptr() % 16:
         # not .contiguous(), which leaves alone what is contiguous but badly placed
         x = x.clone(memory_format=torch.contiguous_format)
-    return x, turned
+    return x, transposed
 
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -1,21 +1,31 @@
-"""A persistent matmul for sm_90: one warp loads by TMA, two warpgroups multiply by wgmma.
+"""A persistent matmul for sm_90, warp-specialised: TMA loads, wgmma products.
 
     z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
 
-a [M, K], b [K, N], out [M, N]. A program takes every P-th tile of 128 x BN. Of a tile each
-warpgroup has 64 rows; slices of BK of a and b go through a ring of STAGES, whose barriers are
-`full`, from the loads, and `empty`, from both warpgroups. A product is waited for after the next
-one was issued, so that the tensor cores always have one. The loads of a tile run ahead while the
-one before it is written: 128 bytes of a row at a time, through two buffers a warpgroup.
+a [M, K], b [K, N], out [M, N]. A program takes every P-th tile of 128 x BN.
+
+    _load_partition, 1 warp         _warpgroup_0, _warpgroup_1: 4 warps and 64 rows of the tile each
+      slices of a and b  -- full -->  acc += a b; the slice before is returned
+      waits for empty                 arrive at empty
+                                      the tile's epilogue: 128 bytes of a row at a time, through two
+                                      buffers a warpgroup, by TMA to memory
+
+    buffers            stages       arrivals a phase: full / empty
+    a [64, BK] x 2     STAGES       1 (TMA), with b / 2
+    b [BK, BN]         STAGES
+    out [64, columns]  2 each       no barrier: store_wait
+
+A product is waited for after the next one was issued, so that the tensor cores always have one. The
+loads of a tile run ahead while the one before it is written.
 
 Tiles go in groups of GROUP rows of tiles, column by column, so that those at work at one time
-share what they read in the L2 cache. TMA leaves out what is beyond the edges, and reads 0 there.
+share what they read in the L2 cache. TMA skips what is beyond the edges, and reads 0 there.
 
-An a of 32 bits goes through registers: wgmma takes it from shared memory along K only, and slower.
-A b of them that memory has as [K, N] is the left factor of out^T = b^T a^T, with OUT_T.
+A 32-bit a goes through registers: wgmma takes it from shared memory along K only, and slower.
+A 32-bit b that memory has as [K, N] is the left factor of out^T = b^T a^T, with OUT_T.
 
-Symbols: c warpgroup, i_m and i_n a tile's row and column, A_T and B_T: a or b^T is what memory
-has row by row in the other order, a as [K, M] and b as [N, K].
+Symbols: c warpgroup, i_m and i_n a tile's row and column, i_step the slice over all tiles; A_T and
+B_T: a or b^T is what memory has row by row in the other order, a as [K, M] and b as [N, K].
 """
 
 from slipstream.kernels.primitives.gluon_compat import (
@@ -32,7 +42,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def _place(i, m_tiles, n_tiles, GROUP: gl.constexpr):
+def _locate_tile(i, m_tiles, n_tiles, GROUP: gl.constexpr):
     """Row and column of tile i."""
     group = GROUP * n_tiles
     first = i // group * GROUP
@@ -41,27 +51,27 @@ def _place(i, m_tiles, n_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load(
+def _load_partition(
     a_desc, b_desc, a_s, b_s, full, empty, M, N, K,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
-    step = 0
+    i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = _place(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
         for i_k in range(k_tiles):
-            s = step % STAGES
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            bar = full.index(s)
+            stage = i_step % STAGES
+            mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
             mbarrier.expect(bar, nbytes)
             for c in gl.static_range(2):
-                at = [i_k * BK, i_m * 128 + c * 64] if A_T else [i_m * 128 + c * 64, i_k * BK]
-                copy_in(a_desc, at, bar, a_s.index(2 * s + c))
-            at_b = [i_n * BN, i_k * BK] if B_T else [i_k * BK, i_n * BN]
-            copy_in(b_desc, at_b, bar, b_s.index(s))
-            step += 1
+                coords = [i_k * BK, i_m * 128 + c * 64] if A_T else [i_m * 128 + c * 64, i_k * BK]
+                copy_in(a_desc, coords, bar, a_s.index(2 * stage + c))
+            coords_b = [i_n * BN, i_k * BK] if B_T else [i_k * BK, i_n * BN]
+            copy_in(b_desc, coords_b, bar, b_s.index(stage))
+            i_step += 1
 
 
 @gluon.jit
@@ -115,7 +125,7 @@ def _finish(
         p_r = r_ptr + o_m.to(gl.int64)[:, None] * r_stride + o_n[None, :]
         m = (o_m < M)[:, None] & (o_n < N)[None, :]
         b_x += gl.load(p_r, mask=m, other=0.0).to(gl.float32)
-    # of this warpgroup's stores all but the last have left their buffer
+    # all of this warpgroup's stores but the last have left their buffer
     store_wait(1)
     buffer.store(b_x.to(out_desc.dtype))
     fence_async_shared()
@@ -123,36 +133,38 @@ def _finish(
 
 
 @gluon.jit
-def _sum(
-    c: gl.constexpr, a_s, b_s, full, empty, acc, step, k_tiles,
+def _multiply_slices(
+    c: gl.constexpr, a_s, b_s, full, empty, acc, i_step, k_tiles,
     STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
-    """The products of a tile's slices, from `step` on."""
+    """acc plus the products of a tile's slices, from `i_step` on."""
     for i_k in range(k_tiles):
-        s = step % STAGES
-        mbarrier.wait(full.index(s), (step // STAGES) & 1)
-        a, b = a_s.index(2 * s + c), b_s.index(s)
+        stage = i_step % STAGES
+        mbarrier.wait(full.index(stage), (i_step // STAGES) & 1)
+        a, b = a_s.index(2 * stage + c), b_s.index(stage)
         if A_T:
             a = a.permute((1, 0))
         if B_T:
             b = b.permute((1, 0))
         token = warpgroup_mma(a, b, acc, is_async=True)
+        # one product stays in flight; the slice of the one before has been read
         acc = warpgroup_mma_wait(1, deps=(token,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
-        step += 1
+        mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
+        i_step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1)
     return acc
 
 
 @gluon.jit
-def _left(
-    c: gl.constexpr, a_s, full, step, STAGES: gl.constexpr, A_T: gl.constexpr, layout: gl.constexpr
+def _load_a(
+    c: gl.constexpr, a_s, full, i_step, STAGES: gl.constexpr, A_T: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """A slice of a in registers."""
-    s = step % STAGES
-    mbarrier.wait(full.index(s), (step // STAGES) & 1)
-    a = a_s.index(2 * s + c)
+    stage = i_step % STAGES
+    mbarrier.wait(full.index(stage), (i_step // STAGES) & 1)
+    a = a_s.index(2 * stage + c)
     if A_T:
         a = a.permute((1, 0))
     return a.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=1))
@@ -160,29 +172,29 @@ def _left(
 
 @gluon.jit
 def _rounded(b_a):
-    """As tf32, and once the last product is done: if what is loaded during one were the next one's
-    operand itself, ptxas would wait for every instruction."""
+    """Rounds to tf32, after the last product is done: if what is loaded during a product were the
+    next operand itself, ptxas would wait after every wgmma."""
     return gl.inline_asm_elementwise(
         "cvt.rna.tf32.f32 $0, $1;", "=r,r", [b_a], dtype=gl.float32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _sum_through(
-    c: gl.constexpr, a_s, b_s, full, empty, acc, step, k_tiles,
+def _multiply_slices_rs(
+    c: gl.constexpr, a_s, b_s, full, empty, acc, i_step, k_tiles,
     STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """As _sum, with a through registers: the next slice of it is loaded during a product."""
-    b_a = _left(c, a_s, full, step, STAGES, A_T, layout)
+    """As _multiply_slices, with a through registers: its next slice is loaded during a product."""
+    b_a = _load_a(c, a_s, full, i_step, STAGES, A_T, layout)
     for i_k in range(k_tiles):
-        b = b_s.index((step + i_k) % STAGES)
+        b = b_s.index((i_step + i_k) % STAGES)
         if B_T:
             b = b.permute((1, 0))
         token = warpgroup_mma(_rounded(b_a), b, acc, is_async=True)
-        following = step + gl.minimum(i_k + 1, k_tiles - 1)
-        b_a = _left(c, a_s, full, following, STAGES, A_T, layout)
+        next_step = i_step + gl.minimum(i_k + 1, k_tiles - 1)
+        b_a = _load_a(c, a_s, full, next_step, STAGES, A_T, layout)
         acc = warpgroup_mma_wait(0, deps=(token,))
-        mbarrier.arrive(empty.index((step + i_k) % STAGES), count=1)
+        mbarrier.arrive(empty.index((i_step + i_k) % STAGES), count=1)
     return acc
 
 
@@ -199,40 +211,41 @@ def _multiply(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 256 // bits]
     )
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
-    step = 0
+    i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = _place(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
         acc = gl.zeros([64, BN], gl.float32, layout)
         ring = a_s, b_s, full, empty
         if bits == 32:
-            acc = _sum_through(c, *ring, acc, step, k_tiles, STAGES, A_T, B_T, layout)
+            acc = _multiply_slices_rs(c, *ring, acc, i_step, k_tiles, STAGES, A_T, B_T, layout)
         else:
-            acc = _sum(c, *ring, acc, step, k_tiles, STAGES, A_T, B_T)
-        step += k_tiles
-        parts = (acc,)
+            acc = _multiply_slices(c, *ring, acc, i_step, k_tiles, STAGES, A_T, B_T)
+        i_step += k_tiles
+        column_blocks = (acc,)
         for _ in gl.static_range(LEVELS):
             halves = ()
-            for j in gl.static_range(len(parts)):
-                halves = halves + _halves(parts[j])
-            parts = halves
-        for j in gl.static_range(len(parts)):
-            part, buffer = parts[j], out_s.index(2 * c + j % 2)
+            for j in gl.static_range(len(column_blocks)):
+                halves = halves + _halves(column_blocks[j])
+            column_blocks = halves
+        for j in gl.static_range(len(column_blocks)):
+            columns, buffer = column_blocks[j], out_s.index(2 * c + j % 2)
             row, col = i_m * 128 + c * 64, i_n * BN + j * (BN >> LEVELS)
             if OUT_T:
                 _finish(
-                    part.permute((1, 0)), buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,  # pyright: ignore[reportAttributeAccessIssue]
+                    columns.permute((1, 0)), buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,  # pyright: ignore[reportAttributeAccessIssue]
                     col, row, N, M, r_stride, sa_stride, sb_stride, ACTIVATION,
                 )  # fmt: skip
             else:
                 _finish(
-                    part, buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
+                    columns, buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                     row, col, M, N, r_stride, sa_stride, sb_stride, ACTIVATION,
                 )  # fmt: skip
+    # shared memory is to outlive the last stores
     store_wait(0)
 
 
 @gluon.jit
-def _first(
+def _warpgroup_0(
     out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
     M, N, K, r_stride, sa_stride, sb_stride,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -247,7 +260,7 @@ def _first(
 
 
 @gluon.jit
-def _second(
+def _warpgroup_1(
     out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
     M, N, K, r_stride, sa_stride, sb_stride,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -277,22 +290,22 @@ def matmul_sm90_kernel(
     out_s = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_shape, out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize(
         [
-            (_first, (
+            (_warpgroup_0, (
                 out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                 M, N, K, r_stride, sa_stride, sb_stride,
                 BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
             )),
-            (_second, (
+            (_warpgroup_1, (
                 out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                 M, N, K, r_stride, sa_stride, sb_stride,
                 BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
             )),
-            (_load, (
+            (_load_partition, (
                 a_desc, b_desc, a_s, b_s, full, empty, M, N, K,
                 BN, BK, GROUP, STAGES, A_T, B_T,
             )),

@@ -11,7 +11,7 @@ from slipstream.runtime.backends import INTERPRETED, device_of
 from slipstream.runtime.launch_cache import cached
 
 # elements of a row that one program of matmul_sum_kernel adds up, by 4 warps
-SUMMED = 512
+SUM_COLUMNS = 512
 
 
 def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
@@ -28,34 +28,34 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
         precision = "ieee"
     tiles = -(-M // c.block_m) * -(-N // c.block_n)
     S = c.split_k
-    after = None if t.bias is None else t.bias.contiguous(), residual, sa, sb
+    epilogue = None if t.bias is None else t.bias.contiguous(), residual, sa, sb
     strides = (
         0 if residual is None else residual.stride(0),
         0 if sa is None else sa.dim(),
         0 if sb is None else sb.dim(),
     )
-    during, to, f = after, out, t.activation
+    fused_epilogue, target, f = epilogue, out, t.activation
     if S > 1:
-        during, to, f = (None,) * 4, out.new_empty(S, M, N, dtype=torch.float32), ""
-    early = S > 1 and _overlaps(a.device)
+        fused_epilogue, target, f = (None,) * 4, out.new_empty(S, M, N, dtype=torch.float32), ""
+    overlaps = S > 1 and _supports_pdl(a.device)
     with device_of(a.device):
         cached(matmul_kernel)[(tiles, S)](
-            a, b, *during, to, M, N, K,
+            a, b, *fused_epilogue, target, M, N, K,
             a.stride(0 if not a_t else 1), b.stride(0 if not b_t else 1), *strides,
             c.block_m, c.block_n, c.block_k, c.group_m, a_t, b_t,
-            M % 16 == 0, N % 16 == 0, K % 16 == 0, S > 1, early, f, precision,
+            M % 16 == 0, N % 16 == 0, K % 16 == 0, S > 1, overlaps, f, precision,
             num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip
         if S > 1:
-            cached(matmul_sum_kernel)[(M, -(-N // SUMMED))](
-                to, *after, out, M, N, S, *strides,
-                1, SUMMED, MAX_SPLIT_K, N % 16 == 0, early, t.activation,
-                num_warps=4, **({"launch_pdl": True} if early else {}),
+            cached(matmul_sum_kernel)[(M, -(-N // SUM_COLUMNS))](
+                target, *epilogue, out, M, N, S, *strides,
+                1, SUM_COLUMNS, MAX_SPLIT_K, N % 16 == 0, overlaps, t.activation,
+                num_warps=4, **({"launch_pdl": True} if overlaps else {}),
             )  # fmt: skip
     return out
 
 
-def _overlaps(device: torch.device) -> bool:
+def _supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may be there before the one that it waits for has ended."""
     if device.type != "cuda" or torch.version.hip:
         return False

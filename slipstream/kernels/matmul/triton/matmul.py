@@ -95,12 +95,12 @@ def matmul_kernel(
     b_step = BK if B_T else tl.cast(b_stride, tl.int64) * BK
     first_k, last_k = 0, K
     if SPLIT:
-        each = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1))
-        first_k = tl.program_id(1) * each
+        slices_each = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1))
+        first_k = tl.program_id(1) * slices_each
         p_a += first_k * a_step
         p_b += first_k * b_step
         first_k *= BK
-        last_k = tl.minimum(first_k + each * BK, K)
+        last_k = tl.minimum(first_k + slices_each * BK, K)
     b_acc = tl.zeros([BM, BN], tl.float32)
     for k in range(first_k, last_k, BK):
         m_k = o_k < K - k
@@ -123,9 +123,9 @@ def matmul_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "S", "sa_stride", "sb_stride"])
 def matmul_sum_kernel(
-    part_ptr, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N, S,
+    partial_ptr, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N, S,
     r_stride, sa_stride, sb_stride,
-    BM: tl.constexpr, BN: tl.constexpr, MOST: tl.constexpr, EVEN_N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MAX_SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
     PDL: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """out from the sums [S, M, N], S <= MOST; grid (M / BM, N / BN)."""
@@ -134,12 +134,12 @@ def matmul_sum_kernel(
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     m = (o_m < M)[:, None] & (o_n < N)[None, :]
-    p_part = part_ptr + _offsets(o_m, o_n, N, False)
+    p_partial = partial_ptr + _offsets(o_m, o_n, N, False)
     b_acc = tl.zeros([BM, BN], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for s in tl.static_range(MOST):
-        b_acc += tl.load(p_part + s * tl.cast(M, tl.int64) * N, mask=m & (s < S), other=0.0)
+    for s in tl.static_range(MAX_SPLITS):
+        b_acc += tl.load(p_partial + s * tl.cast(M, tl.int64) * N, mask=m & (s < S), other=0.0)
     _finish(
         b_acc, o_m, o_n, bias_ptr, r_ptr, sa_ptr, sb_ptr, out_ptr, M, N,
         r_stride, sa_stride, sb_stride, ACTIVATION,

@@ -49,8 +49,8 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
     count = -(-rows // tile.BR)
     if tile.per_processor == 0:
         return count
-    most = max(sm_count(index) * tile.per_processor // groups, 1)
-    rounds = max(-(-count // most), 1)
+    max_programs = max(sm_count(index) * tile.per_processor // groups, 1)
+    rounds = max(-(-count // max_programs), 1)
     return max(-(-count // rounds), 1)
 
 
@@ -64,16 +64,16 @@ class _Forward:
     def __init__(self, x: Tensor, residual: Tensor | None, n: NormOptions, save: bool) -> None:
         groups, width = n.groups or 1, x.shape[-1]
         D, self.R = width // groups, x.numel() // width
-        wide = h_dtype(x, residual, n)
-        self.h_dtype = wide if stores_h(x, residual, n, save) else None
+        sum_dtype = h_dtype(x, residual, n)
+        self.h_dtype = sum_dtype if stores_h(x, residual, n, save) else None
         self.stats = stats_shape(x, n, save)
         # what is normalised is x itself, which comes two features to a register
-        lean = residual is None and wide == x.dtype and not n.centre and not n.gate_first
+        lean = residual is None and sum_dtype == x.dtype and not n.centre and not n.gate_first
         lean = lean and x.element_size() == 2 and D % 8 == 0
         tile = _tile(x.get_device(), D, x.element_size(), False, lean=lean)
         self.grid = (-(-self.R // tile.BR) * groups, 1, 1)
         self.warps = tile.warps
-        self.rest = (
+        self.constants = (
             self.R,
             n.eps,
             groups,
@@ -85,22 +85,22 @@ class _Forward:
             n.zero_centered,
             n.activation == "silu",
             n.gate_first,
-            wide == x.dtype,
+            sum_dtype == x.dtype,
             tile.lean,
         )
-        self.found: CompiledEntry | None = None
+        self.entry: CompiledEntry | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        places = 0
+        addresses = 0
         for t in tensors:
             if t is not None:
-                places |= t.data_ptr()
-        if self.found is not None and places % 16 == 0:
-            self.found.launch(self.grid, (*tensors, *self.rest))
+                addresses |= t.data_ptr()
+        if self.entry is not None and addresses % 16 == 0:
+            self.entry.launch(self.grid, (*tensors, *self.constants))
             return
-        compiled = norm_fwd_kernel[self.grid](*tensors, *self.rest, num_warps=self.warps)
-        if places % 16 == 0:
-            self.found = wrap_compiled(compiled)
+        compiled = norm_fwd_kernel[self.grid](*tensors, *self.constants, num_warps=self.warps)
+        if addresses % 16 == 0:
+            self.entry = wrap_compiled(compiled)
 
 
 _FORWARD: dict[tuple, _Forward] = {}
@@ -111,8 +111,15 @@ _MAX_ENTRIES = 4096
 def _forward_of(
     x: Tensor, residual: Tensor | None, n: NormOptions, save: bool, *others: Tensor | None
 ) -> _Forward:
-    given = (residual, *others)
-    key = (x.shape, x.dtype, x.get_device(), n, save, *(t if t is None else t.dtype for t in given))
+    tensors = (residual, *others)
+    key = (
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        n,
+        save,
+        *(t if t is None else t.dtype for t in tensors),
+    )
     forward = _FORWARD.get(key)
     if forward is None:
         if len(_FORWARD) >= _MAX_ENTRIES:
@@ -165,8 +172,8 @@ def backward(
     h, dy = h.contiguous(), dy.contiguous()
     dh = None if dh is None else dh.contiguous()
     gate = None if gate is None else gate.contiguous()
-    heavy, sums_wanted = gate is not None or needs_bias, needs_weight or needs_bias
-    tile = _tile(h.get_device(), D, h.element_size(), True, heavy=heavy, sums=sums_wanted)
+    heavy, needs_sums = gate is not None or needs_bias, needs_weight or needs_bias
+    tile = _tile(h.get_device(), D, h.element_size(), True, heavy=heavy, sums=needs_sums)
     blocks = -(-D // tile.BD)
     P = _programs(R, tile, groups * blocks, h.get_device())
     dx = torch.empty_like(dy)
@@ -174,7 +181,9 @@ def backward(
     if residual_dtype is not None and dr is None:
         dr = torch.empty_like(dy, dtype=residual_dtype)
     dgate = None if gate is None else torch.empty_like(gate)
-    parts = torch.empty(needs_weight + needs_bias, P, width, dtype=torch.float32, device=device)
+    partial_sums = torch.empty(
+        needs_weight + needs_bias, P, width, dtype=torch.float32, device=device
+    )
     gated = {"SILU": n.activation == "silu", "GATE_FIRST": n.gate_first}
     with device_of(device):
         sums = None
@@ -196,8 +205,8 @@ def backward(
             dx,
             None if dr is dx else dr,
             dgate,
-            parts[0] if needs_weight else None,
-            parts[-1] if needs_bias else None,
+            partial_sums[0] if needs_weight else None,
+            partial_sums[-1] if needs_bias else None,
             R,
             n.eps,
             groups,
@@ -213,8 +222,8 @@ def backward(
         )
         dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
         dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
-        if parts.shape[0]:
-            cached(norm_dweight_kernel)[(-(-width // 32), parts.shape[0])](
-                parts, dweight, dbias, P, width, SUMMED, 32, num_warps=16
+        if partial_sums.shape[0]:
+            cached(norm_dweight_kernel)[(-(-width // 32), partial_sums.shape[0])](
+                partial_sums, dweight, dbias, P, width, SUMMED, 32, num_warps=16
             )
     return Grads(dx, dr, dweight, dbias, dgate)

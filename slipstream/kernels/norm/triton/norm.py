@@ -303,7 +303,7 @@ def norm_bwd_kernel(
 
 @triton.jit(do_not_specialize=["P", "D"])
 def norm_dweight_kernel(
-    part_ptr, dw_ptr, db_ptr, P, D, BP: tl.constexpr, BD: tl.constexpr
+    partial_ptr, dw_ptr, db_ptr, P, D, BP: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """part [1 or 2, P, D] summed over P into dw and db [D]; grid (D / BD, 1 or 2)."""
     i_k = tl.program_id(1).to(tl.int64)
@@ -312,7 +312,9 @@ def norm_dweight_kernel(
     for p in range(0, P, BP):
         o_p = p + tl.arange(0, BP)
         m = (o_p < P)[:, None] & (o_d < D)[None, :]
-        b_sum += tl.load(part_ptr + (i_k * P + o_p)[:, None] * D + o_d[None, :], mask=m, other=0.0)
+        b_sum += tl.load(
+            partial_ptr + (i_k * P + o_p)[:, None] * D + o_d[None, :], mask=m, other=0.0
+        )
     b_out = tl.sum(b_sum, 0)
     m_d = o_d < D
     if dw_ptr is not None:

@@ -81,9 +81,9 @@ def choose(
     """
     table = FORWARD if not backward else BACKWARD if sums else SINGLE
     BD = 1 << max(D - 1, 0).bit_length()
-    most = HEAVY if heavy and backward else BD
+    max_columns = HEAVY if heavy and backward else BD
     rows = [row for row in table if lean or not row.lean]
-    row = next((row for row in rows if row.widest >= BD and most >= BD), None)
+    row = next((row for row in rows if row.widest >= BD and max_columns >= BD), None)
     if row is None:
         row = SPLIT if backward else UNEVEN if D * bytes_each % 16 else LOOPED
         BD = row.widest

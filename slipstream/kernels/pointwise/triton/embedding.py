@@ -21,7 +21,7 @@ ELEMENTS = 2048
 
 @triton.jit(do_not_specialize=["N", "R", "V", "last"])
 def embedding_kernel(
-    ids_ptr, weight_ptr, y_ptr, slots_ptr, weight_stride, N, R, V, last,
+    ids_ptr, weight_ptr, y_ptr, records_ptr, weight_stride, N, R, V, last,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / R, D / BD), R a multiple of BR."""
@@ -39,7 +39,7 @@ def embedding_kernel(
         b_y = tl.load(weight_ptr + row * weight_stride + o_d, mask=m, other=0.0)
         tl.store(y_ptr + o_n[:, None] * D + o_d, b_y, mask=m)
     if (first < end) & (tl.program_id(1) == 0):
-        report(slots_ptr, tl.program_id(0), first, ids_ptr, V, last, 0)
+        report(records_ptr, tl.program_id(0), first, ids_ptr, V, last, 0)
 
 
 def gather(ids: Tensor, weight: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     BD = min(1 << (D - 1).bit_length(), COLUMNS)
     BR = ELEMENTS // BD
     R = BR * -(-N // (BR * SLOTS))
-    slots = slots_for(ids)
+    records = slots_for(ids)
     with device_of(weight.device):
         cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
-            ids, weight, y, slots, weight.stride(0), N, R, V, last_length(ids), D, BR, BD,
+            ids, weight, y, records, weight.stride(0), N, R, V, last_length(ids), D, BR, BD,
             num_warps=4,
         )  # fmt: skip
     return y

@@ -21,10 +21,10 @@ ELEMENTS = 2048
 
 @triton.jit(do_not_specialize=["T", "S", "stride_cos", "stride_position"])
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, slots_ptr,
+    x_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, records_ptr,
     stride_b, stride_t, stride_h, stride_cos, stride_position, T, S,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, SLOTS: tl.constexpr, NAME: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, RECORDS: tl.constexpr, NAME: tl.constexpr,
 ):  # fmt: skip
     """Grid (B T, H / BH). x [B, T, H, D], y the same contiguous; cos, sin [S, HALF], or
     [B or 1, T, HALF] without position [B or 1, T]."""
@@ -36,8 +36,8 @@ def rotary_kernel(
         i_position = i_b * stride_position + i_t
         position = tl.load(position_ptr + i_position).to(tl.int64)
         if ((position < 0) | (position >= S)) & (tl.program_id(1) == 0):
-            # a slot of several programs holds one wrong position or parts of two
-            report(slots_ptr, tl.program_id(0) % SLOTS, i_position, position_ptr, S, T, NAME)
+            # a record that several programs write holds one wrong position or parts of two
+            report(records_ptr, tl.program_id(0) % RECORDS, i_position, position_ptr, S, T, NAME)
         p_table = tl.minimum(tl.maximum(position, 0), S - 1) * HALF
     b_cos = tl.load(cos_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(sin_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
@@ -63,10 +63,10 @@ def rotary_kernel(
         b_y = b_2 * b_cos + b_1 * b_sin
         tl.store(p_y + HALF + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
     for c in range(2 * HALF, D, BP):
-        o_rest = c + o_p[None, :]
-        m_rest = (o_h < H) & (o_rest < D)
-        b_rest = tl.load(p_x + o_rest, mask=m_rest, other=0.0)
-        tl.store(p_y + o_rest, b_rest, mask=m_rest)
+        o_tail = c + o_p[None, :]
+        m_tail = (o_h < H) & (o_tail < D)
+        b_tail = tl.load(p_x + o_tail, mask=m_tail, other=0.0)
+        tl.store(p_y + o_tail, b_tail, mask=m_tail)
 
 
 def rotate(
