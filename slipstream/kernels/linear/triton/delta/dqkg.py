@@ -317,8 +317,9 @@ def delta_dqkg_kernel(
     o_t = (row + o_c) * HV + i_h
     if HAS_GATE:
         z = e + z * tl.exp2(G_C)
+        p_dg = dg_ptr + o_t
         b_dg = tl.cumsum(b_row, 0, reverse=True) + z
         if HAS_P:
             b_dg -= b_before
-        tl.store(dg_ptr + o_t, b_dg, mask=m_c)
+        tl.store(p_dg, b_dg, mask=m_c)
     tl.store(dbeta_ptr + o_t, b_sum, mask=m_c)
