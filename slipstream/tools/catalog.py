@@ -421,8 +421,8 @@ OPERATORS = [
     _tested("glu_linear", "squared_relu", "gate=BTC weight=DC",
             options={"up": None, "activation": "squared_relu"}),
     Sample("token_shift", "x=BTD"),
-    _tested("token_shift", "state", "x=BTD", "ND"),
-    _tested("token_shift", "packed", "x=BTD", "ND", packed=True),
+    _tested("token_shift", "state", "x=BTD", "ND:normal"),
+    _tested("token_shift", "packed", "x=BTD", "ND:normal", packed=True),
     Sample("cross_entropy", _LOSS),
     _traced("cross_entropy", _LOSS, variant="rows", options={"reduction": "none"}),
     *[_tested("cross_entropy", x, _LOSS, options={**_EVERY, "reduction": x})
