@@ -142,6 +142,7 @@ def softmax_dq_kernel(
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_v = tl.arange(0, BV)
+    # strides come in units of UNIT elements: the product tells the compiler how rows are aligned
     stride_qt *= UNIT
     stride_kt *= UNIT
     stride_vt *= UNIT
@@ -152,11 +153,13 @@ def softmax_dq_kernel(
     i_s = (i_b * H + i_h) * T + begin + row
     b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
     b_do = block(do_ptr + i_o * DV, H * DV, o_m, rows, o_v, DV, BV, True)  # [BM, BV]
+    # base (lse in base 2) and delta, in rows padded to ALIGN
     i_r = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + begin + row
     b_base = tl.load(base_ptr + i_r + o_m, mask=o_m < rows, other=float("inf"))
     b_delta = tl.load(delta_ptr + i_r + o_m, mask=o_m < rows, other=0.0)
     position = row + shift + o_m
 
+    # odd widths are computed in float32 elsewhere: dx in 16 bits is given as two terms
     FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor
@@ -208,6 +211,7 @@ def softmax_dq_kernel(
             if HAS_DROPOUT:
                 b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
                 b_dp = tl.where(b_keep, b_dp * keep_scale, 0.0)
+            # p (dp - delta), from the saved lse: no second softmax
             b_dx = tl.exp2(b_s * score_scale - b_base[:, None]) * (b_dp - b_delta[:, None])
             if HAS_GATE:
                 b_sum += tl.sum(b_dx, 1)
@@ -307,6 +311,7 @@ def softmax_dkv_kernel(
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_v = tl.arange(0, BV)
+    # strides come in units of UNIT elements: the product tells the compiler how rows are aligned
     stride_qt *= UNIT
     stride_kt *= UNIT
     stride_vt *= UNIT
@@ -317,6 +322,7 @@ def softmax_dkv_kernel(
     if HAS_DK:
         b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
 
+    # odd widths are computed in float32 elsewhere: dx in 16 bits is given as two terms
     FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor
@@ -366,6 +372,7 @@ def softmax_dkv_kernel(
                 else:
                     b_base = tl.load(base_ptr + i_r + at + o_m, mask=m_m, other=float("inf"))
                     b_delta = tl.load(delta_ptr + i_r + at + o_m, mask=m_m, other=0.0)
+                # transposed, keys by queries: p and dx are left operands as they are
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
                 position = i + shift + o_m
                 age = position[None, :] - (row + o_n)[:, None]
@@ -398,6 +405,7 @@ def softmax_dkv_kernel(
                     if HAS_SOFTCAP:
                         b_dx *= 1.0 - b_t * b_t
                     b_dk = add_product(b_dk, b_dx, b_q, FINE, PRECISION)  # [BN, BD]
+        # of one head of q: the sums of dx over the queries, for the gates' gradient
         if HAS_GATE and HAS_DK:
             b_sum = tl.where(o_n < keys - row, b_sum, 0.0)
             tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < capacity - row)

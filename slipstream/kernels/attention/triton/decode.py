@@ -107,6 +107,7 @@ def softmax_decode_kernel(
     pad = 0
     if HAS_LEFTPAD:
         pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
+    # keys in use: a length beyond the cache is cut, a row outside of it holds none
     keys = capacity - pad
     if HAS_LENGTHS:
         keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), capacity) - pad
@@ -114,6 +115,7 @@ def softmax_decode_kernel(
     if HAS_ROWS:
         keys = tl.where((i_kb >= 0) & (i_kb < cache_rows), keys, 0)
 
+    # row r of the tile is query r / group of head r % group
     o_m = tile * BM + tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
@@ -153,6 +155,7 @@ def softmax_decode_kernel(
     if HAS_RIGHT:
         last = tl.minimum((tile * BM + BM - 1) // group, T - 1)
         high = tl.minimum(last + keys - T + right + 1, keys)
+    # this program's split, in whole tiles
     split_keys = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), splits) * BN
     low += i_s * split_keys
     high = tl.minimum(low + split_keys, high)
@@ -175,6 +178,7 @@ def softmax_decode_kernel(
         b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
         is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
         b_s = tl.where(is_visible, b_s, float("-inf"))
+        # online softmax, as in forward.py
         b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
         b_base = finite(b_top)
         b_p = tl.exp2(b_s * score_scale - b_base[:, None])
@@ -222,6 +226,7 @@ def softmax_combine_kernel(
     at = (i_b * H + i_h) * T + i_t
     p_lse = partial_lse_ptr + o_s.to(tl.int64) * B * H * T + at
     b_partial_lse = tl.load(p_lse, mask=o_s < splits, other=float("-inf"))
+    # lse of all splits, and of the sink
     top = tl.max(b_partial_lse, 0)
     total = 0.0
     if HAS_SINKS:
@@ -280,6 +285,7 @@ def softmax_append_kernel(
     length, row or page is negative or past the cache."""
     pid = tl.program_id(0).to(tl.int64)
     i_h, i_t, i_b = pid % HKV, pid // HKV % T, pid // HKV // T
+    # one program a sequence writes its new length; a negative one stays
     length = tl.load(lengths_ptr + i_b)
     after = tl.where(length < 0, length, length + T)
     tl.store(after_ptr + i_b, after, mask=(i_h == 0) & (i_t == 0))

@@ -70,6 +70,7 @@ def softmax_latent_decode_kernel(
     p_q = q_ptr + (i_b * stride_qb + b_h * stride_qh + o_t.to(tl.int64) * stride_qt) * UNIT
     b_q = tl.load(p_q[:, None] + o_r[None, :], mask=m_m[:, None] & (o_r < R)[None, :], other=0.0)
     p_q += R
+    # the rotary part of q
     b_qr = tl.load(p_q[:, None] + o_p[None, :], mask=m_m[:, None] & (o_p < P)[None, :], other=0.0)
     p_table = table_ptr
     if PAGE == 0:
@@ -79,6 +80,7 @@ def softmax_latent_decode_kernel(
     # each query sees the keys before `high`
     high = keys - T + 1 + o_t
     end = tl.minimum(keys - T + 1 + (tile * BM + BM - 1) // H, keys)
+    # this program's split, in whole tiles
     split_keys = tl.cdiv(tl.cdiv(tl.maximum(end, 0), BN), splits) * BN
     low = i_s * split_keys
     end = tl.minimum(low + split_keys, end)
@@ -100,6 +102,7 @@ def softmax_latent_decode_kernel(
         p_k = k_ptr + row[:, None]
         b_c = tl.load(p_k + o_r[None, :], mask=m_n[:, None] & (o_r < R)[None, :], other=0.0)
         b_r = tl.load(p_k + R + o_p[None, :], mask=m_n[:, None] & (o_p < P)[None, :], other=0.0)
+        # one tile of latents is key and value
         b_s = tl.dot(b_q, tl.trans(b_c), input_precision=PRECISION)  # [BM, BN]
         b_s = tl.dot(b_qr, tl.trans(b_r), b_s, input_precision=PRECISION)
         b_s = tl.where(at[None, :] < high[:, None], b_s, float("-inf"))

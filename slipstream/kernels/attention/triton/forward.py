@@ -100,6 +100,7 @@ def softmax_fwd_kernel(
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_v = tl.arange(0, BV)
+    # strides come in units of UNIT elements: the product tells the compiler how rows are aligned
     stride_qt *= UNIT
     stride_kt *= UNIT
     stride_vt *= UNIT
@@ -109,6 +110,7 @@ def softmax_fwd_kernel(
     b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
     position = row + shift + o_m
 
+    # without bias or softcap the scores stay unscaled: the factor goes into the exponent
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor  # what scales the scores under the exponential
     slope = 0.0
@@ -123,6 +125,7 @@ def softmax_fwd_kernel(
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
     b_o = tl.zeros((BM, BV), tl.float32)
+    # tiles of keys from low to high, without a mask from inner to outer
     low, inner, outer, high = visible_tiles(
         row + shift,
         tl.minimum(row + BM, queries) - 1 + shift,
@@ -141,6 +144,7 @@ def softmax_fwd_kernel(
             j = start + i * BN
             at = j.to(tl.int64)
             b_k = block(k_ptr + at * stride_kt, stride_kt, o_n, keys - j, o_d, D, BD, edge != 1)
+            # scores in base 2, masked at the edges
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
             age = position[:, None] - (j + o_n)[None, :]
             b_gate = b_s
@@ -154,6 +158,7 @@ def softmax_fwd_kernel(
                     in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
                 )
                 b_s = tl.where(is_visible, b_s, float("-inf"))
+            # online softmax: the new maximum rescales what was summed
             b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
             b_base = finite(b_top) if edge != 1 else b_top
             b_p = tl.exp2(b_s * score_scale - b_base[:, None])
@@ -167,6 +172,7 @@ def softmax_fwd_kernel(
             b_v = block(v_ptr + at * stride_vt, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
             b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
 
+    # a sink is one more score without a value
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
         b_top = tl.maximum(b_m, sink)

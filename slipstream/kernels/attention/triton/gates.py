@@ -47,6 +47,7 @@ def softmax_gate_sums_kernel(
         b_g = tl.where(b_g < LOWEST, LOWEST, b_g).to(tl.float64) * LOG2E
         b_G = tl.cumsum(b_g, 0) + carry
         carry += tl.sum(b_g, 0)
+        # G as two float32: differences of two of them keep the precision of float64 sums
         b_high = b_G.to(tl.float32)
         b_low = (b_G - b_high.to(tl.float64)).to(tl.float32)
         tl.store(high_ptr + to + at, b_high, mask=mask)
@@ -84,6 +85,7 @@ def softmax_gate_grad_kernel(
     chunks = tl.cdiv(capacity, C)
     for i in range(chunks):
         at = (chunks - 1 - i) * C + o_c
+        # the query that stands on each key
         query = at - (keys - queries)
         m_row = (query >= 0) & (at < keys)
         b_x = tl.load(rows_ptr + i_row + query, mask=m_row, other=0.0).to(tl.float64)

@@ -120,6 +120,7 @@ def conv_fwd_kernel(
     first = tl.program_id(0) // ND * tiles_each
     tiles = tl.minimum(tiles, first + tiles_each)
     n_first, t_first = (first // NT).to(tl.int64), first % NT * BT
+    # the first tile, and the W - 1 rows before it
     xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
     older = _before(x_ptr, s_ptr, n_first * T + t_first, t_first, n_first, o_d, m_d, D, W)
     for i in range(first, tiles):
@@ -153,6 +154,7 @@ def conv_fwd_kernel(
                 if r_ptr is not None:
                     b_r = tl.load(r_ptr + (row + one) * D + o_d, mask=m_d, other=0.0)
                 _store_y(y_ptr, _dot(ws, window, b_b, 0, W), b_r, row + one, o_d, m_d, D, SILU)
+        # the last W - 1 rows go on to the next tile in registers
         older = ()
         for j in tl.static_range(W - 1):
             older = older + (rows[BT + j].to(tl.float32),)
@@ -298,6 +300,7 @@ def conv_update_kernel(
     n = tl.program_id(1).to(tl.int64)
     o_d, o_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BW)
     m_d = o_d < D
+    # an index outside of the pool: y is 0 and no state is touched
     cache_slot, live = n, n >= 0
     if index_ptr is not None:
         cache_slot = tl.load(index_ptr + n).to(tl.int64)

@@ -143,6 +143,7 @@ def _before(prefix_ptr, state_ptr, b_0, i_t, m, D: tl.constexpr):
     b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
     b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
     b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
+    # poll until the four words are there; they were published by programs that have begun
     looks = 0
     while (tl.max(b_all) >= 0) & (looks < PATIENCE):
         b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
@@ -184,6 +185,7 @@ def scan_kernel(
     L: tl.constexpr = RUN * RUNS
     # each warp looks at words by itself, at another time: what it waits for has to be all its own
     tl.static_assert(BD <= 32)
+    # tiles are taken in order, so that a tile's predecessors have begun: no deadlock
     ticket = tl.atomic_add(word_ptr, 1, sem="relaxed").to(tl.int32)
     o_d = (ticket % ND) * BD + tl.arange(0, BD)
     if VEC > 0:  # channels a thread takes, fewer than it could load at once
@@ -198,10 +200,12 @@ def scan_kernel(
     # threads go along the first dimension
     o_r = r + RUN * tl.arange(0, RUNS)[:, None, None] + tl.arange(0, RUN)[None, :, None]
     p, m, b_g, b_x = _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D, REVERSE)
+    # each run by itself, from y = 0
     b_a, b_y = tl.associative_scan((tl.exp(b_g), b_x), 1, combine)
     b_pa, b_px, b_al, b_xl = _runs(b_a, b_y, RUN, RUNS)
     prefix_ptr = word_ptr + 1 + tile * D + o_d
     state_ptr = prefix_ptr + tl.num_programs(0).to(tl.int64) // ND * D
+    # the tile as a map y -> a y + x, for the three tiles after it
     if stop < rows:
         publish_prefix(prefix_ptr, m_d, b_al, b_xl)
     b_0 = tl.zeros((BD,), tl.float32)
@@ -209,9 +213,11 @@ def scan_kernel(
         b_0 += tl.load(s_in_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
     if (i_t > 0) & (r < rows):
         b_0 = _before(prefix_ptr, state_ptr, b_0, i_t, m_d, D)
+    # y after the tile, for the fourth tile after it
     b_last = b_xl + b_al * b_0
     if stop < rows:
         publish_prefix(state_ptr, m_d, tl.full((BD,), 1.0, tl.float32), b_last)
+    # what came before enters each row through the product of decays up to it
     b_y += b_a * (b_pa * b_0[None, :] + b_px)[:, None, :]
     tl.store(y_ptr + p, b_y.to(y_ptr.dtype.element_ty), mask=m)
     if dg_ptr is not None:

@@ -85,6 +85,7 @@ def cross_entropy_kernel(
     FULL: tl.constexpr = V // BV * BV
     m_end = FULL + o_v < V
     hit = _base2(tl.load(p_row + target, mask=hits, other=0.0), scale, softcap, CAP)
+    # first pass: lse, unless it is given
     if HAS_LSE:
         lse = tl.load(lse_ptr + i) * LOG2E
     else:
@@ -115,6 +116,7 @@ def cross_entropy_kernel(
             tl.store(loss_ptr + i, tl.where(live, loss, 0.0))
         if lse_ptr is not None:
             tl.store(lse_ptr + i, lse * LN2)
+    # second pass: the gradient, from the end of the row, which is still in the L2 cache
     if grad_ptr is not None:
         factor = scale
         if weight_ptr is not None:
@@ -137,8 +139,10 @@ def cross_entropy_kernel(
             b_d = _grad(b_z, lse, grad_factor, smoothing_each, softcap, CAP, SMOOTH)
             p = p_grad + o
             tl.store(p, b_d.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
+        # ignored rows have gradient 0
         for v in range(0, tl.where(live, 0, FULL), BV):
             tl.store(p_grad + v + o_v, tl.zeros_like(o_v).to(grad_ptr.dtype.element_ty))
+        # the target's own column, last
         d = factor * (1 - smoothing)
         if CAP:
             t = hit * (LN2 / softcap)

@@ -42,6 +42,7 @@ def kl_div_kernel(
         b_s, b_t = _load(p_s + v + o_v, m, factor), _load(p_t + v + o_v, m, factor)
         b_new = tl.maximum(b_top, tl.max(b_t, 1))
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        # running sums of the teacher relative to its maximum: of p, and of p (t - s)
         b_p = tl.exp2(b_t - b_base[:, None])
         b_less = tl.exp2(b_top - b_base)
         b_gap = tl.where(b_t == float("-inf"), 0.0, b_p * (b_t - b_s))
@@ -49,6 +50,7 @@ def kl_div_kernel(
         b_sum = b_sum * b_less + tl.sum(b_p, 1)
         b_top = b_new
         b_top_s, b_sum_s = add_block(b_s, b_top_s, b_sum_s)
+    # over all threads
     top = tl.max(b_top, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     b_less = tl.exp2(b_top - base)
@@ -57,6 +59,7 @@ def kl_div_kernel(
     loss = (tl.sum(b_off * b_less, 0) / total - lse_t + lse_s) * LN2 * temperature * temperature
     tl.store(loss_ptr + i, tl.where(live, loss, 0.0))
     if grad_ptr is not None:
+        # ds = weight T (q - p), from the end of the row
         rise = temperature
         if weight_ptr is not None:
             rise *= tl.load(weight_ptr + i * weight_stride)

@@ -75,6 +75,7 @@ def matmul_kernel(
     """Grid (tiles, S). out [M, N] contiguous, or with SPLIT the sums [S, M, N]; EVEN_*: a multiple
     of 16, so that masks keep loads wide. bias [N]; r [M, N] by rows; sa [M] or stride 0, sb [N] or
     stride 0."""
+    # no change of value: tells the compiler that sizes are multiples of 16, so that loads are wide
     if EVEN_M:
         M = M // 16 * 16
     if EVEN_N:
@@ -82,6 +83,7 @@ def matmul_kernel(
     if EVEN_K:
         K = K // 16 * 16
     m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    # tiles in groups of GROUP rows, column by column, for the L2 cache
     i, group = tl.program_id(0), GROUP * n_tiles
     first = i // group * GROUP
     rows = tl.minimum(m_tiles - first, GROUP)
@@ -109,6 +111,7 @@ def matmul_kernel(
         b_acc = tl.dot(b_a, b_b, b_acc, input_precision=PRECISION)
         p_a += a_step
         p_b += b_step
+    # the sums' kernel may start: it waits for this one's end before it reads
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
@@ -138,6 +141,7 @@ def matmul_sum_kernel(
     b_acc = tl.zeros([BM, BN], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    # in the order of the splits: the same bits every time
     for s in tl.static_range(MAX_SPLITS):
         b_acc += tl.load(p_partial + s * tl.cast(M, tl.int64) * N, mask=m & (s < S), other=0.0)
     _finish(

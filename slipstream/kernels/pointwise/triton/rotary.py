@@ -45,6 +45,7 @@ def rotary_kernel(
         b_sin = -b_sin
     p_x = x_ptr + i_b * stride_b + i_t * stride_t + o_h * stride_h
     p_y = y_ptr + (tl.program_id(0).to(tl.int64) * H + o_h) * D
+    # pairs (2i, 2i + 1) are split from one wide load; halves are two loads
     if INTERLEAVED:
         o = tl.arange(0, 2 * BP)[None, :]
         m = (o_h < H) & (o < 2 * HALF)
@@ -62,6 +63,7 @@ def rotary_kernel(
         tl.store(p_y + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
         b_y = b_2 * b_cos + b_1 * b_sin
         tl.store(p_y + HALF + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
+    # features that are not rotated
     for c in range(2 * HALF, D, BP):
         o_tail = c + o_p[None, :]
         m_tail = (o_h < H) & (o_tail < D)

@@ -48,6 +48,7 @@ def token_shift_kernel(
             n = _sequence(cu_ptr, row, N, steps)
             begin = tl.load(cu_ptr + n).to(tl.int64)
             end = tl.load(cu_ptr + n + 1).to(tl.int64)
+        # the neighbour, if it is in the same sequence; else the edge
         t_from = t + 1 if BACK else t - 1
         inside = t_from < tl.minimum(end, T) if BACK else t_from >= tl.maximum(begin, 0)
         live = (row < R)[:, None] & (o_d < D)
