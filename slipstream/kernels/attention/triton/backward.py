@@ -311,7 +311,6 @@ def softmax_dkv_kernel(
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_v = tl.arange(0, BV)
-    # strides come in units of UNIT elements: the product tells the compiler how rows are aligned
     stride_qt *= UNIT
     stride_kt *= UNIT
     stride_vt *= UNIT
@@ -322,7 +321,6 @@ def softmax_dkv_kernel(
     if HAS_DK:
         b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
 
-    # odd widths are computed in float32 elsewhere: dx in 16 bits is given as two terms
     FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor
