@@ -116,6 +116,21 @@ def test_compiled_as_eager(name: str) -> None:
     assert difference({"forward": got}, {"forward": {"logits": want["forward"]["logits"]}}) == ""
 
 
+@pytest.mark.parametrize("name", every(("Qwen3NextForCausalLM",), SAMPLE[:3]))
+def test_bfloat16_is_as_exact_as_transformers(name: str) -> None:
+    cls, config, weights, inputs, want = tiny(name)
+    model = build(cls, config, "eager", weights).bfloat16()
+    exact = want["forward"]["logits"]
+
+    def error() -> float:
+        with torch.no_grad():
+            return float((model(**inputs).logits.float() - exact).norm())
+
+    theirs = error()
+    assert patch()
+    assert error() <= 1.5 * theirs
+
+
 def test_patch_names_what_it_replaced_once_and_unpatch_puts_it_back() -> None:
     module = modeling_qwen3_next
     before = dict(vars(module)), module.Qwen3NextRMSNormGated.forward

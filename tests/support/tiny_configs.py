@@ -10,8 +10,8 @@ VOCABULARY, WINDOW = 64, 5
 # fields of configurations by what they count
 SIZES: dict[int, str] = {
     VOCABULARY: "vocab_size decoder_vocab_size text_vocab_size num_embeddings n_tokens "
-    "vocab_size_per_layer_input src_vocab_size tgt_vocab_size image_size img_size "
-    "attention_hidden_size",
+    "vocab_size_per_layer_input src_vocab_size tgt_vocab_size unpadded_vocab_size "
+    "image_size img_size attention_hidden_size",
     128: "max_position_embeddings n_positions max_target_positions max_source_positions n_ctx "
     "max_seq_len max_sequence_length seq_length original_max_position_embeddings",
     32: "hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size "
