@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.latent import _op, eager_latent_attention, latent_attention
+from slipstream.kernels.attention.latent import _call, eager_latent_attention, latent_attention
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.interpreted import run
@@ -77,7 +77,7 @@ def test_latent_attention_reads_no_missing_page(grad: bool) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_latent_attention_passes_opcheck(call: tuple) -> None:
     q, latent, lengths, table = inputs(call, torch.float32)
-    torch.library.opcheck(_op, (q, latent, lengths, table, call[5], 0.2, "eager"))
+    torch.library.opcheck(_call.overload, (q, latent, lengths, table, call[5], 0.2, "eager"))
 
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
