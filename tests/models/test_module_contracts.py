@@ -213,6 +213,9 @@ def test_model_with_another_embedding_rejects_ids_outside_vocabulary(bad: int) -
 
 @every_model
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.sample(
+    which=lambda name, reentrant: not reentrant or name in ("hybrid", "rwkv7", "gla")
+)
 def test_model_gradients_are_the_same_under_checkpointing(name: str, reentrant: bool) -> None:
     m, ids = model(name), tokens(2, 9)
     m(ids, labels=ids).loss.backward()
