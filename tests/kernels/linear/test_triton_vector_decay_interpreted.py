@@ -34,17 +34,16 @@ CASES = {
         *(("g", size, "mixed", "float32", True) for size in ("one token", "short", "odd", "wide")),
         *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
         ("u", "packed", "mixed", "float32", True),
-        *(
-            ("g", "long", gate, "float32", False)
-            for gate in ("zero", "strong", "reset", "bfloat16")
-        ),
-        ("gv", "long", "reset", "float32", False),
-        *((form, "grouped", "weak", "float16", True) for form in ("g", "gv")),
+        *(("g", "long", gate, "float32", False) for gate in ("reset", "bfloat16")),
+        ("gv", "grouped", "weak", "float16", True),
         ("u, no g", "short", "zero", "float32", True),
         ("u, g a token", "grouped", "weak", "float32", True),
     ],
     "further": [
         *(("g", "long", gate, "float32", False) for gate in ("weak", "huge", "per token")),
+        *(("g", "long", gate, "float32", False) for gate in ("zero", "strong")),
+        ("gv", "long", "reset", "float32", False),
+        ("g", "grouped", "weak", "float16", True),
         *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
         *(("g", size, "mixed", "float32", True) for size in ("long", "grouped", "packed")),
         ("gv", "packed", "mixed", "float32", True),
@@ -54,13 +53,16 @@ CASES = {
 }
 # size, gate
 WIDE = {
-    "sample": [("long", "weak"), ("grouped", "zero")],
-    "further": [("packed", "mixed")],
+    "sample": [("grouped", "zero")],
+    "further": [("long", "weak"), ("packed", "mixed")],
 }
 # form, size, gate
 SPLIT = {
-    "sample": [("g", "split", "mixed"), ("gv", "split, packed", "weak")],
-    "further": [(form, "split, packed", "mixed") for form in ("u", "gv")],
+    "sample": [("gv", "split, packed", "weak")],
+    "further": [
+        ("g", "split", "mixed"),
+        *((form, "split, packed", "mixed") for form in ("u", "gv")),
+    ],
 }
 
 
