@@ -61,6 +61,7 @@ UNREAD = frozenset(
 # models that compute with the entries of a mask without a word to the mask interface, by what makes
 # the mask that they want: bool, or to be added
 DENSE_MODELS: dict[str, Callable] = {
+    "bigbird_pegasus": eager_mask,
     "deepseek_v4": eager_mask,
     "parakeet_encoder": sdpa_mask,
     "nemotron_asr_streaming_encoder": sdpa_mask,
