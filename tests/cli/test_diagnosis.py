@@ -219,7 +219,7 @@ def test_explain_names_kernels_tiles_and_reasons() -> None:
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_80", "--shape", "K=64,V=64")
     assert status == 0
     assert "scalar_decay_chunk_kernel [" in text and "warps=" in text and "166912 bytes" in text
-    status, text = invoke("explain", "chunk_simple_gla", "--shape", "K=512")
+    status, text = invoke("explain", "chunk_delta_rule", "--shape", "K=512")
     assert status == 0 and "at most 256" in text
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_91")
     assert status == 2 and "arch: want one of" in text
