@@ -100,7 +100,7 @@ def test_attention_features_reject_faults_by_name() -> None:
         ({"sinks": torch.zeros(4).long()}, TypeError, "sinks: want a floating"),
         ({"softcap": -1.0}, ValueError, "softcap"),
         ({"cu_seqlens_k": CU_K}, ValueError, "cu_seqlens_k: wants"),
-        ({"cu_seqlens": CU, "cu_seqlens_k": CU_K}, ValueError, "cu_seqlens: want offsets"),
+        ({"cu_seqlens": CU, "cu_seqlens_k": CU_K}, ValueError, "cu_seqlens_k: want offsets"),
         ({"impl": "triton"}, NotImplementedError, "impl='triton'"),
         ({"impl": "fast"}, ValueError, "impl: want None"),
     ]:
