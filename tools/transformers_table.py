@@ -93,7 +93,8 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 
 def short(why: str) -> str:
-    return why.replace("|", "/")[:110]
+    why = why.replace("|", "/")
+    return why if len(why) <= 110 else f"{why[:110].rpartition(' ')[0]} ..."
 
 
 def page(results: Results, classes: dict[str, tuple[str, str]], version: str) -> str:
