@@ -17,7 +17,6 @@ Nothing here waits for the device, nor depends on values there.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +25,14 @@ from torch import Tensor
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
-from slipstream.kernels.linear.workspace import iter_slices, reuse_or_empty, slice_chunks
+from slipstream.kernels.linear.workspace import (
+    NO_OUTPUTS,
+    cast_gate_grads,
+    iter_slices,
+    reuse_or_empty,
+    slice_chunks,
+)
 from slipstream.runtime.backends import device_of
-
-NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class WYFactors(NamedTuple):
@@ -222,13 +225,7 @@ class DeltaBackend(ABC):
             grads = self.gradients(terms, do, dfinal, wy, scale, dstate, out)
         if dstate is not None:
             grads["initial_state"] = dstate
-        for name in ("g", "beta"):
-            if name in grads:
-                like = getattr(given, name)
-                grads[name] = grads[name].view(like.shape)
-                if name not in out:  # where it is rounded on its way
-                    grads[name] = grads[name].to(like.dtype)
-        return grads
+        return cast_gate_grads(grads, given, out)
 
     def gradients(
         self,

@@ -31,6 +31,7 @@ whose backward pass follows is not cut: it only leaves checkpoints.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
 
+NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})  # no memory is given for results
 # What kernels may leave for each other: so many bytes, or so many percent of arguments, results
 # and gradients, whichever is more. 512 MiB and 50 are promised: slices end where a chunk does, and
 # small tensors are not counted.
@@ -250,6 +252,20 @@ def copy_into(grads: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dic
     for name, x in (out or {}).items():
         if name in grads and grads[name].data_ptr() != x.data_ptr():
             grads[name] = x.copy_(grads[name])
+    return grads
+
+
+def cast_gate_grads(
+    grads: dict[str, Tensor], given: LinearInputs, out: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """grads, with those of g and beta in the shape and, unless they are in out, the dtype of what
+    was given: they are made in float32, and a slice of a call rounds them on their way."""
+    for name in ("g", "beta"):
+        if name in grads:
+            like = getattr(given, name)
+            grads[name] = grads[name].view(like.shape)
+            if name not in out:
+                grads[name] = grads[name].to(like.dtype)
     return grads
 
 

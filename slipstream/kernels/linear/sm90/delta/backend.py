@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
-from slipstream.kernels.linear.delta import NO_OUTPUTS, DeltaBackend, EntryStates, WYFactors
+from slipstream.kernels.linear.delta import DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     NUM_SMS,
@@ -30,6 +30,7 @@ from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
 from slipstream.kernels.linear.sm90.delta.launch import Checkpoints
 from slipstream.kernels.linear.triton.delta import backend as triton
 from slipstream.kernels.linear.triton.delta.plan import is_oversubscribed
+from slipstream.kernels.linear.workspace import NO_OUTPUTS
 
 CAPABILITIES = BackendCapabilities(
     writes_out=True, checkpoints=True, skips_empty=True, overwrites_q=True, saves_wy=True

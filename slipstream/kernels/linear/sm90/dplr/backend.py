@@ -23,13 +23,13 @@ from slipstream.kernels.linear.sm90.dplr.intra_safe import (
 )
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import (
-    NO_OUTPUTS,
     ChunkStates,
     ScoreGrads,
     TritonDplr,
 )
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES
+from slipstream.kernels.linear.workspace import NO_OUTPUTS
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached

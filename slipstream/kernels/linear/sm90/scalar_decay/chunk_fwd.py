@@ -74,7 +74,7 @@ def gates_of(b_g, sums, C: gl.constexpr):
 def first_anchor(
     slot, row, T, segment, TOKENS: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr
 ):
-    """The number of a slot's first anchor interval of TOKENS, as the portable _place has it."""
+    """The number of a segment's first anchor interval of TOKENS (as Triton's locate_segment)."""
     if SPLIT:
         anchor = slot * gl.cdiv(segment, TOKENS)
     elif PACKED:

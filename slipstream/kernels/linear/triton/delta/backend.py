@@ -8,7 +8,6 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.delta import (
-    NO_OUTPUTS,
     DeltaBackend,
     EntryStates,
     WYFactors,
@@ -33,6 +32,7 @@ from slipstream.kernels.linear.triton.delta.plan import (
 )
 from slipstream.kernels.linear.triton.delta.solve_tril import BASE, delta_solve_tril_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.kernels.linear.workspace import NO_OUTPUTS
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 

@@ -18,7 +18,6 @@ of each. Nothing here waits for the device, nor depends on values there.
 from collections.abc import Mapping
 from functools import cache
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +37,17 @@ from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, LIMIT
 from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.workspace import iter_slices, reuse_or_empty, slice_chunks
+from slipstream.kernels.linear.workspace import (
+    NO_OUTPUTS,
+    cast_gate_grads,
+    iter_slices,
+    reuse_or_empty,
+    slice_chunks,
+)
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
-NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def forward(
@@ -177,13 +181,7 @@ class TritonDplr:
         grads["v"] = dv
         if dstate is not None:
             grads["initial_state"] = dstate
-        for name in ("g", "beta"):
-            if name in grads:
-                like = getattr(given, name)
-                grads[name] = grads[name].view(like.shape)
-                if name not in out:  # where it is rounded on its way
-                    grads[name] = grads[name].to(like.dtype)
-        return grads
+        return cast_gate_grads(grads, given, out)
 
     @staticmethod
     def choose_segments(terms: LinearInputs) -> Segments | None:
