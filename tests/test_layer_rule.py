@@ -10,7 +10,7 @@ ROOT = Path(str(slipstream.__file__)).parent
 # from the top; a part may import its own level and those below
 LEVELS = (
     {"cli"},
-    {"tools", "training", "integrations"},
+    {"tools", "training", "integrations", "compat"},
     {"models"},
     {"layers"},
     {"nn"},

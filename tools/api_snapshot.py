@@ -25,6 +25,7 @@ MODULES = (
     "slipstream.layers",
     "slipstream.models",
     "slipstream.integrations.transformers",
+    "slipstream.compat",
 )
 ROOT = Path(str(slipstream.__file__)).parent
 

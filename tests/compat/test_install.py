@@ -1,0 +1,124 @@
+"""install() and uninstall(): imports of other packages' names find Slipstream's modules."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import slipstream.compat
+from slipstream.compat import install, uninstall
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    before, finders = dict(sys.modules), list(sys.meta_path)
+    yield
+    uninstall()
+    assert sys.meta_path == finders
+    assert [x for x in sys.modules if x.partition(".")[0] == "fla" and x not in before] == []
+
+
+@pytest.fixture
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package named fla with two layers, one of which asks for an operator that is missing."""
+    layers = tmp_path / "fla" / "layers"
+    layers.mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").write_text("real = True\n")
+    (tmp_path / "fla" / "real_only.py").write_text("")
+    init = "from .first import First, first\nfrom fla.layers.second import Second\n"
+    (layers / "__init__.py").write_text(init)
+    (layers / "first.py").write_text("import fla.ops\nclass First: pass\ndef first(): pass\n")
+    (layers / "second.py").write_text("from fla.ops import chunk_abc\nclass Second: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_install_aliases_modules() -> None:
+    with install("fla") as installed:
+        fla = importlib.import_module("fla")
+        ops = importlib.import_module("fla.ops")
+        assert fla is importlib.import_module("slipstream.compat.fla")
+        assert ops is importlib.import_module("slipstream.compat.fla.ops") and fla.ops is ops
+        assert importlib.util.find_spec("fla.ops") is not None
+        assert repr(installed) == "Installed('fla',)"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("fla")
+    assert ops.__spec__ is not None and ops.__spec__.name == "slipstream.compat.fla.ops"
+
+
+def test_install_twice_is_undone_by_the_first() -> None:
+    with install("fla"):
+        with install("fla") as second:
+            assert second.packages == ()
+        importlib.import_module("fla")
+    uninstall("fla")  # of what is not installed: nothing
+
+
+def test_install_after_uninstall() -> None:
+    for _ in range(2):
+        with install("fla"):
+            assert importlib.import_module("fla.ops").__name__ == "slipstream.compat.fla.ops"
+
+
+def test_install_refuses_what_is_imported(peer: Path) -> None:
+    real = importlib.import_module("fla")
+    with pytest.raises(RuntimeError, match=r"fla is imported already, from .*__init__\.py"):
+        install("fla")
+    assert sys.modules.pop("fla") is real
+    sys.modules.pop("fla.ops", None)
+
+
+def test_install_refuses_unknown_packages() -> None:
+    with pytest.raises(ValueError, match="packages: want some of causal_conv1d, fla"):
+        install("fla", "torch")
+    assert "fla" not in sys.modules
+
+
+def test_missing_module_says_so(peer: Path) -> None:
+    with install("fla"):
+        # though the real package has it
+        with pytest.raises(ModuleNotFoundError, match=r"Slipstream has no fla\.real_only; "):
+            importlib.import_module("fla.real_only")
+        with pytest.raises(ModuleNotFoundError, match=r"Slipstream has no fla\.ops\.x; "):
+            importlib.import_module("fla.ops.x.y")
+
+
+def test_missing_name_says_so() -> None:
+    with install("fla"):
+        with pytest.raises(ImportError, match=r"Slipstream has no fla\.ops\.chunk_abc; "):
+            exec("from fla.ops import chunk_abc")
+        ops = importlib.import_module("fla.ops")
+        assert not hasattr(ops, "chunk_of_no_package")
+
+
+def test_layers_come_from_the_peers_files(peer: Path) -> None:
+    with install("fla"):
+        layers = importlib.import_module("fla.layers")
+        assert layers.First.__module__ == "fla.layers.first"
+        assert str(layers.__file__).startswith(str(peer))
+        assert layers.__all__ == ["First", "first"]
+        assert not hasattr(layers, "Third")
+        with pytest.raises(ImportError, match=r"fla\.layers\.Second: Slipstream has no fla\.ops"):
+            layers.Second  # noqa: B018
+    ours = sys.modules["slipstream.compat.fla"]
+    assert not hasattr(ours, "layers")
+    assert importlib.import_module("fla").real
+    for name in [x for x in sys.modules if x.partition(".")[0] == "fla"]:
+        del sys.modules[name]
+
+
+def test_layers_without_the_peer() -> None:
+    with install("fla"), pytest.raises(ModuleNotFoundError, match="pip install --no-deps flash-"):
+        importlib.import_module("fla.layers")
+
+
+def test_uninstall_keeps_the_attributes_of_our_modules() -> None:
+    with install("fla"):
+        importlib.import_module("fla.ops")
+    ours = importlib.import_module("slipstream.compat.fla")
+    assert isinstance(ours.ops, ModuleType)
+    assert isinstance(slipstream.compat.__dict__["fla"], ModuleType)
