@@ -246,7 +246,8 @@ def test_the_next_call_of_any_operator_raises_for_what_a_kernel_found(
     monkeypatch.setattr(watched, "_by_index", {})
     slots = watched.slots_for(torch.zeros(1, dtype=torch.long))
     slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
-    call: Any = (lambda: ("norm.triton",), torch.device("cpu"), lambda: "ran", None, ())
+    guard = guarded_launch.Guard("triton", torch.device("cpu"), lambda: ("norm.triton",))
     with pytest.raises(ValueError, match=r"input_ids: id 149 at position \(1, 1\) .* of 50"):
-        guarded_launch.run_guarded(*call)
-    assert guarded_launch.run_guarded(*call) == "ran"
+        guard.__enter__()
+    with guard as usable:
+        assert usable

@@ -1,10 +1,10 @@
 """A compiler that nobody has verified for a GPU may kill the process: here it only kills a child.
 
-Every operator runs its kernels through `attempt`. For an (architecture, Triton, ptxas) that is not
+Every operator runs its kernels inside of a Guard. For an (architecture, Triton, ptxas) that is not
 in verified.json, the first compilation of each kernel happens in a child process, which leaves it
 in Triton's cache; and the first use of each kind of kernel compares a small fresh problem with
-plain torch. If the child dies, hangs or refuses, or the results differ, `attempt` takes the other
-implementation, says so once, and remembers it on disk (compiler/compiler_state.py).
+plain torch. If the child dies, hangs or refuses, or the results differ, the other implementation
+runs, a warning says so once, and it is remembered on disk (compiler/compiler_state.py).
 """
 
 import threading
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def known_failure(kind_of: Callable[[], KernelKey], device: torch.device) -> str | None:
     """Why the kernels of a kind are known not to work on a device: for plans. Cheap."""
     if torch.compiler.is_compiling():
-        return None  # `attempt` looks when the graph runs
+        return None  # Guard looks when the graph runs
     here = compiler_state(device)
     if here is None:
         return machines.interpreter_failure(kind_of)
@@ -46,54 +46,81 @@ def needs_fp32_operands(x: torch.Tensor) -> bool:
     return here is not None and x.dtype in here.wide
 
 
-def run_guarded(
-    kind_of: Callable[[], KernelKey],
-    device: torch.device,
-    run: Callable[..., T],
-    instead: Callable[..., T] | None,
-    args: tuple,
-    probe: Callable[[], str | None] | None = None,
-) -> T:
-    """run(*args), or instead(*args) where this machine's compilers fail at it.
+class Guard:
+    """Stands around a call of kernels, before the plain torch that takes over where they fail.
 
-    First it raises for a wrong token id that an earlier call's kernel has found.
+        with Guard(impl, x.device, lambda: ("glu.triton", x.dtype), lambda: mismatch(x)) as usable:
+            if usable:
+                return kernels(x)
+        return eager(x)
+
+    usable is False where impl begins with plain torch, and where this machine's compilers are known
+    to fail at the kernels. If they turn out to fail inside of it, the block is left, a warning says
+    why, and whoever asks next on this machine is told (compiler/compiler_state.py).
 
     Args:
+        impl: implementations to try in order, "sm90|triton|eager". Kernels that come last were
+            asked for by name, and nothing takes over.
         kind_of: what a verdict holds for, and is remembered by; asked only where one is wanted.
-        instead: None where the user asked for this implementation by name.
         probe: compares a small fresh problem of the kind with plain torch; says what differs.
 
     Raises:
-        NotImplementedError: it failed, and there is no `instead` or SLIPSTREAM_FALLBACK=error.
-        ValueError: as core.ids.raise_pending.
+        NotImplementedError: they failed, and nothing takes over or SLIPSTREAM_FALLBACK=error.
+        ValueError: on entering, for a wrong token id that an earlier call's kernel has found.
     """
-    raise_pending()
-    here = compiler_state(device)
-    if here is None:
-        return run(*args)
-    kind: KernelKey = ()
-    lasting = True
-    try:
-        if not here.quiet:
-            kind = kind_of()
-            if kind not in here.admitted and kind not in here.probing:
-                _verify(here, kind, device, probe)
-        return run(*args)
-    except Exception as error:
+
+    __slots__ = ("_device", "_here", "_impl", "_kind", "_kind_of", "_probe")
+
+    def __init__(
+        self,
+        impl: str,
+        device: torch.device,
+        kind_of: Callable[[], KernelKey],
+        probe: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._impl, self._device = impl, device
+        self._kind_of, self._probe = kind_of, probe
+        self._here: CompilerState | None = None
+        self._kind: KernelKey = ()
+
+    def __enter__(self) -> bool:
+        if self._impl.startswith(dispatch.PLAIN):
+            return False
+        raise_pending()
+        here = self._here = compiler_state(self._device)
+        if here is None or here.quiet:
+            return True
+        kind = self._kind = self._kind_of()
+        if kind not in here.admitted and kind not in here.probing:
+            try:
+                _verify(here, kind, self._device, self._probe)
+            except Exception as error:
+                if self._takes_over(error):
+                    return False
+                raise
+        return True
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> bool:
+        return isinstance(error, Exception) and self._takes_over(error)
+
+    def _takes_over(self, error: Exception) -> bool:
+        """Whether something else runs after this error, of which the user and the next hear."""
+        here = self._here
+        if here is None:
+            return False
         reason = _compiler_error(error)
-        kind = kind or kind_of()
+        kind = self._kind or self._kind_of()
         if reason is None or kind in here.probing:
-            raise
-        # a folder that cannot be written, or no child to compile in, is nothing of the kernels
-        lasting = getattr(error, "lasting", not isinstance(error, OSError))
-    if here.unusable(kind) is None:
-        here.demote(kind, reason, lasting)
-    if instead is None:
-        raise NotImplementedError(f"{describe(kind)}: {reason}; impl=None chooses another")
-    if dispatch.fallback_is_error():
-        raise NotImplementedError(f"{describe(kind)}: {reason}; {dispatch.FALLBACK}=error")
-    here.say(kind, reason)
-    return instead(*args)
+            return False
+        if here.unusable(kind) is None:
+            # a folder that cannot be written, or no child to compile in, is nothing of the kernels
+            here.demote(kind, reason, getattr(error, "lasting", not isinstance(error, OSError)))
+        if "|" not in self._impl:
+            raise NotImplementedError(f"{describe(kind)}: {reason}; impl=None chooses another")
+        if dispatch.fallback_is_error():
+            raise NotImplementedError(f"{describe(kind)}: {reason}; {dispatch.FALLBACK}=error")
+        here.say(kind, reason)
+        return True
 
 
 def _compiler_error(error: Exception) -> str | None:

@@ -2,7 +2,7 @@
 
 On the CPU a wrong one is an error at once. On a device a kernel leaves it in host memory that the
 device writes into and nobody has to fetch; the operator that is called next, whichever it is
-(runtime/guarded_launch.py:attempt), finds it by one read of a word there, and only then waits for
+(runtime/guarded_launch.py:Guard), finds it by one read of a word there, and only then waits for
 the device. SLIPSTREAM_CHECK=sync waits in every call instead.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
@@ -143,13 +144,13 @@ def _on_device(name: str, indices: Tensor, scan: str, rest: tuple) -> None:
     raise_pending()
     if custom_op.is_fake(indices):
         return
-    guarded_launch.run_guarded(
-        lambda: (f"ids.{scan}", indices.dtype, *(x is not None for x in rest)),
+    with guarded_launch.Guard(
+        TRITON_OR_EAGER,
         indices.device,
-        getattr(_kernels(), scan),
-        lambda *args: None,
-        (name, indices, *rest),
-    )
+        lambda: (f"ids.{scan}", indices.dtype, *(x is not None for x in rest)),
+    ) as usable:
+        if usable:
+            getattr(_kernels(), scan)(name, indices, *rest)
     launched()
 
 
@@ -250,15 +251,13 @@ def _error(name: str, i: int, where: tuple[int, ...], size: int) -> WrongId:
 def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
     from slipstream.runtime import custom_op, guarded_launch
 
-    if not custom_op.is_fake(ids):
-        args = (name, ids, size, ignore_index)
-        guarded_launch.run_guarded(
-            lambda: ("ids.triton", ids.dtype, ignore_index is not None),
-            ids.device,
-            _kernels().scan,
-            lambda *args: None,
-            args,
-        )
+    if custom_op.is_fake(ids):
+        return
+    with guarded_launch.Guard(
+        TRITON_OR_EAGER, ids.device, lambda: ("ids.triton", ids.dtype, ignore_index is not None)
+    ) as usable:
+        if usable:
+            _kernels().scan(name, ids, size, ignore_index)
 
 
 @cache

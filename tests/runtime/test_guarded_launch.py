@@ -29,7 +29,7 @@ KIND = ("linear.triton", "delta", torch.bfloat16, 128)
 
 
 def make(monkeypatch: pytest.MonkeyPatch) -> guarded_launch.CompilerState:
-    """A machine nobody has verified, as a new process finds it; `attempt` takes it for its own."""
+    """A machine nobody has verified, as a new process finds it; Guard takes it for its own."""
     found = guarded_launch.CompilerState("sm_90", "3.6.0", "1.2.3")
     monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: found)
     return found
@@ -46,9 +46,13 @@ def fails() -> str:
 
 
 def attempt(run: Callable[[], str], instead: Any = lambda: "eager", **rest: Any) -> str:
-    return guarded_launch.run_guarded(
-        lambda: rest.get("kind", KIND), CPU, run, instead, (), rest.get("probe")
-    )
+    impl = "triton|eager" if instead else "triton"
+    with guarded_launch.Guard(
+        impl, CPU, lambda: rest.get("kind", KIND), rest.get("probe")
+    ) as usable:
+        if usable:
+            return run()
+    return instead()
 
 
 def test_attempt_falls_back_says_so_once_and_remembers(

@@ -56,13 +56,6 @@ def wrong(plain: Callable) -> Callable:
     return launch
 
 
-def by_plain_torch(
-    kind_of: Any, device: Any, run: Any, instead: Callable, args: tuple, probe: Any = None
-) -> Any:
-    """In place of guarded_launch.run_guarded."""
-    return instead(*args)
-
-
 def dies(plain: Callable) -> Callable:
     def launch(*args: Any, **kwargs: Any) -> Any:
         raise guarded_launch.Unusable(
@@ -129,7 +122,7 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
         patch.setattr(backends, "INTERPRETED", False)
         family.take_triton(patch, "eager")
         patch.setattr(guarded_launch, "compiler_state", lambda device: None)
-        patch.setattr(guarded_launch, "run_guarded", by_plain_torch)
+        patch.setattr(guarded_launch.Guard, "__enter__", lambda guard: False)
         want = results(family)
     plant(monkeypatch, family, fate)
     for is_new in (True, False):
@@ -229,14 +222,14 @@ def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
 
 
 def test_every_guarded_call_is_in_the_table() -> None:
-    """By the files that call run_guarded, and by the families that they stand in; and every one has
+    """By the files that make a Guard, and by the families that they stand in; and every one has
     a probe, but what only looks for wrong ids."""
     files = set()
     for path in Path(kernels.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("guarded_launch.run_guarded", "run_guarded"):
-                assert isinstance(node, ast.Call) and len(node.args) == 6, f"{path}: no probe"
+            if name == "Guard":
+                assert isinstance(node, ast.Call) and len(node.args) == 4, f"{path}: no probe"
                 files.add(str(path.relative_to(kernels.__path__[0])))
     assert files == set(GUARDED)
     named = {x.name.split()[0] for x in FAMILIES}

@@ -14,10 +14,10 @@ from slipstream.kernels.attention import cache_probe
 from slipstream.kernels.attention.cache import missing_pages
 from slipstream.kernels.attention.triton.plan import kind_of_cache
 from slipstream.kernels.attention.triton.tiles import LATENT, family
-from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import INTERPRETED, triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, choose
+from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.token_ids import expect_below
 
 # of the latents, and of what follows them in a row
@@ -99,7 +99,7 @@ def unsupported_reason(call: tuple[Tensor, Tensor, int, float, bool]) -> str | N
     of = family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
     if of not in LATENT:
         return f"there is no tile for {of}"
-    return guarded_launch.known_failure(lambda: _kind(q, latent), q.device)
+    return known_failure(lambda: _kind(q, latent), q.device)
 
 
 CANDIDATES = (
@@ -123,26 +123,26 @@ def _latent(
 ) -> tuple[Tensor, Tensor]:
     args = (q, latent, lengths, table, width, scale)
     _check_pages(latent, lengths, table)
-    if impl == "eager":
-        return eager_latent_attention(*args)
-    if 0 in (q.numel(), latent.numel()):
+    if impl != "eager" and 0 in (q.numel(), latent.numel()):
         o, lse = _fake(*args, impl)
         return o.zero_(), lse.fill_(-torch.inf)
 
-    def run(*args: Any) -> tuple[Tensor, Tensor]:
-        from slipstream.kernels.attention.triton import decode_latent_launch
-
-        return decode_latent_launch.decode(*args)
-
-    fallback = None if impl == "triton" else eager_latent_attention
-    return guarded_launch.run_guarded(
-        lambda: _kind(q, latent),
+    with Guard(
+        impl,
         q.device,
-        run,
-        fallback,
-        args,
-        lambda: cache_probe.mismatch_of_latents(args, run, eager_latent_attention),
-    )
+        lambda: _kind(q, latent),
+        lambda: cache_probe.mismatch_of_latents(args, _kernel, eager_latent_attention),
+    ) as usable:
+        if usable:
+            return _kernel(*args)
+    return eager_latent_attention(*args)
+
+
+def _kernel(*args: Any) -> tuple[Tensor, Tensor]:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.attention.triton import decode_latent_launch
+
+    return decode_latent_launch.decode(*args)
 
 
 def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -> None:

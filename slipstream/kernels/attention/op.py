@@ -14,9 +14,9 @@ from torch import Tensor
 from slipstream.kernels.attention import cache, cache_probe, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
-from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
 
 _TERMS = ", ".join(
     f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in AttentionInputs._fields
@@ -47,27 +47,24 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options, impl = _split(args)
     if 0 in (inputs.v.numel(), inputs.q.numel(), inputs.sequences):
         return _without_keys(inputs)
-    first, _, impls = impl.partition("|")
-    if first == "eager":
-        return eager.forward(inputs, options)
-    return guarded_launch.run_guarded(
-        lambda: kind(inputs, options, first),
+    first, _, others = impl.partition("|")
+    with _guard(impl, inputs, options) as usable:
+        if usable and not needs_fp32_operands(inputs.q):
+            return _backend_for(first).forward(inputs, options)
+        if usable:
+            o, lse = _backend_for(first).forward(_in_float32(inputs), options)
+            return o.to(inputs.q.dtype), lse
+    return _forward(*args[:-1], others) if others else eager.forward(inputs, options)
+
+
+def _guard(impl: str, inputs: AttentionInputs, options: AttentionOptions) -> Guard:
+    first = impl.partition("|")[0]
+    return Guard(
+        impl,
         inputs.q.device,
-        _run_forward,
-        (lambda *_: _forward(*args[:-1], impls)) if impls else None,
-        (first, inputs, options),
+        lambda: kind(inputs, options, first),
         lambda: _mismatch(inputs, options, first),
     )
-
-
-def _run_forward(
-    impl: str, inputs: AttentionInputs, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    backend = _backend_for(impl)
-    if not guarded_launch.needs_fp32_operands(inputs.q):
-        return backend.forward(inputs, options)
-    o, lse = backend.forward(_in_float32(inputs), options)
-    return o.to(inputs.q.dtype), lse
 
 
 def _mismatch(inputs: AttentionInputs, options: AttentionOptions, impl: str) -> str | None:
@@ -118,34 +115,16 @@ def _gradients(
     impl: str,
 ) -> dict[str, Tensor]:
     args = (inputs, options, o, lse, do, dlse)
-    first, _, impls = impl.partition("|")
-    if first == "eager":
-        return eager.backward(*args)
-    return guarded_launch.run_guarded(
-        lambda: kind(inputs, options, first),
-        inputs.q.device,
-        _run_backward,
-        (lambda *_: _gradients(*args, impls)) if impls else None,
-        (first, *args),
-        lambda: _mismatch(inputs, options, first),
-    )
-
-
-def _run_backward(
-    impl: str,
-    inputs: AttentionInputs,
-    options: AttentionOptions,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor | None,
-    dlse: Tensor | None,
-) -> dict[str, Tensor]:
-    backend = _backend_for(impl)
-    if not guarded_launch.needs_fp32_operands(inputs.q):
-        return backend.backward(inputs, options, o, lse, do, dlse)
-    do = None if do is None else do.float()
-    grads = backend.backward(_in_float32(inputs), options, o.float(), lse, do, dlse)
-    return {name: x.to(getattr(inputs, name).dtype) for name, x in grads.items()}
+    first, _, others = impl.partition("|")
+    with _guard(impl, inputs, options) as usable:
+        if usable and not needs_fp32_operands(inputs.q):
+            return _backend_for(first).backward(*args)
+        if usable:
+            wide_do = None if do is None else do.float()
+            wide = _in_float32(inputs), options, o.float(), lse, wide_do, dlse
+            grads = _backend_for(first).backward(*wide)
+            return {name: x.to(getattr(inputs, name).dtype) for name, x in grads.items()}
+    return _gradients(*args, others) if others else eager.backward(*args)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -243,29 +222,20 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     cache.check_values(call)
     if 0 in (call.v.numel(), call.q.numel()):
         return _without_keys(AttentionInputs(call.q, call.k, call.v, sinks=call.sinks))
-    if impl == "eager":
-        return _decode_eager(call, options)
-
-    def run(call: cache.Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        from slipstream.kernels.attention.triton import decode_launch
-
-        if not guarded_launch.needs_fp32_operands(call.q):
-            return decode_launch.decode(call, options)
-        q, k, v = (x.float() for x in call[:3])
-        o, lse = decode_launch.decode(call._replace(q=q, k=k, v=v), options)
-        return o.to(call.q.dtype), lse
-
-    return guarded_launch.run_guarded(
-        lambda: kind_of_cache("decode", call.q, call.v, call.table),
+    with Guard(
+        impl,
         call.q.device,
-        run,
-        None if impl == "triton" else _decode_eager,
-        (call, options),
+        lambda: kind_of_cache("decode", call.q, call.v, call.table),
         lambda: probe.mismatch_of_cache(call, options, call_decode),
-    )
+    ) as usable:
+        if usable:
+            from slipstream.kernels.attention.triton import decode_launch
 
-
-def _decode_eager(call: cache.Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+            if not needs_fp32_operands(call.q):
+                return decode_launch.decode(call, options)
+            q, k, v = (x.float() for x in call[:3])
+            o, lse = decode_launch.decode(call._replace(q=q, k=k, v=v), options)
+            return o.to(call.q.dtype), lse
     return eager.forward(cache.gather(call), options, cache.hidden_keys(call))
 
 
@@ -285,22 +255,21 @@ def _append(
     if k.device.type == "cpu":  # on a device the reading that follows looks
         cache.check_values(call, k.shape[1])
     args = (k_cache, v_cache, k, v, lengths, rows, table)
-    if impl == "eager":
-        return cache.append(*args)
-
-    def run(*args: Any) -> Tensor:
-        from slipstream.kernels.attention.triton import decode_launch
-
-        return decode_launch.append(*args)
-
-    return guarded_launch.run_guarded(
-        lambda: kind_of_cache("append", k_cache, v_cache, table),
+    with Guard(
+        impl,
         k.device,
-        run,
-        None if impl == "triton" else cache.append,
-        args,
-        lambda: cache_probe.mismatch_of_append(args, run, cache.append),
-    )
+        lambda: kind_of_cache("append", k_cache, v_cache, table),
+        lambda: cache_probe.mismatch_of_append(args, _launch_append, cache.append),
+    ) as usable:
+        if usable:
+            return _launch_append(*args)
+    return cache.append(*args)
+
+
+def _launch_append(*args: Any) -> Tensor:
+    from slipstream.kernels.attention.triton import decode_launch
+
+    return decode_launch.append(*args)
 
 
 call_decode = KernelOp(

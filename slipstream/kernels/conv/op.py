@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.conv import fallback
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -22,8 +22,8 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     wants_gradient,
 )
-from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.guarded_launch import Guard, known_failure
 
 MAX_TAPS = 8
 
@@ -38,7 +38,7 @@ def unsupported_reason(
         return "there are no channels or sequences"
     if any(t is not None and t.dtype == torch.float64 for t in (weight, *tensors)):
         return "it computes in float32, and an input is float64"
-    return guarded_launch.known_failure(lambda: kind(what, x, weight), x.device)
+    return known_failure(lambda: kind(what, x, weight), x.device)
 
 
 def update_unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
@@ -90,44 +90,38 @@ def update(
 def _forward(*args: Any) -> list[Tensor]:
     *tensors, silu, impl = args
     kernel_args: Any = (*_contiguous(*tensors), silu)
-    if not is_triton(impl):
-        return fallback.forward(*kernel_args)
-    return _run_guarded(impl, "forward", kernel_args[0], kernel_args[1], kernel_args)
+    with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
+        if usable:
+            return _launch().forward(*kernel_args)
+    return fallback.forward(*kernel_args)
 
 
 def _backward(*args: Any) -> list[Tensor]:
     *tensors, silu, impl = args
     kernel_args: Any = (*_contiguous(*tensors), silu)
-    if not is_triton(impl):
-        return fallback.backward(*kernel_args)
-    return _run_guarded(impl, "backward", kernel_args[1], kernel_args[2], kernel_args)
+    with _guard(impl, kernel_args[1], kernel_args[2]) as usable:
+        if usable:
+            return _launch().backward(*kernel_args)
+    return fallback.backward(*kernel_args)
 
 
 def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
     *tensors, silu, impl = args
     x, weight, bias, residual, indices = _contiguous(x, *tensors)
     moves = (x, state, weight, bias, residual, indices, silu)
-    if not is_triton(impl):
-        return fallback.update(*moves).contiguous()
-    return guarded_launch.run_guarded(
+    with Guard(
+        impl,
+        x.device,
         lambda: kind("update", x, weight),
-        x.device,
-        lambda *args: _launch().update(*args),
-        None if impl == "triton" else fallback.update,
-        moves,
         lambda: _mismatch_of_update(x, state, weight, bias, silu),
-    )
+    ) as usable:
+        if usable:
+            return _launch().update(*moves)
+    return fallback.update(*moves).contiguous()
 
 
-def _run_guarded(impl: str, name: str, x: Tensor, weight: Tensor, args: tuple) -> Any:
-    return guarded_launch.run_guarded(
-        lambda: kind("triton", x, weight),
-        x.device,
-        lambda *args: getattr(_launch(), name)(*args),
-        None if impl == "triton" else getattr(fallback, name),
-        args,
-        lambda: _mismatch(x, weight),
-    )
+def _guard(impl: str, x: Tensor, weight: Tensor) -> Guard:
+    return Guard(impl, x.device, lambda: kind("triton", x, weight), lambda: _mismatch(x, weight))
 
 
 def _mismatch(x: Tensor, weight: Tensor) -> str | None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
 from slipstream.kernels.gated_scan.reference import compute_dtype
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.guarded_launch import Guard
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -27,13 +28,13 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 def _forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
-    if x.numel() > 0:
-        tensors = (x, g, initial_state, cu_seqlens)
-        if impl == "eager":
-            return scan_forward(*tensors)
-        return _run_guarded(impl, x, g, lambda: _triton().forward, scan_forward, tensors)
-    final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
-    return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
+    if x.numel() == 0:
+        final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
+        return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
+    with Guard(impl, x.device, lambda: kind(x, g), lambda: _mismatch(x, g)) as usable:
+        if usable:
+            return _triton().forward(x, g, initial_state, cu_seqlens)
+    return scan_forward(x, g, initial_state, cu_seqlens)
 
 
 @cache
@@ -47,20 +48,6 @@ def _triton() -> Any:
 def kind(x: Tensor, g: Tensor) -> KernelKey:
     """What a verdict on the kernels holds for."""
     return ("gated_scan.triton", x.dtype, g.dtype)
-
-
-def _run_guarded(
-    impl: str, x: Tensor, g: Tensor, kernels: Callable, plain: Callable, args: tuple
-) -> Any:
-    fallback = None if impl == "triton" else plain
-    return guarded_launch.run_guarded(
-        lambda: kind(x, g),
-        x.device,
-        lambda *args: kernels()(*args),
-        fallback,
-        args,
-        lambda: _mismatch(x, g),
-    )
 
 
 def _mismatch(x: Tensor, g: Tensor) -> str | None:
@@ -94,18 +81,17 @@ def _backward(
     dfinal: Tensor | None,
     impl: str,
 ) -> list[Tensor]:
-    if h.numel() > 0:
-        tensors = (g, h, initial_state, cu_seqlens, dh, dfinal)
-        if impl == "eager":
-            grads = scan_backward(*tensors)
-        else:
-            grads = _run_guarded(impl, h, g, lambda: _triton().backward, scan_backward, tensors)
-        return [x for x in grads if x is not None]
-    grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
-    if initial_state is not None:
-        state = initial_state.new_zeros(initial_state.shape)
-        grads.append(state if dfinal is None else state.copy_(dfinal))
-    return grads
+    if h.numel() == 0:
+        grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
+        if initial_state is not None:
+            state = initial_state.new_zeros(initial_state.shape)
+            grads.append(state if dfinal is None else state.copy_(dfinal))
+        return grads
+    tensors = (g, h, initial_state, cu_seqlens, dh, dfinal)
+    with Guard(impl, h.device, lambda: kind(h, g), lambda: _mismatch(h, g)) as usable:
+        if usable:
+            return [x for x in _triton().backward(*tensors) if x is not None]
+    return [x for x in scan_backward(*tensors) if x is not None]
 
 
 def _fake_backward(

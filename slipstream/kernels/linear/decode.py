@@ -5,7 +5,6 @@ pool's: sequence n's is state[state_indices[n]], or state[n] without indices, an
 after its tokens. It has no gradient.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,10 @@ from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.triton.plan import kind
-from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
 
@@ -53,7 +52,7 @@ def unsupported_reason(call: tuple[LinearInputs, Pool]) -> str | None:
         return f"K may be at most {MAX_K}"
     if all(x.stride()[-2:] != (x.shape[-1], 1) for x in (pool.state, pool.state.mT)):
         return "the last two dimensions of state are not contiguous"
-    return guarded_launch.known_failure(lambda: kind(terms, by_token=True), terms.q.device)
+    return known_failure(lambda: kind(terms, by_token=True), terms.q.device)
 
 
 CANDIDATES = (
@@ -130,28 +129,16 @@ def _step_triton(state: Tensor, indices: Tensor | None, v_first: bool, *args: An
         return terms.q.new_zeros(terms.v.shape)
     if indices is not None:
         _check_indices(indices, state.shape[0])
-    impl, _, rest = impl.partition("|")
-    plain = partial(_eager, pool, l2_norm)
-    if impl == "eager":
-        return plain(terms, scale)
-    assert impl == "triton", impl
-
-    def run(terms: LinearInputs, scale: float) -> Tensor:
-        from slipstream.kernels.linear.triton import decode_launch
-
-        return decode_launch.update(terms, pool.k_first, indices, scale, l2_norm)
-
-    return guarded_launch.run_guarded(
-        lambda: kind(terms, by_token=True),
+    with Guard(
+        impl,
         state.device,
-        run,
-        plain if rest else None,
-        (terms, scale),
-        lambda: probe.mismatch(terms, impl, True, linear),
-    )
+        lambda: kind(terms, by_token=True),
+        lambda: probe.mismatch(terms, "triton", True, linear),
+    ) as usable:
+        if usable:
+            from slipstream.kernels.linear.triton import decode_launch
 
-
-def _eager(pool: Pool, l2_norm: bool, terms: LinearInputs, scale: float) -> Tensor:
+            return decode_launch.update(terms, pool.k_first, indices, scale, l2_norm)
     o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)
     return o.to(terms.q.dtype)
 

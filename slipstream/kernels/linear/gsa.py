@@ -14,7 +14,6 @@ are what the first pass leaves for its walk, or p and what the second does; back
 span dp, 8 to 10 in all.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,11 @@ from torch import Tensor
 
 from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard
 
 # Spans of a row of tokens whose o is not small, and where backward follows.
 LITTLE, SPANS, TRAINED = 1 << 24, 2, 3
@@ -164,7 +165,11 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 def _softmax(scores: Tensor, p: Tensor, impl: str) -> None:
     """p is written."""
-    _run_guarded(_kernel_softmax, _eager_softmax, (scores, p), p, impl)
+    with _guard(impl, p) as usable:
+        if usable:
+            _kernel_softmax(scores, p)
+            return
+    _eager_softmax(scores, p)
 
 
 def _kernel_softmax(scores: Tensor, p: Tensor) -> None:
@@ -179,7 +184,11 @@ def _eager_softmax(scores: Tensor, p: Tensor) -> None:
 
 def _softmax_backward(p: Tensor, dp: Tensor, impl: str) -> None:
     """dp becomes the gradient of the scores."""
-    _run_guarded(_kernel_backward, _eager_backward, (p, dp), p, impl)
+    with _guard(impl, p) as usable:
+        if usable:
+            _kernel_backward(p, dp)
+            return
+    _eager_backward(p, dp)
 
 
 def _kernel_backward(p: Tensor, dp: Tensor) -> None:
@@ -193,12 +202,15 @@ def _eager_backward(p: Tensor, dp: Tensor) -> None:
     dp.copy_(wide * (d - (wide * d).sum(-1, keepdim=True) / wide.sum(-1, keepdim=True)))
 
 
-def _run_guarded(run: Callable, plain: Callable, args: tuple, p: Tensor, impl: str) -> None:
-    if impl.startswith("eager") or p.numel() == 0:
-        plain(*args)
-    else:
-        kind = ("linear.slots", p.dtype, p.shape[-1])
-        guarded_launch.run_guarded(lambda: kind, p.device, run, plain, args, lambda: _mismatch(p))
+def _guard(impl: str, p: Tensor) -> Guard:
+    """Of the softmax's kernels, where the recurrences go by impl: plain torch takes over."""
+    kernels = p.numel() > 0 and not impl.startswith("eager")
+    return Guard(
+        TRITON_OR_EAGER if kernels else "eager",
+        p.device,
+        lambda: ("linear.slots", p.dtype, p.shape[-1]),
+        lambda: _mismatch(p),
+    )
 
 
 def _mismatch(like: Tensor) -> str | None:

@@ -3,13 +3,12 @@
 y[t n + i] = x[t] if i = at else 0            x[t] = y[t n + at]
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard
 
 
 def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
@@ -23,14 +22,21 @@ def interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int, impl: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [B, T, H, K] and do [B, T, HV, V] at the last steps, g [B, T, HV] at the first."""
-    return _run_guarded(_launch_interleave, eager_interleave, (q, g, do, n), impl)
+    with _guard(impl, q) as usable:
+        if usable:
+            return _launch_interleave(q, g, do, n)
+    return eager_interleave(q, g, do, n)
 
 
 def deinterleave(
     q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None, impl: str
 ) -> None:
     """`to` and g_to, contiguous, are written: q at the last step of each token, g at the first."""
-    _run_guarded(_launch_deinterleave, eager_deinterleave, (q, g, n, to, g_to), impl)
+    with _guard(impl, q) as usable:
+        if usable:
+            _launch_deinterleave(q, g, n, to, g_to)
+            return
+    eager_deinterleave(q, g, n, to, g_to)
 
 
 def _launch_interleave(
@@ -64,13 +70,13 @@ def eager_deinterleave(
             there.copy_(x[:, at::n])
 
 
-def _run_guarded(run: Callable, plain: Callable, args: tuple, impl: str) -> Any:
-    x = args[0]
-    if impl.startswith("eager"):
-        return plain(*args)
-    kind = ("linear.steps", x.dtype, x.shape[3:])
-    return guarded_launch.run_guarded(
-        lambda: kind, x.device, run, plain, args, lambda: _mismatch(x)
+def _guard(impl: str, x: Tensor) -> Guard:
+    """Of kernels that plain torch takes over from, whatever does for the recurrence."""
+    return Guard(
+        "eager" if impl.startswith("eager") else TRITON_OR_EAGER,
+        x.device,
+        lambda: ("linear.steps", x.dtype, x.shape[3:]),
+        lambda: _mismatch(x),
     )
 
 

@@ -23,9 +23,9 @@ from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.sm90.plan import per_channel
 from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
-from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
+from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
@@ -55,22 +55,19 @@ def forward_impl(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[T
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
         return o, final, final.new_zeros(workspace.checkpoints_shape(terms, spans))
-    first, _, rest = impl.partition("|")
+    first, _, others = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= MAX_STEP_TOKENS)
-    if first == "eager":
-        return _run_eager(terms, scale, chunk, wide, spans, out)
-
-    def instead(*_: Any) -> tuple[Tensor, ...]:
-        return forward_impl(*terms, scale, chunk, rest, wide, spans, out=out, keep=keep)
-
-    return guarded_launch.run_guarded(
-        lambda: kind(terms, first, by_token),
+    with Guard(
+        impl,
         terms.q.device,
-        _run_kernels,
-        instead if rest else None,
-        (first, terms, scale, by_token, wide, spans, out, keep),
+        lambda: kind(terms, first, by_token),
         lambda: probe.mismatch(terms, first, by_token, linear),
-    )
+    ) as usable:
+        if usable:
+            return _run_kernels(first, terms, scale, by_token, wide, spans, out, keep)
+    if others:
+        return forward_impl(*given, scale, chunk, others, wide, spans, out=out, keep=keep)
+    return _run_eager(terms, scale, chunk, wide, spans, out)
 
 
 def _run_eager(
@@ -99,7 +96,7 @@ def _run_kernels(
     """forward_impl by the kernels of one back end, in slices if the call is long."""
     backend, dtype = _backend_for(impl, terms, by_token), terms.q.dtype
     can = backend.CAPABILITIES
-    fp32_operands = guarded_launch.needs_fp32_operands(terms.q)
+    fp32_operands = needs_fp32_operands(terms.q)
     if fp32_operands or (wide and not can.fp32_out):
         terms = _as_fp32(terms)
     forward = backend.forward_saving if keep and can.saves_wy else backend.forward
@@ -231,47 +228,67 @@ def backward_impl(
         checkpoints, saved: of forward_impl.
         overwrite_q: nobody wants q afterwards, so that its memory may take a gradient.
     """
-    impl, _, rest = impl.partition("|")
-    if impl == "eager" or only_by_token(terms):
-        if chunk == 0:
-            return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
-        return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, chunk), out)
-
-    def run() -> dict[str, Tensor]:
-        launches = _backend_for(impl, terms)
-        can = launches.CAPABILITIES
-        skips = {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
-        wider = guarded_launch.needs_fp32_operands(terms.q)
-        wide, do = (_as_fp32(terms), dout) if wider else (terms, dout)
-        if wider and do is not None:
-            do = do.float()
-        whole = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(wide))
-        parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, checkpoints)
-        more = {"out": out} if can.writes_out and out is not None else {}
-        left = saved if can.saves_wy else ()
-        if len(parts) == 1:
-            more |= {"saved": left} if left else {}
-            more |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
-            grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
-        else:
-            run = workspace.with_active_count(launches.backward, terms, parts, can)
-            grads = workspace.backward(run, wide, do, dfinal, scale, parts, checkpoints, left)
-        if wider:
-            grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
-        return workspace.copy_into(grads, out)
-
-    def instead() -> dict[str, Tensor]:
-        given = terms, dout, dfinal, scale, chunk, rest, gate_gradient, checkpoints, out, saved
-        return backward_impl(*given, overwrite_q)
-
-    return guarded_launch.run_guarded(
-        lambda: kind(terms, impl),
+    first, _, others = impl.partition("|")
+    with Guard(
+        "eager" if only_by_token(terms) else impl,
         terms.q.device,
-        run,
-        instead if rest else None,
-        (),
-        lambda: probe.mismatch(terms, impl, False, linear),
-    )
+        lambda: kind(terms, first),
+        lambda: probe.mismatch(terms, first, False, linear),
+    ) as usable:
+        if usable:
+            return _run_backward_kernels(
+                first,
+                terms,
+                dout,
+                dfinal,
+                scale,
+                gate_gradient,
+                checkpoints,
+                out,
+                saved,
+                overwrite_q,
+            )
+    if others and not only_by_token(terms):
+        given = terms, dout, dfinal, scale, chunk, others, gate_gradient, checkpoints, out, saved
+        return backward_impl(*given, overwrite_q)
+    if chunk == 0:
+        return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
+    return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, chunk), out)
+
+
+def _run_backward_kernels(
+    impl: str,
+    terms: LinearInputs,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    gate_gradient: bool,
+    checkpoints: Tensor | None,
+    out: Mapping[str, Tensor] | None,
+    saved: Sequence[Tensor],
+    overwrite_q: bool,
+) -> dict[str, Tensor]:
+    launches = _backend_for(impl, terms)
+    can = launches.CAPABILITIES
+    skips = {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
+    wider = needs_fp32_operands(terms.q)
+    wide, do = (_as_fp32(terms), dout) if wider else (terms, dout)
+    if wider and do is not None:
+        do = do.float()
+    whole = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(wide))
+    parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, checkpoints)
+    more = {"out": out} if can.writes_out and out is not None else {}
+    left = saved if can.saves_wy else ()
+    if len(parts) == 1:
+        more |= {"saved": left} if left else {}
+        more |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
+        grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
+    else:
+        run = workspace.with_active_count(launches.backward, terms, parts, can)
+        grads = workspace.backward(run, wide, do, dfinal, scale, parts, checkpoints, left)
+    if wider:
+        grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+    return workspace.copy_into(grads, out)
 
 
 def _forward_saving(*args: Any) -> tuple[Tensor, ...]:

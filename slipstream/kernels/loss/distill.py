@@ -17,7 +17,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.guarded_launch import run_guarded
+from slipstream.runtime.guarded_launch import Guard
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -149,22 +149,16 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     student, teacher = (x, w, b), (y, u, c)
     if not is_triton(impl):
         return kl_rows(student, teacher, *options)
-
-    def kernels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _kernels(student, teacher, *options)
-
-    def plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        loss, dhidden, dweight, dbias = kl_rows(student, teacher, *options)
-        return loss, dhidden, dweight.to(w.dtype), dbias.to(w.dtype)
-
-    return run_guarded(
-        lambda: ("linear_kl_div.triton", x.dtype, w.shape[0]),
+    with Guard(
+        impl,
         x.device,
-        kernels,
-        None if impl == "triton" else plain,
-        (),
+        lambda: ("linear_kl_div.triton", x.dtype, w.shape[0]),
         lambda: _mismatch(x, w.shape[0], _kernels),
-    )
+    ) as usable:
+        if usable:
+            return _kernels(student, teacher, *options)
+    loss, dhidden, dweight, dbias = kl_rows(student, teacher, *options)
+    return loss, dhidden, dweight.to(w.dtype), dbias.to(w.dtype)
 
 
 def _kernels(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.runtime import guarded_launch, numeric_probe
-from slipstream.runtime.backends import is_triton
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import expect_ids
 
 
@@ -34,25 +34,21 @@ def cross_entropy(
     weight: Tensor | None = None,
     has_lse: bool = False,
 ) -> None:
-    def run() -> None:
-        _launch().cross_entropy(
-            logits, target, options, loss=loss, lse=lse, grad=grad, weight=weight, has_lse=has_lse
-        )
-
-    def plain() -> None:
-        compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        r = eager.rows(logits.to(compute_dtype, copy=True), target, options)
-        if not has_lse:
-            for out, x in ((loss, r.loss), (lse, r.lse.masked_fill(~r.live, 0))):
-                if out is not None:
-                    out.copy_(x)
-        if grad is not None:
-            grad.copy_(eager.dlogits(r, weight, options))
-
-    if is_triton(impl):
-        _run_guarded(impl, logits.dtype, logits, run, plain)
-    else:
-        plain()
+    outputs = {"loss": loss, "lse": lse, "grad": grad}
+    with _guard(impl, logits.dtype, logits) as usable:
+        if usable:
+            _launch().cross_entropy(
+                logits, target, options, **outputs, weight=weight, has_lse=has_lse
+            )
+            return
+    compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    r = eager.rows(logits.to(compute_dtype, copy=True), target, options)
+    if not has_lse:
+        for out, x in ((loss, r.loss), (lse, r.lse.masked_fill(~r.live, 0))):
+            if out is not None:
+                out.copy_(x)
+    if grad is not None:
+        grad.copy_(eager.dlogits(r, weight, options))
 
 
 def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) -> Tensor:
@@ -104,17 +100,16 @@ def _scale_(x: Tensor, s: Tensor) -> Tensor:
 def _simple(impl: str, name: str, args: tuple, plain: Any, fresh: Any) -> Any:
     x = args[0]
 
-    def run(*args: Any) -> Tensor:
-        return getattr(_launch(), name)(*args)
-
     def mismatch() -> str | None:
         x, *others = fresh()
-        error = numeric_probe.relative_error(run(x.clone(), *others), plain(x.clone(), *others))
+        got, want = (f(x.clone(), *others) for f in (getattr(_launch(), name), plain))
+        error = numeric_probe.relative_error(got, want)
         return None if error < 1e-2 else f"off by {error:.1e} of its size"
 
-    fallback = None if impl == "triton" else plain
-    kind = f"cross_entropy.{name}", x.dtype
-    return guarded_launch.run_guarded(lambda: kind, x.device, run, fallback, args, mismatch)
+    with Guard(impl, x.device, lambda: (f"cross_entropy.{name}", x.dtype), mismatch) as usable:
+        if usable:
+            return getattr(_launch(), name)(*args)
+    return plain(*args)
 
 
 def linear_rows(
@@ -127,26 +122,22 @@ def linear_rows(
     options: LossInputs,
     grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _launch().linear_rows(hidden, weight, bias, target, dloss, options, grads)
-
-    def plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        row_weight = None if dloss is None else dloss.expand(target.shape)
-        probe_inputs = eager.linear_rows(hidden, weight, bias, target, row_weight, options, grads)
-        loss, dhidden, dweight, dbias = probe_inputs
-        return loss, dhidden, dweight.to(weight.dtype), dbias.to(weight.dtype)
-
-    return _run_guarded(impl, hidden.dtype, weight.t(), run, plain)
+    with _guard(impl, hidden.dtype, weight.t()) as usable:
+        if usable:
+            return _launch().linear_rows(hidden, weight, bias, target, dloss, options, grads)
+    row_weight = None if dloss is None else dloss.expand(target.shape)
+    loss, dhidden, dweight, dbias = eager.linear_rows(
+        hidden, weight, bias, target, row_weight, options, grads
+    )
+    return loss, dhidden, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def _run_guarded(impl: str, dtype: torch.dtype, like: Tensor, run: Any, plain: Any) -> Any:
+def _guard(impl: str, dtype: torch.dtype, like: Tensor) -> Guard:
     """like: [..., V]."""
-    return guarded_launch.run_guarded(
-        lambda: kind(dtype, like.shape[-1]),
+    return Guard(
+        impl,
         like.device,
-        run,
-        None if impl == "triton" else plain,
-        (),
+        lambda: kind(dtype, like.shape[-1]),
         lambda: _mismatch(dtype, like.shape[-1], like.device),
     )
 

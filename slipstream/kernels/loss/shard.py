@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, once_differentiable
-from slipstream.runtime.backends import is_triton
+from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import expect_ids
 
 
@@ -102,7 +102,10 @@ def _local(target: Tensor, options: LossInputs, shard: Shard) -> tuple[Tensor, T
 def columns(
     logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, impl: str
 ) -> Columns:
-    return _run_guarded(impl, _columns, eager_columns, (logits, target, options, shard))
+    with _guard(impl, logits) as usable:
+        if usable:
+            return _columns(logits, target, options, shard)
+    return eager_columns(logits, target, options, shard)
 
 
 def _columns(logits: Tensor, target: Tensor, options: LossInputs, shard: Shard) -> Columns:
@@ -151,7 +154,10 @@ def dlogits(
 ) -> Tensor:
     """The gradient of a rank's logits, in `out`, which may be the logits."""
     args = logits, target, lse, options, shard, dloss, out
-    return _run_guarded(impl, _dlogits, eager_dlogits, args)
+    with _guard(impl, logits) as usable:
+        if usable:
+            return _dlogits(*args)
+    return eager_dlogits(*args)
 
 
 def _dlogits(
@@ -199,18 +205,13 @@ def eager_dlogits(
     return out.copy_(d.masked_fill_((target == options.ignore_index)[:, None], 0))
 
 
-def _run_guarded(impl: str, run: Callable, plain: Callable, args: tuple) -> Any:
+def _guard(impl: str, logits: Tensor) -> Guard:
     """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
-    if not is_triton(impl):
-        return plain(*args)
-    logits = args[0]
     dtype, classes, device = logits.dtype, logits.shape[1], logits.device
-    return guarded_launch.run_guarded(
-        lambda: ("cross_entropy.shard", dtype, classes),
+    return Guard(
+        impl,
         device,
-        run,
-        None if impl == "triton" else plain,
-        args,
+        lambda: ("cross_entropy.shard", dtype, classes),
         lambda: _mismatch(dtype, classes, device),
     )
 

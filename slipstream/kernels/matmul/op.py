@@ -33,11 +33,11 @@ from slipstream.kernels.matmul.inputs import (
     tma_swaps,
 )
 from slipstream.kernels.matmul.reference import matmul_reference
-from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import Function, needs_autograd
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
+from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.numeric_probe import Given, mismatch
 
 # and whether an implementation was named
@@ -120,7 +120,7 @@ def _triton_unsupported_reason(call: Call) -> str | None:
         return reason
     if config is not None and config.kernel != "pointer":
         return "the configuration is another kernel's"
-    return guarded_launch.known_failure(lambda: _kind("triton", t), t.a.device)
+    return known_failure(lambda: _kind("triton", t), t.a.device)
 
 
 def _unsupported_operands(t: MatmulInputs) -> str | None:
@@ -153,7 +153,7 @@ def sm90_unsupported_reason(call: Call) -> str | None:
         and uses_split_k(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1])
     ):
         return "there are few tiles, of which the portable kernel's programs share each"
-    return guarded_launch.known_failure(lambda: _kind("sm90", t), t.a.device)
+    return known_failure(lambda: _kind("sm90", t), t.a.device)
 
 
 def tma_unsupported_reason(t: MatmulInputs) -> str | None:
@@ -199,24 +199,18 @@ def _impl(*args: Any) -> Tensor:
         check(config, problem(t), arch_of(t.a.device))
     elif config is not None:
         config = None
-    return _with(plan_for(t, config, impl or None).tries.split("|"), t, config)
+    return _run(plan_for(t, config, impl or None).tries, t, config)
 
 
-def _with(names: list[str], t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
+def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """By the first of the implementations at which this machine's compilers do not fail."""
-    name, *others = names
-    if name == "reference":
-        return matmul_reference(t)
-    if name == "eager":
-        return eager.matmul(t)
-    return guarded_launch.run_guarded(
-        lambda: _kind(name, t),
-        t.a.device,
-        lambda t, config: _launch(name, t, config),
-        (lambda t, config: _with(others, t, config)) if others else None,
-        (t, config),
-        lambda: _probe(name, t),
-    )
+    name, _, others = impl.partition("|")
+    with Guard(impl, t.a.device, lambda: _kind(name, t), lambda: _probe(name, t)) as usable:
+        if usable:
+            return _launch(name, t, config)
+    if name in PLAIN:
+        return matmul_reference(t) if name == "reference" else eager.matmul(t)
+    return _run(others, t, config)
 
 
 def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:

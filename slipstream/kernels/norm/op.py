@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.norm import fallback
 from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, stores_h
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -22,6 +22,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
 )
 from slipstream.runtime.custom_op import KernelOp, is_plain_call
+from slipstream.runtime.guarded_launch import Guard
 
 _NORM = (
     "float eps, bool centre, bool l2, int groups, bool zero_centered, str activation, "
@@ -73,27 +74,29 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As the launch, which is the same but for the last argument."""
     *tensors, impl = args
     x, weight, bias, gate, residual, n, _ = tensors
-    return guarded_launch.run_guarded(
-        lambda: kind(x, weight, gate, n),
+    with Guard(
+        impl,
         x.device,
-        _launch().forward,
-        None if impl == "triton" else fallback.forward,
-        tuple(tensors),
+        lambda: kind(x, weight, gate, n),
         lambda: _mismatch(x, weight, bias, gate, residual, n),
-    )
+    ) as usable:
+        if usable:
+            return _launch().forward(*tensors)
+    return fallback.forward(*tensors)
 
 
 def _run_backward(*args: Any) -> Any:
     *tensors, impl = args
     _, _, h, weight, bias, gate, _, _, n, _, _ = tensors
-    return guarded_launch.run_guarded(
-        lambda: kind(h, weight, gate, n),
+    with Guard(
+        impl,
         h.device,
-        _launch().backward,
-        None if impl == "triton" else fallback.backward,
-        tuple(tensors),
+        lambda: kind(h, weight, gate, n),
         lambda: _mismatch(h, weight, bias, gate, None, n),
-    )
+    ) as usable:
+        if usable:
+            return _launch().backward(*tensors)
+    return fallback.backward(*tensors)
 
 
 def _mismatch(

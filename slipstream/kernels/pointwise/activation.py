@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import choose_impl, is_triton
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -83,14 +84,14 @@ def _eager_backward(
         y = _eager(leaves[0], leaves[1] if up is not None else None, f)
         return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
 
-    dgate, *dup = guarded_launch.run_isolated(grads, dy.device)
+    dgate, *dup = run_isolated(grads, dy.device)
     return dgate, dup[0] if dup else None
 
 
 def _unsupported_reason(x: Tensor, f: str) -> str | None:
     if x.dim() == 0 or x.shape[-1] == 0:
         return "there are no features"
-    return guarded_launch.known_failure(lambda: _kind(x, f), x.device)
+    return known_failure(lambda: _kind(x, f), x.device)
 
 
 def _kind(x: Tensor, f: str) -> KernelKey:
@@ -110,38 +111,25 @@ def _mismatch(gate: Tensor, up: Tensor | None, f: str) -> str | None:
 
 
 def _forward(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
-    if not is_triton(impl):
-        return _eager(gate, up, f).contiguous()
-    return _run_guarded("glu", _eager, (gate, up, f), gate, up, impl)
+    with _guard(impl, gate, up, f) as usable:
+        if usable:
+            from slipstream.kernels.pointwise.triton import glu
+
+            return glu.glu(gate, up, f)
+    return _eager(gate, up, f).contiguous()
 
 
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str) -> list[Tensor]:
-    args = (gate, up, dy, f)
-    if is_triton(impl):
-        dgate, dup = _run_guarded("glu_backward", _eager_backward, args, gate, up, impl)
-    else:
-        dgate, dup = _eager_backward(*args)
-    return [dgate] if dup is None else [dgate, dup]
+    with _guard(impl, gate, up, f) as usable:
+        if usable:
+            from slipstream.kernels.pointwise.triton import glu
+
+            return [x for x in glu.glu_backward(gate, up, dy, f) if x is not None]
+    return [x for x in _eager_backward(gate, up, dy, f) if x is not None]
 
 
-def _run_guarded(
-    name: str, plain: Any, args: tuple, gate: Tensor, up: Tensor | None, impl: str
-) -> Any:
-    f = args[-1]
-
-    def kernel(*args: Any) -> Any:
-        from slipstream.kernels.pointwise.triton import glu
-
-        return getattr(glu, name)(*args)
-
-    return guarded_launch.run_guarded(
-        lambda: _kind(gate, f),
-        gate.device,
-        kernel,
-        None if impl == "triton" else plain,
-        args,
-        lambda: _mismatch(gate, up, f),
-    )
+def _guard(impl: str, gate: Tensor, up: Tensor | None, f: str) -> Guard:
+    return Guard(impl, gate.device, lambda: _kind(gate, f), lambda: _mismatch(gate, up, f))
 
 
 def _forward_fake(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:

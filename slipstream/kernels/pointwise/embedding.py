@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import clamped, expect_ids, launched, raise_pending
 
 
@@ -46,16 +48,17 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"weight: want at least one row [V, D], got shape {(*weight.shape,)}")
     if not HAVE_TRITON:
         return _nearest(input_ids, weight)
-    y = guarded_launch.run_guarded(
-        lambda: ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1]),
+    with Guard(
+        TRITON_OR_EAGER,
         weight.device,
-        _launch().gather,
-        _nearest,
-        (input_ids, weight),
+        lambda: ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1]),
         lambda: _mismatch(input_ids, weight),
-    )
-    launched()
-    return y
+    ) as usable:
+        if usable:
+            y = _launch().gather(input_ids, weight)
+            launched()
+            return y
+    return _nearest(input_ids, weight)
 
 
 def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.pointwise import activation
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -27,6 +27,7 @@ from slipstream.runtime.autograd import (
 from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard
 
 
 def glu_linear(
@@ -133,23 +134,18 @@ def _recompute(
     dh: Tensor, gate: Tensor, up: Tensor | None, f: str, impl: str
 ) -> tuple[Tensor, Tensor]:
     """dgate and dup, which is empty without an up; dh becomes h."""
-    if not is_triton(impl):
-        dgate, dup = _eager_recompute(dh, gate, up, f)
-    else:
-
-        def kernel(*args: Any) -> tuple[Tensor, Tensor | None]:
+    with Guard(
+        impl,
+        gate.device,
+        lambda: ("glu_bwd_recompute.triton", f, gate.dtype, gate.shape[-1]),
+        lambda: _mismatch(gate, up, f),
+    ) as usable:
+        if usable:
             from slipstream.kernels.pointwise.triton.glu_bwd_recompute import glu_bwd_recompute
 
-            return glu_bwd_recompute(*args)
-
-        dgate, dup = guarded_launch.run_guarded(
-            lambda: ("glu_bwd_recompute.triton", f, gate.dtype, gate.shape[-1]),
-            gate.device,
-            kernel,
-            None if impl == "triton" else _eager_recompute,
-            (dh, gate, up, f),
-            lambda: _mismatch(gate, up, f),
-        )
+            dgate, dup = glu_bwd_recompute(dh, gate, up, f)
+            return dgate, dgate.new_empty(0) if dup is None else dup
+    dgate, dup = _eager_recompute(dh, gate, up, f)
     return dgate, dgate.new_empty(0) if dup is None else dup
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -22,9 +22,9 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.token_ids import SYNC, launched
 
 
@@ -144,24 +144,19 @@ def _rotary(
     impl: str,
 ) -> Tensor:
     args = (x, cos, sin, positions, interleaved, back)
-    if not is_triton(impl):
-        return _eager(*args)
-
-    def kernel(*args: Any) -> Tensor:
-        from slipstream.kernels.pointwise.triton.rotary import rotate
-
-        return rotate(*args)
-
-    y = guarded_launch.run_guarded(
-        lambda: _kind(x, cos.shape[-1], interleaved),
+    with Guard(
+        impl,
         x.device,
-        kernel,
-        None if impl == "triton" else _eager,
-        args,
+        lambda: _kind(x, cos.shape[-1], interleaved),
         lambda: _mismatch(x, cos, interleaved),
-    )
-    launched()
-    return y
+    ) as usable:
+        if usable:
+            from slipstream.kernels.pointwise.triton.rotary import rotate
+
+            y = rotate(*args)
+            launched()
+            return y
+    return _eager(*args)
 
 
 def _kind(x: Tensor, half: int, interleaved: bool) -> KernelKey:
@@ -186,7 +181,7 @@ def unsupported_reason(x: Tensor, half: int, interleaved: bool = False) -> str |
     """Why the Triton kernel can't take a call, or None if it can."""
     if half == 0:
         return "no features turn"
-    return guarded_launch.known_failure(lambda: _kind(x, half, interleaved), x.device)
+    return known_failure(lambda: _kind(x, half, interleaved), x.device)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:

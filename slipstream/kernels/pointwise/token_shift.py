@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import guarded_launch, numeric_probe
+from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import choose_impl, is_triton
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard, known_failure
 
 
 def shift_reference(
@@ -129,19 +130,12 @@ def _from_the_end(cu_seqlens: Tensor | None) -> Tensor | None:
 def _shift(
     x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
-    args = (x, edge, cu_seqlens, back)
-    if not is_triton(impl):
-        return _eager(*args)
+    with Guard(impl, x.device, lambda: _kind(x), lambda: _mismatch(x)) as usable:
+        if usable:
+            from slipstream.kernels.pointwise.triton.token_shift import shift
 
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        from slipstream.kernels.pointwise.triton.token_shift import shift
-
-        return shift(*args)
-
-    fallback = None if impl == "triton" else _eager
-    return guarded_launch.run_guarded(
-        lambda: _kind(x), x.device, kernel, fallback, args, lambda: _mismatch(x)
-    )
+            return shift(x, edge, cu_seqlens, back)
+    return _eager(x, edge, cu_seqlens, back)
 
 
 def _kind(x: Tensor) -> KernelKey:
@@ -169,7 +163,7 @@ def _unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
         return "there are no features or sequences"
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs at all sizes"
-    return guarded_launch.known_failure(lambda: _kind(x), x.device)
+    return known_failure(lambda: _kind(x), x.device)
 
 
 def _fake(
