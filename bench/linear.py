@@ -1,185 +1,389 @@
-"""The linear family beside its peers, in one run: fla-core on a GPU, else transformers on a CPU.
+"""The linear attention family beside its peers.
 
-    python bench/linear.py             times, prints, and appends to bench/results/linear_*.csv
-    python bench/linear.py --dry       without recording
-    python bench/linear.py --cpu       the CPU's rows where there is a GPU
-    python bench/linear.py --limit 60  on a GPU: the peer, where it tunes no longer; 0: without it
-    python bench/linear.py --tuned DIR the peer tuned among what linear_tuned.py put there; the
-                                       first calls of all rows go side by side, each to its limit
-    python bench/linear.py --best 1    and among no more than its best one of each kernel
-    python bench/linear.py --warm      on a GPU: errors, and one call of each side (with --limit 0
-                                       of ours alone): fills the caches
-    python bench/linear.py --only gla,kda  operators with these in their names; --part 1/3 a third
+    python bench/linear.py                    every operator, beside fla-core if it is installed
+    python bench/linear.py --peer none        ours alone
+    python bench/linear.py --peer flash_qla   the gated delta rule beside FlashQLA
+    python bench/linear.py --peer cpu         on a CPU, beside transformers' reference code
+    python bench/linear.py --lengths          time and memory against the length, 1024 to 65536
+    python bench/linear.py --warm             every first call in a process of its own, side by side
 
-On a GPU: linear_peers.py. The rest is about a CPU. Ours and the peer take turns on the same inputs,
-and the medians are compared: on a shared machine only their ratio means something. float32, B 1,
-T 2048, 8 heads, K = V = 128, queries and keys normalised inside as the models do.
+bf16, K = V = 128 (64 in --lengths of rwkv7). fwd, both: milliseconds of a forward without
+gradients, and of a forward with backward. first_s: seconds of the first call of both, with whatever
+is compiled and tuned in it. peak_GiB: of both, with inputs and gradients. Errors are relative root
+mean squares against the float64 reference at 512 tokens: of outputs and states, of gradients, of
+gradients of gates and beta, the largest of each kind.
+
+fla's autotuner takes minutes an operator in the first call and FlashQLA's compiler as long; both
+leave what they found in their caches (TRITON_CACHE_DIR with FLA_CACHE_RESULTS=1, and
+TILELANG_CACHE_DIR). --warm fills them: a row counts as tuned only if the tuner tried everything.
 """
 
-import argparse
+import importlib
 import os
-import statistics
-import time
-from collections.abc import Callable
-
-# threads that spin while they wait stall each other where cores are shared
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from record import record, table
-from rich.console import Console
-from rich.table import Table
+from harness import (
+    DEVICE,
+    Provider,
+    Report,
+    error,
+    first,
+    in_turns,
+    kernels_ms,
+    parser,
+    peak_bytes,
+    rounded,
+    sdpa,
+)
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from slipstream import ops
+from slipstream.tools.catalog import OPERATORS, Sample, Shape, chosen, family
 
-B, T, H, D = 1, 2048, 8, 128
-NORMALISED = {"use_qk_l2norm_in_kernel": True}
-
-
-def inputs(tokens: int, channel_gate: bool, requires_grad: bool) -> dict[str, torch.Tensor]:
-    shape = (B, tokens, H, D)
-    gate = shape if channel_gate else shape[:3]
-    made = {
-        "q": torch.randn(shape),
-        "k": torch.randn(shape),
-        "v": torch.randn(shape),
-        "g": F.logsigmoid(torch.randn(gate) + 3),
-        "beta": torch.rand(shape[:3]),
-    }
-    return {name: x.requires_grad_(requires_grad) for name, x in made.items()}
-
-
-def alternate(
-    ours: Callable[[], object], peer: Callable[[], object], repeats: int
-) -> tuple[float, float]:
-    """Median milliseconds of both, one call of each in turn."""
-    calls = (ours, peer)
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, mine in zip(calls, times):
-            start = time.perf_counter()
-            call()
-            mine.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[0]), statistics.median(times[1])
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla would call FlashQLA where that is installed
+GATES = ("g", "gk", "w", "beta")
+LIMITS = {"out error": 5e-3, "grad error": 8e-3, "gate error": 2e-2}
+A, C = Shape(B=1, T=8192, H=96), Shape(B=1, T=32768, H=8)
+Q1, Q2 = Shape(B=1, T=8192, H=16, HV=64), Shape(B=1, T=32768, H=2, HV=8)
+CHECKED = 512  # tokens
+# fla has these in a module of another name; "" where it refuses to run on sm_90
+FLA_MODULES = {
+    "iplr_delta_rule": "generalized_delta_rule",
+    "dplr_delta_rule": "generalized_delta_rule",
+    "simple_gla": "",
+}
 
 
-def gated_delta_rule(x: dict[str, torch.Tensor], decode: bool, state: torch.Tensor | None):
-    from transformers.models.qwen3_next import modeling_qwen3_next as peer
+@dataclass(frozen=True)
+class Case:
+    """A row of the catalogue at a shape; label as docs/performance.md has it."""
 
-    theirs = peer.torch_recurrent_gated_delta_rule if decode else peer.torch_chunk_gated_delta_rule
-    fused, chunk = ops.fused_recurrent_gated_delta_rule, ops.chunk_gated_delta_rule
-    options = {"initial_state": state, "output_final_state": decode, **NORMALISED}
-    return (
-        lambda: (fused if decode else chunk)(**x, **options),
-        lambda: theirs(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options),
-    )
+    name: str
+    label: str
+    shape: Shape
 
+    @property
+    def sample(self) -> Sample:
+        return next(x for x in OPERATORS if x.name == self.name)
 
-def kda(x: dict[str, torch.Tensor], decode: bool, state: torch.Tensor | None):
-    from transformers.models.kimi_linear import modeling_kimi_linear as peer
-
-    theirs = peer.recurrent_kimi_delta_attention if decode else peer.chunk_kimi_delta_attention
-    options = {"initial_state": state, "output_final_state": decode, **NORMALISED}
-    return (
-        lambda: (ops.fused_recurrent_kda if decode else ops.chunk_kda)(**x, **options),
-        lambda: theirs(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options),
-    )
+    @property
+    def operator(self) -> str:
+        return family(self.sample.op)
 
 
-WORK = [  # name, operator, forward / backward / decode, ratio to the peer that we promise
-    ("gated delta rule forward", gated_delta_rule, "forward", 0.35),
-    ("gated delta rule forward + backward", gated_delta_rule, "backward", 0.55),
-    ("gated delta rule decoding step", gated_delta_rule, "decode", 1.0),
-    ("kda forward", kda, "forward", 0.12),
-    ("kda forward + backward", kda, "backward", None),
-    ("kda decoding step", kda, "decode", 1.0),
+CASES = [
+    Case("chunk_linear_attn", "A", A),
+    Case("chunk_linear_attn", "C", C),
+    Case("chunk_retention", "A", A),
+    Case("chunk_retention", "C", C),
+    Case("chunk_lightning_attn", "A", A),
+    Case("chunk_simple_gla", "A", A),
+    Case("chunk_gla-narrow", "A", A),
+    Case("chunk_gla-narrow", "C", C),
+    Case("chunk_rwkv6-narrow", "A", A),
+    Case("chunk_gsa", "A", A),
+    Case("chunk_hgrn", "A", A),
+    Case("chunk_delta_rule", "A", A),
+    Case("chunk_gated_delta_rule", "Q1", Q1),
+    Case("chunk_gated_delta_rule", "Q2", Q2),
+    Case("chunk_comba", "A", A),
+    Case("chunk_kda-narrow", "A", A),
+    Case("chunk_gated_delta_product", "P", Shape(B=1, T=4096, H=32)),
+    Case("chunk_iplr_delta_rule", "A", A),
+    Case("chunk_rwkv7-narrow", "A", A),
+    Case("chunk_dplr_delta_rule", "A", A),
 ]
+_LENGTHS = {"2048": (2048,), "4096": (4096,), "4x8192": (8192,) * 4, "8x1024": (1024,) * 8}
+_HEADS = ((16, 64), (16, 32), (8, 24), (2, 8))
+FLASH_QLA_SHAPES = {"Q1": Q1, "Q2": Q2} | {
+    f"{name} {h}/{hv}": Shape(B=1, T=sum(x), H=h, HV=hv, lengths=x if len(x) > 1 else None)
+    for name, x in _LENGTHS.items()
+    for h, hv in _HEADS
+}
+AGAINST_LENGTH = (
+    "chunk_retention",
+    "chunk_simple_gla",
+    "chunk_gla",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_rwkv7-narrow",
+    "attention",
+)
+TOKENS = (1024, 4096, 16384, 65536)
 
 
-def measure(operator: Callable, mode: str, repeats: int) -> tuple[float, float, float]:
-    """Milliseconds of ours and of the peer, and the largest difference between their outputs."""
-    x = inputs(1 if mode == "decode" else T, operator is kda, mode == "backward")
-    state = torch.randn(B, H, D, D) if mode == "decode" else None
-    ours, peer = operator(x, mode == "decode", state)
-    difference = (ours()[0] - peer()[0]).abs().max().item()
-    if mode == "backward":
-        grad = torch.randn(B, T, H, D)
-        leaves = list(x.values())
-
-        def grads(f: Callable) -> Callable[[], object]:
-            return lambda: torch.autograd.grad(f()[0], leaves, grad)
-
-        return (*alternate(grads(ours), grads(peer), repeats), difference)
-    with torch.no_grad():
-        repeats *= 100 if mode == "decode" else 1
-        return (*alternate(ours, peer, repeats), difference)
+def ours(sample: Sample) -> Callable[..., Any]:
+    return partial(sample.fn, **sample.options)
 
 
-def show(rows: list[dict[str, object]]) -> None:
-    """One table; a row may lack columns."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    made = Table(*names)
-    for row in rows:
-        made.add_row(*(str(row.get(name, "")) for name in names))
-    Console(width=200).print(made)
+def fla(sample: Sample) -> Callable[..., Any]:
+    """fla's operator, which takes the same arguments. Raises ImportError where it has none."""
+    name = FLA_MODULES.get(family(sample.op), family(sample.op))
+    if not name:
+        raise ImportError("fla refuses to run it on this GPU")
+    return partial(getattr(importlib.import_module(f"fla.ops.{name}"), sample.op), **sample.options)
 
 
-def on_gpu(args: argparse.Namespace) -> None:
-    import linear_peers
-
-    part, parts = map(int, args.part.split("/"))
-    rows = []
-    only, tuned = args.only.split(","), (args.tuned, args.best)
-    for row in linear_peers.rows(args.limit, only, part, parts, *tuned, args.warm):
-        rows.append(row)
-        print(*(f"{name} {x}," for name, x in row.items()), flush=True)
-        if not (args.dry or args.warm):
-            record("linear_gpu_peers", [row])
-    show(rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("dry", "cpu", "warm"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in ("only", "tuned"):
-        parser.add_argument(f"--{name}", default="")
-    parser.add_argument("--part", default="0/1")
-    parser.add_argument("--best", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=400.0)
-    parser.add_argument("--repeats", type=int, default=9)
-    args = parser.parse_args()
-    if torch.cuda.is_available() and not args.cpu:
-        on_gpu(args)
-    else:
-        on_cpu(args)
+def errors(
+    case: Case, fn: Callable[..., Any], report: Report, heads: int | None = 2
+) -> dict[str, float]:
+    """By tensor, of a provider at CHECKED tokens; without gradients where it has no backward.
+    heads: of q; None for all, as fla has tuned itself for them."""
+    shape = report.shape(replace(case.shape, T=CHECKED, lengths=None))
+    if heads is not None:
+        grouped = shape.HV and heads * shape.HV // shape.H
+        shape = replace(shape, H=heads, HV=grouped)
+    args = case.sample.inputs(shape, DEVICE)
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in args.items()}
+    given, want = Provider(fn, args), Provider(partial(ours(case.sample), impl="eager"), wide)
+    found = results(given)
+    want.dout = given.dout.double() if given.dout is not None else None
+    wanted = results(want)
+    return {n: error(x, wanted[n]) for n, x in found.items()}
 
 
-def on_cpu(args: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    rows = []
-    for name, operator, mode, promise in WORK:
-        if args.only not in name:
-            continue
-        ours, peer, difference = measure(operator, mode, args.repeats)
-        assert difference < 1e-4, f"{name}: differs from transformers by {difference}"
-        rows.append(
-            {
-                "work": name,
-                "shape": f"B{B} T{1 if mode == 'decode' else T} H{H} K{D} V{D} float32",
-                "ours_ms": f"{ours:.3f}",
-                "transformers_ms": f"{peer:.3f}",
-                "ratio": f"{ours / peer:.3f}",
-                "promised": promise if promise is not None else "",
-            }
+def results(given: Provider) -> dict[str, Tensor]:
+    """o, final states and gradients by name."""
+    o, *states = given.outputs(output_final_state=True)
+    found = {"o": o} | {f"state{i or ''}": x for i, x in enumerate(states)}
+    try:
+        grads = zip(given.live, given.back(o))
+    except (NotImplementedError, RuntimeError) as e:
+        print(f"no backward: {str(e)[:80]}")
+        return found
+    return found | {n: x for n, x in grads if x is not None}
+
+
+def largest(found: Mapping[str, float]) -> dict[str, str]:
+    """The largest error of each kind and the name of its tensor; PAST where it is too large."""
+
+    def kind(name: str) -> str:
+        outs = "out error" if name == "o" or name.startswith("state") else "grad error"
+        return "gate error" if name in GATES else outs
+
+    worst = {}
+    for label, limit in LIMITS.items():
+        mine = {n: e for n, e in found.items() if kind(n) == label}
+        if mine:
+            name = max(mine, key=lambda n: mine[n])
+            worst[label] = f"{name} {mine[name]:.1e}" + ("" if mine[name] <= limit else " PAST")
+    return worst
+
+
+def beside_fla(case: Case, report: Report) -> dict[str, object]:
+    shape = report.shape(case.shape)
+    given = case.sample.inputs(shape, DEVICE)
+    row: dict[str, object] = {"operator": case.operator, "shape": case.label}
+    row |= largest(errors(case, ours(case.sample), report))
+    providers = {"": Provider(ours(case.sample), given)}
+    if report.options.peer == "fla":
+        try:
+            providers["fla "] = Provider(fla(case.sample), given)
+        except ImportError as e:
+            row["fla"] = str(e)[:60]
+    forward, both = {}, {}
+    for who, provider in providers.items():
+        forward[who] = provider.forward
+        row[f"{who}first_s"] = round(first(provider.forward), 2)
+        try:
+            row[f"{who}first_s"] = round(first(provider.gradients), 2)
+            row[f"{who}peak_GiB"] = round(peak_bytes(provider.gradients) / 2**30, 3)
+            both[who] = provider.gradients
+        except (NotImplementedError, RuntimeError) as e:
+            if not who:
+                raise
+            row["fla"] = f"no backward: {str(e)[:60]}"
+    if report.options.once:
+        return row
+    for column, calls in (("fwd", forward), ("both", both)):
+        times = in_turns(calls, report.runs(20))
+        row |= {f"{who}{column}": round(ms, 4) for who, ms in times.items()}
+    out = providers[""].forward()
+    floors = providers[""].floors_ms(out)
+    row["x floor"] = " ".join(
+        f"{float(str(row[x])) / floor:.1f}" for x, floor in zip(("fwd", "both"), floors)
+    )
+    if "fla " in providers:
+        row["differs"] = f"{error(providers['fla '].forward(), out):.1e}"
+        row["fla error"] = ", ".join(
+            largest(errors(case, fla(case.sample), report, heads=None)).values()
         )
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
-    show(rows)
-    if not args.dry:
-        print("recorded in", record("linear_cpu", rows))
+    return row
+
+
+def beside_flash_qla(name: str, shape: Shape, report: Report) -> dict[str, object]:
+    """The same tensors; ours is first in the row, FlashQLA's results are compared with ours."""
+    import flash_qla  # pyright: ignore[reportMissingImports]
+
+    sample = chosen(["chunk_gated_delta_rule"])[0]
+    args = sample.inputs(report.shape(shape), DEVICE)
+    row: dict[str, object] = {"shape": name}
+    providers = {
+        "slipstream": Provider(ours(sample), args),
+        "flash_qla": Provider(flash_qla.chunk_gated_delta_rule, args),
+    }
+    made: dict[str, list[Tensor]] = {}
+    dout = torch.randn_like(providers["slipstream"].forward())
+    for who, provider in providers.items():
+        provider.dout = dout
+        row[f"{who}_first_s"] = round(first(provider.gradients), 2)
+        made[who] = [provider.forward(), *(x for x in provider.gradients() if x is not None)]
+        row[f"{who}_peak_mib"] = peak_bytes(provider.gradients) >> 20
+    apart = zip(made["flash_qla"], made["slipstream"], strict=True)
+    row["flash_qla_off"] = " ".join(f"{error(x, y):.0e}" for x, y in apart)
+    made.clear()
+    if report.options.once:
+        return row
+    for column, way in (("ms", "forward"), ("both_ms", "gradients")):
+        calls = {who: getattr(x, way) for who, x in providers.items()}
+        found = in_turns(calls, report.runs(20))
+        row |= {f"{who}_{column}": round(ms, 4) for who, ms in found.items()}
+        row[f"{column}_of_peer"] = round(found["slipstream"] / found["flash_qla"], 3)
+    for who, provider in providers.items():
+        times = kernels_ms(provider.forward), kernels_ms(provider.gradients)
+        row[f"{who}_kernels_ms"] = " ".join(f"{x:.4f}" for x in times)
+    return row
+
+
+def against_length(sample: Sample, report: Report) -> Iterator[Mapping[str, object]]:
+    """Rows by provider and length: 16 heads, one sequence."""
+    width = 64 if sample.op == "chunk_rwkv7" else 128
+    for T in TOKENS[:1] if report.options.small else TOKENS:
+        shape = report.shape(Shape(B=1, T=T, H=16, K=width, V=width))
+        args = sample.inputs(shape, DEVICE)
+        providers = {"slipstream": Provider(ours(sample), args)}
+        if report.options.peer == "fla":
+            try:
+                peer = (
+                    ("cuDNN", sdpa(True, SDPBackend.CUDNN_ATTENTION))
+                    if sample.op == "attention"
+                    else ("fla", fla(sample))
+                )
+                providers[peer[0]] = Provider(peer[1], args)
+            except ImportError as e:
+                print(f"{sample.op}: {e}")
+        calls: dict[str, dict[str, Any]] = {
+            "fwd_ms": {who: x.forward for who, x in providers.items()},
+            "both_ms": {who: x.gradients for who, x in providers.items()},
+        }
+        peaks = {who: peak_bytes(x.gradients) / 2**20 for who, x in providers.items()}
+        if report.options.once:
+            continue
+        times = {n: in_turns(x, report.runs(20)) for n, x in calls.items()}
+        for who, provider in providers.items():
+            out = provider.forward()
+            floors = provider.floors_ms(out)
+            cells = {n: x[who] for n, x in times.items()}
+            cells |= {"floor_fwd_ms": floors[0], "floor_both_ms": floors[1]}
+            cells |= {"peak_mib": peaks[who], "results_mib": (provider.nbytes + out.nbytes) / 2**20}
+            yield {"operator": family(sample.op), "who": who, "T": T} | rounded(cells)
+
+
+def by_position(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """transformers names its first three arguments otherwise."""
+    return lambda q, k, v, **rest: fn(q, k, v, **rest, **options)
+
+
+def beside_transformers(report: Report) -> None:
+    """float32 on a CPU, queries and keys normalised inside, as the models do it. The machine may be
+    shared: only the ratio of two medians means something."""
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    peers: dict[str, tuple[str, Any, Any]] = {
+        "gated delta rule": (
+            "gated_delta_rule",
+            qwen.torch_chunk_gated_delta_rule,
+            qwen.torch_recurrent_gated_delta_rule,
+        ),
+        "kda": ("kda", kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention),
+    }
+    for name, (op, chunk, recurrent) in peers.items():
+        for way in ("forward", "forward + backward", "decoding step"):
+            if not report.wants(f"{name} {way}"):
+                continue
+            step = way == "decoding step"
+            shape = report.shape(
+                Shape(B=1, T=1 if step else 2048, H=8, state=step, dtype=torch.float32)
+            )
+            sample = chosen([f"{'fused_recurrent' if step else 'chunk'}_{op}"])[0]
+            args = sample.inputs(shape, torch.device("cpu"))
+            options = {"use_qk_l2norm_in_kernel": True, "output_final_state": step}
+            options |= {"initial_state": args.pop("initial_state", None)}
+            mine = Provider(partial(sample.fn, **options), args)
+            theirs = Provider(by_position(recurrent if step else chunk, **options), args)
+            off = (mine.forward() - theirs.forward()).abs().max().item()
+            assert off < 1e-4, f"{name}: differs from transformers by {off}"
+            call = "gradients" if way.endswith("backward") else "forward"
+            calls = {"ours": getattr(mine, call), "transformers": getattr(theirs, call)}
+            if report.options.once:
+                continue
+            times = in_turns(calls, report.runs(900 if step else 9))
+            row = {
+                "work": f"{name} {way}",
+                "shape": f"B1 T{shape.T} H{shape.H} K{shape.K} V{shape.V} float32",
+            }
+            row |= {f"{who}_ms": f"{ms:.3f}" for who, ms in times.items()}
+            ratio = times["ours"] / times["transformers"]
+            report.row("linear_cpu", {**row, "ratio": f"{ratio:.3f}"})
+
+
+def warm(cases: Sequence[Case], options: Namespace) -> None:
+    """The first call of every case, in processes side by side: they compile on the CPU's cores."""
+
+    def one(case: Case) -> str:
+        only = f"^{case.operator} {case.label}$"
+        command = [sys.executable, __file__, "--once", "--only", only, "--peer", options.peer]
+        left = None if options.seconds == float("inf") else options.seconds
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            return f"{only}: over {left:.0f} s"
+        return (done.stdout if done.returncode == 0 else done.stderr).strip()[-300:]
+
+    with ThreadPoolExecutor(len(cases) or 1) as pool:
+        for line in pool.map(one, cases):
+            print(line, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--peer", choices=("fla", "flash_qla", "cpu", "none"), default="fla")
+    options.add_argument("--lengths", action="store_true", help="against the number of tokens")
+    options.add_argument("--warm", action="store_true", help="only fill the caches")
+    given = options.parse_args(argv)
+    report = Report(given, needs_gpu=given.peer != "cpu")
+    if given.peer == "cpu":
+        beside_transformers(report)
+    elif given.peer == "flash_qla":
+        for name, shape in FLASH_QLA_SHAPES.items():
+            if report.wants(name):
+                with report.going_on(name):
+                    report.row("delta_peers", beside_flash_qla(name, shape, report))
+    elif given.lengths:
+        for sample in (x for x in OPERATORS if x.name in AGAINST_LENGTH):
+            if report.wants(family(sample.op)):
+                with report.going_on(sample.op):
+                    for row in against_length(sample, report):
+                        report.row("lengths", row)
+    else:
+        cases = [x for x in CASES if report.wants(f"{x.operator} {x.label}")]
+        if given.warm:
+            warm(cases, given)
+            return
+        for case in cases:
+            with report.going_on(f"{case.operator} {case.label}"):
+                report.row("linear_gpu_peers", beside_fla(case, report))
+    report.end()
 
 
 if __name__ == "__main__":

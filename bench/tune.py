@@ -10,11 +10,12 @@
     python bench/tune.py delta --rows           # what was recorded, fastest first
 
 A table is a dict by (family of architectures, bytes an element, width ...), of dataclasses. A
-candidate (tune_cases.py) puts other numbers into one field of a row, the other fields as the table
-has them. Its kernels are compiled in processes of their own meanwhile (tune_compile.py). One that
-has no room, spills twice as much as the table's, or is not taken, is not run. What it computes has
-to equal what the table's tile computes, at the timed shape and at an odd one, to within rounding,
-and to be the same bits twice; the table's, too, or nothing is timed.
+candidate (slipstream/tools/tile_cases.py) puts other numbers into one field of a row, the other
+fields as the table has them. Its kernels are compiled in processes of their own meanwhile: what a
+call launches is found out by compiler/trace.py, without a GPU, and left in Triton's cache, where
+the call finds it. One that has no room, spills twice as much as the table's, or is not taken, is
+not run. What it computes has to equal what the table's tile computes, at the timed shape and at an
+odd one, to within rounding, and to be the same bits twice; the table's, too, or nothing is timed.
 
 Rows go to results/tiles.csv as they are found: the same command goes on where it was cut off, on
 that day, unless it says --again. Which are the best is said by tune_choice.py; what is best of all
@@ -23,37 +24,138 @@ fields of a row of the table is timed together at last, and proposed if that lea
 
 import argparse
 import ast
-import csv
 import datetime
 import difflib
 import importlib
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TooLong
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from record import RESULTS, device_name, record
+from harness import device_name, error, in_turns, read, record
 from torch import Tensor
-from tune_cases import FAMILIES, Case, Family
 from tune_choice import expected, last_runs, replaced, text, together
-from tune_compile import FIT, Compiling, Fit, judged, using
 
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention import tile_limits as attention
 from slipstream.kernels.linear import tile_limits as linear
 from slipstream.runtime import call_replay, guarded_launch
 from slipstream.tools.catalog import Shape
+from slipstream.tools.tile_cases import FAMILIES, Case, Family
 
+FIT = ("registers", "stack", "shared")
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # Seconds that one candidate's kernels may take to compile.
 PATIENCE = 60.0
 RESTARTS = "SLIPSTREAM_TUNE_RESTARTS"
 START = time.perf_counter()
 Candidate = tuple[str, str, Any]  # field, numbers in words, tile
+
+
+class Fit(NamedTuple):
+    """Of the kernels that a candidate alone has: the most of each, and their names in short.
+
+    note: why it is not to be run, or "".
+    """
+
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    kernels: tuple[str, ...] = ()
+    note: str = ""
+
+
+@contextmanager
+def using(family: Family, key: tuple, tile: Any) -> Iterator[None]:
+    kept = family.table[key]
+    family.table[key] = tile
+    family.forget()
+    try:
+        yield
+    finally:
+        family.table[key] = kept
+        family.forget()
+
+
+def fitting(name: str, place: int, tile: Any) -> Fit:
+    """Compiles what the call of a case takes with this tile and not with the table's; with None
+    what it takes with the table's."""
+    family, case = FAMILIES[name], FAMILIES[name].cases[place]
+    base = _jobs(name, place)
+    if tile is None:
+        jobs = list(base.values())
+    else:
+        with using(family, case.key, tile):
+            jobs = [job for key, job in _traced(case).items() if key not in base]
+    if not jobs:
+        return Fit(note="not taken")
+    try:
+        made = [job.compile() for job in jobs]
+    except Exception as e:
+        return Fit(note=f"{type(e).__name__}: {str(e)[:60]}")
+    most = {field: max(getattr(x, field) for x in made) for field in FIT}
+    fit = Fit(**most, kernels=tuple(sorted(job.key for job in jobs)))
+    limit = ARCHS[case.key[0]].shared
+    return fit if fit.shared <= limit else fit._replace(note=f"shared {fit.shared} of {limit}")
+
+
+def judged(fit: Fit, table: Fit) -> Fit:
+    """Against what the table's tile takes."""
+    if fit.note or table.note or fit.stack <= 2 * table.stack + 64:
+        return fit
+    return fit._replace(note=f"spills {fit.stack} bytes, the table's {table.stack}")
+
+
+def _traced(case: Case) -> dict[str, Any]:
+    from slipstream.compiler.trace import trace
+
+    found: dict[str, Any] = {}
+    for shape in (case.shape, case.odd):
+
+        def call(device: torch.device, shape: Any = shape) -> Any:
+            return case.sample.call(case.sample.inputs(shape, device), "triton")
+
+        found |= {job.key: job for job in trace(call, case.key[0])}
+    return found
+
+
+@cache
+def _jobs(name: str, place: int) -> dict[str, Any]:
+    return _traced(FAMILIES[name].cases[place])
+
+
+def _blind(arch: str) -> None:
+    from slipstream.compiler import toolchain
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    toolchain.select_ptxas((arch,))
+
+
+class Compiling:
+    """Processes that compile what they are asked for, in that order."""
+
+    def __init__(self, jobs: int, arch: str = "sm_90") -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(jobs, context, _blind, (arch,))
+
+    def ask(self, name: str, place: int, tiles: Sequence[Any]) -> list["Future[Fit]"]:
+        return [self._pool.submit(fitting, name, place, tile) for tile in tiles]
+
+    def stop(self) -> None:
+        """At once: a compilation may take minutes, which nobody waits for any more."""
+        running = multiprocessing.active_children()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in running:
+            process.terminate()
 
 
 def tried(family: Family, key: tuple, most: int | None = None) -> Iterator[Candidate]:
@@ -100,14 +202,8 @@ class Call:
         return [x for x in (*self.forward(), *self.both()) if x is not None]
 
     def times(self) -> tuple[float, float]:
-        return bench(self.forward), bench(self.both)
-
-
-def bench(fn: Callable[[], Any]) -> float:
-    from triton.testing import do_bench
-
-    timed: Any = do_bench
-    return timed(fn, warmup=5, rep=25, return_mode="median")
+        found = in_turns({"forward": self.forward, "both": self.both}, 15)
+        return found["forward"], found["both"]
 
 
 def repeats(call: Call) -> bool:
@@ -117,8 +213,7 @@ def repeats(call: Call) -> bool:
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
     """The largest relative RMS error."""
-    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(got, want)]
-    return max((e.item() for e in errors if not e.isnan()), default=float("nan"))
+    return max(error(x, y) for x, y in zip(got, want, strict=True))
 
 
 class Timed:
@@ -321,14 +416,6 @@ def fit(options: argparse.Namespace) -> None:
     compiling.stop()
 
 
-def read(name: str) -> list[dict[str, str]]:
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def propose(names: list[str], write: bool) -> None:
     """Prints what of the tables is not what was recorded as the best, and writes it if asked to."""
     rows = read("tiles")
@@ -372,8 +459,10 @@ def show(names: list[str]) -> None:
         print(", ".join(f"{k} {v}" for k, v in row.items() if v and k not in ("torch", "key")))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="+", choices=[*FAMILIES, "all"])
     parser.add_argument("--case", default="", help="part of the names of the cases wanted")
     parser.add_argument("--most", type=int, help="candidates of a field")
@@ -384,7 +473,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print what was recorded")
     parser.add_argument("--propose", action="store_true", help="print what it says of the tables")
     parser.add_argument("--write", action="store_true", help="and put that into them")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if "all" in options.families:
         options.families = list(FAMILIES)
     if options.rows:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tune_cases import JOINT, Family
+from slipstream.tools.tile_cases import JOINT, Family
 
 Row = Mapping[str, Any]
 WORTH = 0.98  # of the table's time

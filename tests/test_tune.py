@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools import tile_cases as cases
 
 BENCH = Path(__file__).parents[1] / "bench"
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="tables are Triton's")
@@ -26,7 +27,7 @@ def bench(name: str) -> Any:
         sys.path.remove(str(BENCH))
 
 
-tune, cases, choice, recording = (bench(x) for x in ("tune", "tune_cases", "tune_choice", "record"))
+tune, choice, harness = (bench(x) for x in ("tune", "tune_choice", "harness"))
 KEYS = [
     (name, key)
     for name, family in cases.FAMILIES.items()
@@ -139,7 +140,7 @@ class Wavering(Stub):
 def test_a_tile_with_other_bits_the_second_time_is_not_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tune, "Call", Wavering)
     monkeypatch.setattr(Stub, "made", 0)
@@ -158,8 +159,7 @@ def test_a_tile_with_other_bits_the_second_time_is_not_right(
 def test_goes_on_where_it_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    for module in (tune, recording):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(tune, "Call", Stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     family, key = cases.FAMILIES["delta"], ("sm_90", 2, 128)

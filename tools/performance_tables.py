@@ -206,7 +206,7 @@ def linear() -> Table:
             )
         )
     headings = ("operator", "ms", "fla, ms", "fla's tuning", "fla / ours", "GiB", "fla, GiB")
-    return Table("linear", "bench/linear_peers.py", headings, tuple(rows), tuple(used))
+    return Table("linear", "bench/linear.py", headings, tuple(rows), tuple(used))
 
 
 def linear_errors() -> Table:
@@ -219,7 +219,7 @@ def linear_errors() -> Table:
         for row in used
     )
     headings = ("operator", "outputs", "gradients", "gradients of gates and beta", "fla's largest")
-    return Table("linear_errors", "bench/linear_peers.py", headings, rows, tuple(used))
+    return Table("linear_errors", "bench/linear.py", headings, rows, tuple(used))
 
 
 def flash_qla_rows() -> list[Row]:
@@ -258,7 +258,9 @@ def flash_qla() -> Table:
         "shape", "ms", "FlashQLA, ms", "FlashQLA / ours", "kernels, ms", "FlashQLA's, ms", "MiB",
         "FlashQLA, MiB", "largest difference",
     )  # fmt: skip
-    return Table("flash_qla", "bench/delta_peers.py", headings, tuple(rows), tuple(used))
+    return Table(
+        "flash_qla", "bench/linear.py --peer flash_qla", headings, tuple(rows), tuple(used)
+    )
 
 
 def attention_row(shape: str, causal: str) -> Row:
@@ -285,9 +287,7 @@ def attention() -> Table:
         "B x T x H x D", "causal", "sm_90 kernels", "cuDNN", "Triton kernels", "torch's flash",
         "sm_90 / cuDNN",
     )  # fmt: skip
-    return Table(
-        "attention", "bench/attention_rows.py", headings, tuple(rows), tuple(used.values())
-    )
+    return Table("attention", "bench/attention.py", headings, tuple(rows), tuple(used.values()))
 
 
 def packed_attention() -> Table:
@@ -301,7 +301,7 @@ def packed_attention() -> Table:
         for shape, row in used.items()
     ]
     headings = ("heads", "mixed lengths", "equal lengths, the same work")
-    script = "bench/attention_rows.py --packed"
+    script = "bench/attention.py --only packed"
     return Table("packed_attention", script, headings, tuple(rows), tuple(used.values()))
 
 
@@ -321,7 +321,7 @@ def cache_attention() -> Table:
         for (name, shape, page), row in used.items()
     ]
     headings = ("cache", "shape", "page", "ms", "TB/s", "of copy bandwidth")
-    script = "bench/attention_gpu.py`, `python bench/attention_latent.py"
+    script = "bench/attention.py --only cache`, `python bench/attention.py --only latent"
     return Table("cache_attention", script, headings, tuple(rows), tuple(used.values()))
 
 
@@ -369,7 +369,7 @@ def blocks() -> Table:
         )
     names = ("ours", "torch", "fla", "Liger")
     headings = ("work", *(f"{x}, ms" for x in names), *(f"{x}, GiB" for x in names))
-    return Table("blocks", "bench/blocks_gpu.py", headings, tuple(rows), tuple(used))
+    return Table("blocks", "bench/blocks.py", headings, tuple(rows), tuple(used))
 
 
 def matmul() -> Table:
@@ -391,7 +391,7 @@ def matmul() -> Table:
     headings = (
         "M x N x K", "dtype", "layout", "kernel", "TFLOP/s", "cuBLAS", "ours / cuBLAS", "error",
     )  # fmt: skip
-    return Table("matmul", "bench/matmul_gpu.py", headings, tuple(rows), tuple(used))
+    return Table("matmul", "bench/matmul.py", headings, tuple(rows), tuple(used))
 
 
 def steps() -> Table:
@@ -411,7 +411,7 @@ def steps() -> Table:
         for (what, shape), row in used.items()
     ]
     headings = ("operator", "shape", "us", "TB/s", "of copy bandwidth")
-    return Table("steps", "bench/step_gpu.py", headings, tuple(rows), tuple(used.values()))
+    return Table("steps", "bench/decode.py", headings, tuple(rows), tuple(used.values()))
 
 
 HOST_SCALE = "torch's rms_norm"
@@ -433,7 +433,7 @@ def host() -> Table:
     rows = [(*x[:3], Cell(x[3].text.partition(".")[0], x[3].sources)) for x in rows]
     headings = ("call", "us, one host", "us, another host", "launches")
     used = tuple(row for run in whole for row in run.values())
-    return Table("host", "bench/host_gpu.py", headings, tuple(rows), used)
+    return Table("host", "bench/host.py", headings, tuple(rows), used)
 
 
 def first_calls() -> Table:
@@ -463,7 +463,7 @@ def memory() -> Table:
         for name, row in used.items()
     ]
     headings = ("operator", "forward, MiB", "percent", "with backward, MiB", "percent")
-    return Table("memory", "bench/memory_gpu.py", headings, tuple(rows), tuple(used.values()))
+    return Table("memory", "bench/memory.py", headings, tuple(rows), tuple(used.values()))
 
 
 def cpu() -> Table:
@@ -479,7 +479,7 @@ def cpu() -> Table:
         for work, row in used.items()
     ]
     headings = ("work", "shape", "ms", "transformers, ms", "ours / transformers")
-    return Table("cpu", "bench/linear.py", headings, tuple(rows), tuple(used.values()))
+    return Table("cpu", "bench/linear.py --peer cpu", headings, tuple(rows), tuple(used.values()))
 
 
 def summary() -> Table:

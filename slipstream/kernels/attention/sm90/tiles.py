@@ -37,7 +37,7 @@ TILES = {
 }
 # the forward of heads of q and k of one width and of v of another; the backward is the portable one
 MIXED_WIDTHS = {(192, 128): Tile(128, (2, 2))}
-# what may replace a row, for bench/attention_hopper.py; the first of each is the row
+# what may replace a row, for bench/attention.py --tiles; the first of each is the row
 TUNING_TILES = {
     64: {
         "forward": [Tile(128, (4, 4), queries=2), Tile(128, (4, 4))],

@@ -1,4 +1,7 @@
-"""What bench/tune.py tunes: tables of tiles, calls that take their rows, and what to try."""
+"""Tables of tiles, with calls of the catalogue that take their rows and numbers to try in them.
+
+bench/tune.py times them; tests/test_tune.py holds the tables against what it recorded.
+"""
 
 import dataclasses
 import importlib
@@ -59,7 +62,7 @@ class Family:
             getattr(importlib.import_module(module), name).cache_clear()
 
 
-def _walks(key: tuple) -> list[tuple[int, ...]]:
+def _state_tiles(key: tuple) -> list[tuple[int, ...]]:
     """Columns a program, warps, stages. What has no room is left out later
     (compiler/tile_limits.py)."""
     _, size, width = key
@@ -70,8 +73,8 @@ def _walks(key: tuple) -> list[tuple[int, ...]]:
     return [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2)]
 
 
-def _walk(key: tuple) -> Candidates:
-    return {"": _walks(key)}
+def _state_only(key: tuple) -> Candidates:
+    return {"": _state_tiles(key)}
 
 
 _SOLVE = [(64, 4, 1), (64, 4, 2), (128, 4, 1)]
@@ -80,7 +83,7 @@ _GRADS = [(64, 4, 1), (64, 4, 2), (64, 8, 2)]
 
 def _delta(key: tuple) -> Candidates:
     names = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
-    return {"solve": _SOLVE, **dict.fromkeys(names, _walks(key)), "grads": _GRADS}
+    return {"solve": _SOLVE, **dict.fromkeys(names, _state_tiles(key)), "grads": _GRADS}
 
 
 def _channel(key: tuple) -> Candidates:
@@ -89,7 +92,7 @@ def _channel(key: tuple) -> Candidates:
 
 
 def _dplr(key: tuple) -> Candidates:
-    walks = dict.fromkeys(("walk", "keep", "back"), _walks(key))
+    walks = dict.fromkeys(("walk", "keep", "back"), _state_tiles(key))
     return {"prepare": _SOLVE[:2], **walks, "scores": _GRADS[:2], "grads": _GRADS[:2]}
 
 
@@ -139,7 +142,7 @@ FAMILIES = {
                 for w in (64, 128, 256)
             ),
         ),
-        _walk,
+        _state_only,
     ),
     "delta": Family(
         f"{TRITON}.delta.tiles",
@@ -171,7 +174,7 @@ FAMILIES = {
         f"{TRITON}.vector_decay.tiles",
         (f"{TRITON}.vector_decay.launch:_chunk_tile",),
         (Case("A", _key(2, 128), "chunk_gla", _BIG),),
-        _walk,
+        _state_only,
         name="CHUNK_TILES",
     ),
     "dplr": Family(

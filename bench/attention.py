@@ -1,0 +1,238 @@
+"""Softmax attention beside torch's kernels.
+
+    python bench/attention.py            shapes beside cuDNN and flash, packed lengths, caches
+    python bench/attention.py --only ' causal'        of shapes: "4,4096,16,128 causal"
+    python bench/attention.py --only packed|cache|latent
+    python bench/attention.py --tiles    the sm_90 kernels' tiles that may replace those in use
+
+Shapes are B,T,H,D; TFLOP/s of the products, a causal mask counted as half of them, backward as 2.5
+times the forward. packed: causal sequences of mixed lengths beside the same work in equal ones.
+cache: one new token against a cache (B,S,H/HKV,D and the size of a page); latent: against the
+latents of MLA with absorbed projections (512 + 64 wide, B,S,H). Both from a CUDA graph.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from harness import (
+    BF16,
+    DEVICE,
+    Call,
+    Provider,
+    Report,
+    copy_bytes_per_ms,
+    error,
+    first,
+    graph_ms,
+    in_turns,
+    parser,
+    sdpa,
+)
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from slipstream import ops
+from slipstream.runtime import call_replay
+from slipstream.tools.catalog import Shape, chosen
+
+# B, T, H, D, causal
+SHAPES = [
+    (4, 4096, 16, 128, True),
+    (4, 4096, 16, 128, False),
+    (2, 16384, 16, 128, True),
+    (2, 16384, 16, 128, False),
+    (4, 4096, 32, 64, True),
+    (4, 4096, 32, 64, False),
+    (2, 8192, 8, 256, True),
+    (2, 8192, 8, 256, False),
+]
+MIXED = (4096, 512, 2048, 1, 3000, 130, 5000, 1597)
+# B, S, H, HKV, D, page size or 0
+CACHES = [
+    (16, 16384, 32, 8, 128, 0),
+    (1, 131072, 32, 8, 128, 0),
+    (64, 4096, 32, 8, 128, 16),
+    (64, 4096, 32, 8, 128, 256),
+    (16, 8192, 16, 16, 128, 0),
+    (16, 16384, 64, 8, 64, 0),
+]
+# B, S, H, page size or 0
+LATENT = [(32, 8192, 128, 0), (64, 8192, 16, 0), (128, 4096, 16, 64), (1, 131072, 128, 0)]
+RANK, ROPE = 512, 64
+
+
+def providers(causal: bool) -> dict[str, Callable[..., Tensor]]:
+    """By name; torch's last. On a CPU ours is what it is there, under its kernels' names."""
+    found: dict[str, Callable[..., Tensor]] = {}
+    for name, impl in (("sm90", "sm90"), ("portable", "triton")):
+        found[name] = partial(
+            ops.attention, causal=causal, impl=impl if DEVICE.type == "cuda" else None
+        )
+    found["cudnn"] = sdpa(causal, SDPBackend.CUDNN_ATTENTION)
+    found["flash"] = sdpa(causal, SDPBackend.FLASH_ATTENTION)
+    return found
+
+
+def speeds(
+    named: Mapping[str, Provider], flops: Mapping[str, float], report: Report
+) -> dict[str, float]:
+    """TFLOP/s of "NAME fwd" and "NAME bwd", all in turns."""
+    calls: dict[str, Call] = {}
+    for name, provider in named.items():
+        calls |= {f"{name} fwd": provider.forward, f"{name} bwd": provider.backward()}
+    if report.options.once:
+        for call in calls.values():
+            first(call)
+        return {}
+    times = in_turns(calls, report.runs(12))
+    work = {way: {"fwd": 1.0, "bwd": 2.5}[way.split()[-1]] for way in times}
+    return {way: work[way] * flops[way.split()[0]] / ms / 1e9 for way, ms in times.items()}
+
+
+def shape_row(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> dict[str, object]:
+    row: dict[str, object] = {"shape": f"{B},{T},{H},{D}", "causal": causal}
+    shape = report.shape(Shape(B=B, T=T, H=H, K=D, V=D))
+    args = chosen(["attention"])[0].inputs(shape, DEVICE)
+    named = {}
+    for name, fn in providers(causal).items():
+        provider = Provider(fn, args)
+        try:
+            provider.gradients()
+        except (RuntimeError, NotImplementedError) as e:
+            print(f"{name}: {str(e)[:150]}")
+            continue
+        named[name] = provider
+    flops = 4 * shape.B * shape.H * shape.T**2 * shape.K / (2 if causal else 1)
+    found = speeds(named, dict.fromkeys(named, flops), report)
+    row |= {name: round(x) for name, x in found.items()}
+    for mine, other in (("sm90", "cudnn"), ("portable", "flash")):
+        if found and {mine, other} <= set(named):
+            row |= {
+                f"{mine}/{other} {way}": round(found[f"{mine} {way}"] / found[f"{other} {way}"], 3)
+                for way in ("fwd", "bwd")
+            }
+    if {"sm90", "cudnn"} <= set(named):
+        off = error(named["sm90"].forward(), named["cudnn"].forward())
+        row["differs"] = f"{off:.1e}"
+    return row
+
+
+def packed_row(D: int, report: Report) -> Mapping[str, object]:
+    """The same work in sequences of mixed lengths and of one length."""
+    side = round((sum(x * x for x in MIXED) / len(MIXED)) ** 0.5)
+    named, flops = {}, {}
+    for name, lengths in (("mixed", MIXED), ("equal", (side,) * len(MIXED))):
+        shape = report.shape(Shape(H=16, K=D, V=D, lengths=lengths))
+        args = chosen(["attention"])[0].inputs(shape, DEVICE)
+        named[name] = Provider(partial(ops.attention, causal=True), args)
+        flops[name] = 2 * shape.H * shape.K * sum(float(x) ** 2 for x in shape.lengths or ())
+    found = speeds(named, flops, report)
+    return {"shape": f"packed causal, 16, {D}"} | {name: round(x) for name, x in found.items()}
+
+
+def cached(B: int, S: int, page: int, *rest: int) -> tuple[Tensor, Tensor | None]:
+    """A cache of rows or of pages in a random order, and the table of its pages."""
+    pages = B * -(-S // page) if page else 0
+    table = torch.randperm(pages, device=DEVICE).int().view(B, -1) if page else None
+    size = (pages, page, *rest) if page else (B, S, *rest)
+    return torch.randn(size, device=DEVICE, dtype=BF16), table
+
+
+def cell(ms: float, moved: float) -> dict[str, object]:
+    fraction = moved / ms / copy_bytes_per_ms()
+    return {"ms": round(ms, 4), "TB/s": round(moved / ms / 1e9, 2), "of copy": round(fraction, 2)}
+
+
+def cache_row(
+    B: int, S: int, H: int, HKV: int, D: int, page: int, report: Report
+) -> dict[str, object]:
+    row: dict[str, object] = {"shape": f"{B},{S},{H}/{HKV},{D}", "page": page}
+    if report.options.small:
+        B, S, H, HKV, page = 2, 64, 4, 2, min(page, 16)
+    (k, table), q = cached(B, S, page, HKV, D), torch.randn(B, 1, H, D, device=DEVICE, dtype=BF16)
+    lengths = torch.full((B,), S, device=DEVICE, dtype=torch.int32)
+    options: dict[str, Any] = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    call = partial(ops.flash_attn_with_kvcache, q, k, torch.randn_like(k), **options)
+    call()
+    if report.options.once:
+        return row
+    return row | cell(graph_ms(call, report.runs(20)), 2.0 * B * S * HKV * D * 2)
+
+
+def latent_row(B: int, S: int, H: int, page: int, report: Report) -> dict[str, object]:
+    row: dict[str, object] = {"shape": f"{B},{S},{H}", "page": page}
+    if report.options.small:
+        B, S, H, page = 2, 64, 4, min(page, 16)
+    latent, table = cached(B, S, page, RANK + ROPE)
+    q = torch.randn(B, 1, H, RANK + ROPE, device=DEVICE, dtype=BF16)
+    lengths = torch.full((B,), S, device=DEVICE, dtype=torch.int32)
+    call = partial(ops.latent_attention, q, latent, lengths, width=RANK, scale=0.05, table=table)
+    call()
+    if report.options.once:
+        return row
+    ms = graph_ms(call, report.runs(20))
+    flops = 2.0 * B * S * H * (2 * RANK + ROPE)
+    row |= cell(ms, 2.0 * B * S * (RANK + ROPE))
+    return row | {"TFLOP/s": round(flops / ms / 1e9)}
+
+
+def tiles_rows(D: int, report: Report) -> Iterator[Mapping[str, object]]:
+    """Each tile in place of the table's: speeds, and how far results are from the table's."""
+    from slipstream.kernels.attention.sm90.tiles import TILES, TUNING_TILES
+
+    B, T, H, *_ = next(x for x in SHAPES if x[3] == D)
+    shape = report.shape(Shape(B=B, T=T, H=H, K=D, V=D))
+    kept = TILES[D]
+    for causal in (True, False):
+        provider = Provider(
+            providers(causal)["sm90"], chosen(["attention"])[0].inputs(shape, DEVICE)
+        )
+        want = [provider.forward(), *provider.gradients()]
+        flops = 4 * shape.B * shape.H * shape.T**2 * shape.K / (2 if causal else 1)
+        for part, tiles in TUNING_TILES[D].items():
+            for tile in tiles:
+                TILES[D] = kept._replace(**{part: tile})
+                row: dict[str, object] = {"D": D, "causal": causal, "kernel": part}
+                row["tile"] = " ".join(map(str, tile))
+                try:
+                    got = [provider.forward(), *provider.gradients()]
+                    off = max(error(x, y) for x, y in zip(got, want) if y is not None)
+                    found = speeds({"sm90": provider}, {"sm90": flops}, report)
+                    row |= {name: round(x) for name, x in found.items()} | {"off": f"{off:.0e}"}
+                except Exception as e:
+                    row["note"] = f"{type(e).__name__}: {str(e)[:80]}"
+                finally:
+                    TILES[D] = kept
+                yield row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--tiles", action="store_true", help="other tiles of the sm_90 kernels")
+    given = options.parse_args(argv)
+    report = Report(given)
+    if given.tiles:
+        call_replay.ENABLED = False  # a record of a call keeps the tile that it had
+        for D in (64, 128, 256):
+            if report.wants(str(D)):
+                for row in tiles_rows(D, report):
+                    report.row("attention_tiles", row)
+        return
+    work: list[tuple[str, str, Callable[..., Mapping[str, object]]]] = []
+    for size in SHAPES:
+        name = ",".join(map(str, size[:4])) + (" causal" if size[4] else " full")
+        work.append((name, "attention_rows", partial(shape_row, *size)))
+    work += [(f"packed {D}", "attention_packed", partial(packed_row, D)) for D in (64, 128)]
+    work += [(f"cache {x}", "attention_decode_gpu", partial(cache_row, *x)) for x in CACHES]
+    work += [(f"latent {x}", "attention_latent", partial(latent_row, *x)) for x in LATENT]
+    for name, file, measure in work:
+        if report.wants(name):
+            with report.going_on(name):
+                report.row(file, measure(report=report))
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

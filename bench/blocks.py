@@ -1,0 +1,396 @@
+"""Norms, losses, short convolution, rotary embedding and gated activations beside their peers.
+
+    python bench/blocks.py               beside torch, Liger and fla, as far as they are installed
+    python bench/blocks.py --compile     under torch.compile: our kernel in the graph, and the code
+                                         that Inductor makes of plain torch
+    python bench/blocks.py --tiles       other tiles than those of the tables, numbers checked
+
+bf16. fwd_ms, bwd_ms, both_ms: of the device, all providers in turns; TB/s of what must move at
+least. peak_gib, beyond_gib: memory of a forward and its backward, and without the gradients.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import (
+    BF16,
+    DEVICE,
+    Provider,
+    Report,
+    error,
+    first,
+    in_turns,
+    parser,
+    peak_bytes,
+)
+from torch import Tensor
+
+from slipstream.tools.catalog import Sample, Shape
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call of an operator. kind: by which peers know it; its tensors, in order, are what they
+    take. units: tensors as large as the first that must move, forward and backward; (0, 0): it is
+    a loss, whose forward is not timed alone."""
+
+    name: str
+    kind: str
+    sample: Sample
+    shape: Shape
+    units: tuple[int, int] = (0, 0)
+
+
+def _rows(T: int, **sizes: Any) -> Shape:
+    return Shape(B=1, T=T, **sizes)
+
+
+_NORM, _GLU = "x=BTD weight=D:one", "gate=BTC up=BTC"
+_LOSS, _LINEAR = "logits=TZ target=T:targets", "hidden=TD weight=ZD target=T:targets"
+_KL = "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"
+_WIDE = _rows(32768, D=2048)
+WORKS = [
+    Work("rms_norm 32768x2048", "rms_norm", Sample("rms_norm", _NORM), _WIDE, (2, 3)),
+    Work("layer_norm 32768x2048", "layer_norm", Sample("layer_norm", _NORM), _WIDE, (2, 3)),
+    Work(
+        "rms_norm_gated 32768x2048",
+        "rms_norm_gated",
+        Sample("rms_norm_gated", "x=BTD gate=BTD weight=D:one"),
+        _WIDE,
+        (3, 5),
+    ),
+    Work(
+        "rms_norm+residual 32768x2048",
+        "rms_norm+residual",
+        Sample("rms_norm", "x=BTD residual=BTD weight=D:one", options={"prenorm": True}),
+        _WIDE,
+        (4, 3),
+    ),
+    Work(
+        "rms_norm 8192x16384", "rms_norm", Sample("rms_norm", _NORM), _rows(8192, D=16384), (2, 3)
+    ),
+    Work(
+        "rms_norm 2048x65536", "rms_norm", Sample("rms_norm", _NORM), _rows(2048, D=65536), (2, 3)
+    ),
+    Work("l2_norm 262144x128", "l2_norm", Sample("l2_norm", "x=BTHK"), _rows(8192, H=32), (2, 3)),
+    Work(
+        "group_norm 8192x32x128",
+        "group_norm",
+        Sample("group_norm", _NORM, options={"num_groups": 32}),
+        _rows(8192, D=4096),
+        (2, 3),
+    ),
+    Work(
+        "short_conv 4x4096x4096 W4",
+        "short_conv",
+        Sample("short_convolution", "x=BTD weight=DW", options={"activation": "silu"}),
+        Shape(B=4, T=4096, D=4096),
+        (2, 3),
+    ),
+    Work(
+        "rotary 4x4096x32x128",
+        "rotary",
+        Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
+        Shape(B=4, T=4096, H=32),
+        (2, 2),
+    ),
+    Work("swiglu 16384x8192", "swiglu", Sample("swiglu", _GLU), _rows(16384, C=8192), (3, 5)),
+    Work("token_shift 16384x4096", "token_shift", Sample("token_shift", "x=BTD"),
+         _rows(16384, D=4096), (2, 2)),
+    *(
+        Work(f"cross_entropy {n}x{z}", "cross_entropy", Sample("cross_entropy", _LOSS),
+             _rows(n, Z=z))
+        for n, z in ((16384, 32000), (8192, 151936))
+    ),
+    *(
+        Work(f"linear_ce {n}x{z}", "linear_ce", Sample("linear_cross_entropy", _LINEAR),
+             _rows(n, D=2048, Z=z))
+        for n, z in ((16384, 32000), (8192, 151936))
+    ),
+    Work(
+        "linear_kl 8192x32000",
+        "linear_kl",
+        Sample("linear_kl_div", _KL, fixed="teacher teacher_weight"),
+        _rows(8192, D=2048, Z=32000),
+    ),
+]  # fmt: skip
+
+
+def of_torch() -> dict[str, Callable]:
+    def conv(x: Tensor, w: Tensor) -> Tensor:
+        padded = F.pad(x.mT, (w.shape[1] - 1, 0))
+        return F.silu(F.conv1d(padded, w[:, None], groups=w.shape[0])).mT
+
+    def kl(h: Tensor, w: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        q, p = (F.log_softmax((x @ m.t()).float(), -1) for x, m in ((h, w), (y, u)))
+        return F.kl_div(q, p, reduction="batchmean", log_target=True)
+
+    return {
+        "rms_norm": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+        "layer_norm": lambda x, w: F.layer_norm(x, w.shape, w),
+        "l2_norm": partial(F.normalize, dim=-1),
+        "cross_entropy": F.cross_entropy,
+        "linear_ce": lambda h, w, target: F.cross_entropy(h @ w.t(), target),
+        "linear_kl": kl,
+        "short_conv": conv,
+        "swiglu": lambda g, u: F.silu(g) * u,
+        "token_shift": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)),
+    }
+
+
+def liger() -> dict[str, Callable]:
+    from liger_kernel.transformers import functional as liger
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return liger.liger_layer_norm(x, w, torch.zeros_like(w), 1e-5)
+
+    def residual(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
+        return liger.liger_fused_add_rms_norm(x, r, w, 1e-5, in_place=False)[0]
+
+    return {
+        "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, 1e-5, in_place=False),
+        "layer_norm": layer,
+        "rms_norm+residual": residual,
+        "cross_entropy": liger.liger_cross_entropy,
+        "linear_ce": liger.liger_fused_linear_cross_entropy,
+        "swiglu": liger.liger_swiglu,
+    }
+
+
+def fla() -> dict[str, Callable]:
+    from fla.modules import FusedCrossEntropyLoss
+    from fla.modules.activations import swiglu as glu
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.fused_kl_div import fused_kl_div_loss
+    from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+    from fla.modules.norm import layernorm as norms
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated as gated
+    from fla.modules.norm.l2norm import l2norm
+    from fla.modules.rotary import ops as rotary
+    from fla.modules.token_shift import token_shift
+
+    rounded = cache(lambda table: table.to(BF16))
+    return {
+        "rms_norm": lambda x, w: norms.rms_norm(x, w, None, eps=1e-5),
+        "layer_norm": lambda x, w: norms.layer_norm(x, w, None, eps=1e-5),
+        "rms_norm+residual": lambda x, r, w: norms.rms_norm(
+            x, w, None, residual=r, eps=1e-5, prenorm=True
+        )[0],
+        "rms_norm_gated": lambda x, g, w: gated(x, g, w, None),
+        "group_norm": lambda x, w: norms.group_norm(x, w, None, num_groups=32),
+        "l2_norm": l2norm,
+        "cross_entropy": FusedCrossEntropyLoss(),
+        "linear_ce": lambda h, w, target: fused_linear_cross_entropy_loss(h, target, w),
+        "linear_kl": lambda h, w, y, u: fused_kl_div_loss(h, y, w, u),
+        "short_conv": lambda x, w: causal_conv1d(x, w, activation="silu")[0],
+        "rotary": lambda x, *tables: rotary.rotary_embedding(x, *map(rounded, tables)),
+        "swiglu": glu,
+        "token_shift": token_shift,  # it subtracts x, which costs nothing more
+    }
+
+
+def peers(names: Sequence[str]) -> dict[str, dict[str, Callable]]:
+    """Those of the names that are installed: by name, what they have by kind of work."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = {"torch": of_torch, "liger": liger, "fla": fla}[name]()
+        except ImportError as e:
+            print(f"{name}: {e}")
+    return found
+
+
+def named(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """fn, which takes its arguments by position, called by name."""
+    return lambda **args: fn(*(args[n] for n in names))
+
+
+def providers(work: Work, known: Mapping[str, Mapping[str, Callable]], report: Report) -> dict:
+    """Ours first."""
+    shape = report.shape(work.shape)
+    if report.options.small and work.kind == "group_norm":
+        shape = replace(shape, D=64)
+    args = work.sample.inputs(shape, DEVICE)
+    fixed, names = work.sample.fixed, list(args)
+    found = {"ours": Provider(partial(work.sample.fn, **work.sample.options), args, fixed)}
+    for who, kinds in known.items():
+        if work.kind in kinds:
+            found[who] = Provider(named(kinds[work.kind], names), args, fixed)
+    return found
+
+
+def beside_peers(
+    work: Work, known: Mapping[str, Mapping[str, Callable]], report: Report
+) -> list[dict[str, object]]:
+    """A row for each who can do the work."""
+    rows: dict[str, dict[str, object]] = {}
+    able: dict[str, Provider] = {}
+    for who, provider in providers(work, known, report).items():
+        try:
+            seconds = first(provider.gradients)
+            peak = peak_bytes(provider.gradients)
+        except Exception as e:
+            if who == "ours":
+                raise
+            print(f"{work.name} {who}: {type(e).__name__}: {str(e)[:150]}")
+            continue
+        able[who] = provider
+        beyond = peak - sum(x.nbytes for x in provider.live.values())
+        rows[who] = {"work": work.name, "who": who, "first_s": f"{seconds:.2f}"}
+        rows[who] |= {"peak_gib": f"{peak / 2**30:.2f}", "beyond_gib": f"{beyond / 2**30:.2f}"}
+    if report.options.once:
+        return list(rows.values())
+    both = in_turns({who: x.gradients for who, x in able.items()}, report.runs(20))
+    for who, ms in both.items():
+        rows[who]["both_ms"] = f"{ms:.3f}"
+    moved = next(iter(able["ours"].args.values())).nbytes
+    alone = (
+        ("fwd", {who: x.forward for who, x in able.items()}, work.units[0]),
+        ("bwd", {who: x.backward() for who, x in able.items()}, work.units[1]),
+    )
+    for way, calls, units in alone if work.units[0] else ():
+        for who, ms in in_turns(calls, report.runs(41)).items():
+            speed = units * moved / ms / 1e9
+            rows[who] |= {f"{way}_ms": f"{ms:.4f}", f"{way}_tbs": f"{speed:.2f}"}
+    return list(rows.values())
+
+
+def under_compile(work: Work, report: Report) -> dict[str, object]:
+    """Milliseconds of a forward with backward: not compiled, compiled, and Inductor's own code."""
+    given = providers(work, {}, report)["ours"]
+    calls = {}
+    for who, impl, compiled in (
+        ("eager", None, False),
+        ("compiled", None, True),
+        ("inductor", "eager", True),
+    ):
+        torch.compiler.reset()
+        fn = partial(given.fn, impl=impl)
+        fn = torch.compile(fn, fullgraph=True, dynamic=False) if compiled else fn
+        provider = Provider(fn, given.args, work.sample.fixed)
+        provider.gradients()
+        calls[who] = provider.gradients
+    if report.options.once:
+        return {"work": work.name}
+    times = in_turns(calls, report.runs(20))
+    return {"work": work.name, **{f"{who}_ms": f"{ms:.3f}" for who, ms in times.items()}}
+
+
+KERNELS = "slipstream.kernels"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A constant of a module that says which tiles a work takes, and what to try in its place."""
+
+    work: str
+    module: str
+    name: str
+    values: Callable[[Any], Iterator[Any]]
+    forget: tuple[str, ...] = ()  # "module:name" of what remembers a choice
+
+
+def _norm_rows(kept: Any) -> Iterator[Any]:
+    row = importlib.import_module(f"{KERNELS}.norm.triton.tiles").Row
+    for elements, warps in (
+        (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 8), (16384, 16),
+        (16384, 32),
+    ):  # fmt: skip
+        for per in (1, 2, 4):
+            yield (row(1 << 20, elements, warps, per, 1),)
+
+
+def _loss_rows(kept: Any) -> Iterator[Any]:
+    for block in (2048, 4096, 8192, 16384):
+        yield from (((1 << 62, block, warps),) for warps in (2, 4, 8, 16))
+
+
+def _conv_tiles(kept: Any) -> Iterator[Any]:
+    shapes = ((8, 256, 2), (8, 128, 1), (8, 128, 2), (8, 256, 4), (4, 256, 2), (16, 256, 4))
+    yield from (type(kept)(*shape, per) for shape in shapes for per in (3, 4, 5, 6, 8, 12))
+
+
+def _megabytes(kept: Any) -> Iterator[Any]:
+    yield from (mib << 20 for mib in (80, 128, 192, 384, 512, 640))
+
+
+_NORM_CACHES = (f"{KERNELS}.norm.triton.launch:_tile", f"{KERNELS}.norm.triton.launch:_FORWARD")
+_NORMS = f"{KERNELS}.norm.triton.tiles"
+TILES = [
+    Tiles("rms_norm 32768x2048", _NORMS, "FORWARD", _norm_rows, _NORM_CACHES),
+    Tiles("rms_norm 32768x2048", _NORMS, "BACKWARD", _norm_rows, _NORM_CACHES),
+    Tiles("cross_entropy 16384x32000", f"{KERNELS}.loss.triton.launch", "TILES", _loss_rows),
+    Tiles("linear_ce 16384x32000", f"{KERNELS}.loss.triton.launch", "CHUNK_BYTES", _megabytes),
+    Tiles("short_conv 4x4096x4096 W4", f"{KERNELS}.conv.triton.launch", "FORWARD", _conv_tiles),
+    Tiles(
+        "short_conv 4x4096x4096 W4", f"{KERNELS}.conv.triton.launch", "BACKWARD_ROLLING",
+        _conv_tiles,
+    ),
+]  # fmt: skip
+
+
+def other_tiles(tiles: Tiles, report: Report) -> list[dict[str, object]]:
+    """Milliseconds of forward and backward with each value, the fastest first; those whose results
+    differ from today's by more than rounding are marked."""
+    work = next(x for x in WORKS if x.name == tiles.work)
+    provider = providers(work, {}, report)["ours"]
+    module = importlib.import_module(tiles.module)
+    kept = getattr(module, tiles.name)
+    want = [x for x in (provider.forward(), *provider.gradients()) if x is not None]
+    rows: list[dict[str, object]] = []
+    values = [kept, *tiles.values(kept)]
+    for value in values[:2] if report.options.small else values:
+        setattr(module, tiles.name, value)
+        for path in tiles.forget:
+            owner, _, name = path.partition(":")
+            remembered = getattr(importlib.import_module(owner), name)
+            remembered.clear() if isinstance(remembered, dict) else remembered.cache_clear()
+        row: dict[str, object] = {"work": f"{work.name} {tiles.name}"}
+        row["setting"] = re.sub(r"[a-zA-Z_]+=", "", str(value))
+        try:
+            got = [x for x in (provider.forward(), *provider.gradients()) if x is not None]
+            worst = max(error(x, y) for x, y in zip(got, want, strict=True))
+            row["ms"] = round(in_turns({"": provider.gradients}, report.runs(20))[""], 4)
+            row["setting"] = f"{row['setting']}{'' if worst <= 0.007 else ' WRONG'}"
+        except Exception as e:  # too many registers or too much shared memory is a row too
+            row |= {"ms": float("inf"), "setting": f"{row['setting']} {type(e).__name__}"}
+        rows.append(row)
+    setattr(module, tiles.name, kept)
+    return sorted(rows, key=lambda x: float(str(x["ms"])))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--peers", nargs="*", default=["torch", "liger", "fla"])
+    options.add_argument("--compile", action="store_true", help="under torch.compile")
+    options.add_argument("--tiles", action="store_true", help="other tiles than the tables'")
+    given = options.parse_args(argv)
+    report = Report(given)
+    if given.tiles:
+        for tiles in TILES:
+            if report.wants(f"{tiles.work} {tiles.name}"):
+                with report.going_on(tiles.work):
+                    for row in other_tiles(tiles, report):
+                        report.row("blocks_sweep", row)
+        report.end()
+        return
+    known = {} if given.compile else peers(given.peers)
+    for work in WORKS:
+        if report.wants(work.name):
+            with report.going_on(work.name):
+                if given.compile:
+                    report.row("blocks_compiled", under_compile(work, report))
+                    continue
+                for row in beside_peers(work, known, report):
+                    report.row("blocks_gpu", row)
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Host time of a call: until it returns, not until the device is done.
+
+    python bench/host.py                         every operator of the catalogue
+    python bench/host.py --only 'chunk_|rms_norm'
+    python bench/host.py --before DIR --name X   beside an earlier state of the sources, on a GPU
+                                                 or a CPU: git archive X | tar x -C DIR
+
+Tensors are small, so that the device never makes the host wait. us: of a forward without gradients,
+the least of some rounds; both_us: of a forward with backward; launches: kernels of the forward.
+torch's own rms_norm comes last and says how fast this host is.
+
+--before starts two processes, one on each state, which take turns call by call, a few times, since
+where memory happens to lie makes a tenth of a process's speed. On a CPU, which may be shared, the
+processor's time counts, at sizes that take it milliseconds. ratio is earlier over now: above 1 is
+faster now.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import DEVICE, Call, Provider, Report, first, host_us, kernels, parser, synchronize
+
+from slipstream.tools.catalog import SAMPLES, Sample, Shape
+
+SCALE = "torch's rms_norm"
+SMALL = Shape(B=1, T=256, H=4, K=64, V=64, state=True, Z=512)
+# of --before on a CPU
+LARGER = Shape(B=1, T=1024, H=4, dtype=torch.float32)
+
+
+def samples() -> dict[str, Sample]:
+    """The first of each operator's rows."""
+    found: dict[str, Sample] = {}
+    for sample in SAMPLES:
+        found.setdefault(sample.op, sample)
+    return found
+
+
+def calls(sample: Sample, shape: Shape) -> dict[str, Call]:
+    """A forward, and a forward with backward where there is a gradient."""
+    args = sample.inputs(shape, DEVICE)
+    provider = Provider(lambda **given: sample(given), args, sample.fixed)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return sample(provider.args)
+
+    found: dict[str, Call] = {"us": forward}
+    if provider.live and provider.outputs()[0].requires_grad:
+        found["both_us"] = provider.gradients
+    return found
+
+
+def scale() -> dict[str, Call]:
+    x = torch.randn(256, 1024, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(1024, device=DEVICE, dtype=torch.bfloat16)
+    return {"us": lambda: torch.nn.functional.rms_norm(x, weight.shape, weight)}
+
+
+def row(name: str, found: dict[str, Call], report: Report) -> dict[str, object]:
+    cells: dict[str, object] = {"operator": name, "first_s": round(first(found["us"]), 1)}
+    for column, call in found.items():
+        first(call)
+        if not report.options.once:
+            cells[column] = round(host_us(call, report.runs(20), report.runs(20)), 1)
+    return {**cells, "launches": len(kernels(found["us"]))}
+
+
+def child() -> None:
+    """Says what calls it has; then, for each number on stdin, times that call once."""
+    torch.set_num_threads(1)
+    found: dict[str, Call] = {}
+    for name, sample in samples().items():
+        try:
+            made = calls(sample, SMALL if DEVICE.type == "cuda" else LARGER)
+        except Exception as e:
+            print(f"{name}: {e}", file=sys.stderr)
+            continue
+        found |= {f"{name}{' both' if way == 'both_us' else ''}": x for way, x in made.items()}
+    print(",".join(found), flush=True)
+    every = list(found.values())
+    for line in sys.stdin:
+        if DEVICE.type == "cuda":
+            print(host_us(every[int(line)], 1, 20), flush=True)
+            synchronize()
+        else:
+            start = time.process_time()
+            every[int(line)]()
+            print(1e6 * (time.process_time() - start), flush=True)
+
+
+class State:
+    """A process on the sources in a directory, with this script."""
+
+    def __init__(self, sources: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--child"],
+            env={**os.environ, "PYTHONPATH": str(sources.resolve()), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.calls = self._process.stdout.readline().strip().split(",")
+
+    def run(self, call: str) -> float:
+        """Microseconds."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        print(self.calls.index(call), file=stdin, flush=True)
+        return float(stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def beside(before: Path, name: str, starts: int, report: Report) -> None:
+    found: dict[str, list[list[tuple[float, float]]]] = {}
+    for _ in range(starts):
+        states = State(before), State(Path(__file__).parents[1])
+        for call in states[1].calls:
+            if report.wants(call) and call in states[0].calls:
+                for state in states:
+                    state.run(call)
+                turns = [(states[0].run(call), states[1].run(call)) for _ in range(report.runs(7))]
+                found.setdefault(call, []).append(turns)
+        for state in states:
+            state.end()
+    for call, runs in found.items():
+        earlier, now = (statistics.median(x) for x in zip(*chain(*runs)))
+        each = (statistics.median(x / y for x, y in turns) for turns in runs)
+        cells = {
+            "operator": call,
+            "before": name,
+            "before_us": f"{earlier:.1f}",
+            "us": f"{now:.1f}",
+        }
+        cells |= {"ratio": f"{earlier / now:.3f}", "each_start": " ".join(f"{x:.3f}" for x in each)}
+        report.row("host_before", cells)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--before", type=Path, metavar="DIR", help="earlier sources")
+    options.add_argument("--name", default="", help="of the earlier state, for the rows")
+    options.add_argument("--starts", type=int, default=3, help="of both processes")
+    options.add_argument("--child", action="store_true", help="for --before")
+    given = options.parse_args(argv)
+    if given.child:
+        child()
+        return
+    report = Report(given, needs_gpu=given.before is None)
+    if given.before is not None:
+        beside(given.before, given.name, given.starts, report)
+        return
+    for name, sample in samples().items():
+        if report.wants(name):
+            with report.going_on(name):
+                report.row("host_gpu", row(name, calls(sample, report.shape(SMALL)), report))
+    report.row("host_gpu", row(SCALE, scale(), report))
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A training step of whole models: loss and gradients, without the optimizer.
+
+    python bench/training.py                    every case
+    python bench/training.py --only Llama       beside torch's attention in transformers' own model
+    python bench/training.py --only kda         a mixer of our language model, beside attention
+
+Four layers, hidden size 2048 (Llama: as that of 8B parameters), bf16 weights, 8192 tokens. ms: of
+the device, providers in turns; host_ms: until the step returns; peak_gib: beyond the weights.
+packed: four sequences in a row, by position ids.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from harness import BF16, DEVICE, Call, Report, first, host_us, in_turns, parser, peak_bytes
+from torch import Tensor
+
+MIXERS = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
+TOKENS = 8192
+
+
+def step(model: Any, ids: Tensor, **inputs: Tensor) -> Call:
+    def run() -> None:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss.backward()
+
+    return run
+
+
+def ours(mixer: str, small: bool) -> Any:
+    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 2048, "num_heads": 16, "vocab_size": 32000}
+    if small:
+        sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
+    mixers: list[Any] = [mixer] * (1 if small else 4)
+    return SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **sizes))
+
+
+def llama(small: bool) -> Any:
+    import transformers
+
+    import slipstream.integrations.transformers  # noqa: F401
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    if small:
+        sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def steps(name: str, report: Report) -> dict[str, Call]:
+    """By provider."""
+    small = report.options.small
+    tokens = 64 if small else TOKENS
+    ids = torch.randint(1, 64 if small else 32000, (1, tokens), device=DEVICE)
+    dtype = BF16 if DEVICE.type == "cuda" else torch.float32
+    if not name.startswith("Llama"):
+        return {"slipstream": step(ours(name, small).to(DEVICE, dtype), ids)}
+    inputs = {}
+    if name.endswith("packed"):
+        inputs["position_ids"] = (torch.arange(tokens, device=DEVICE) % (tokens // 4))[None]
+    found, model = {}, llama(small).to(DEVICE, dtype)
+    for who in ("slipstream", "sdpa"):
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(who)
+        found[who] = step(mine, ids, **inputs)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    report = Report(parser(__doc__).parse_args(argv))
+    for name in (*MIXERS, "Llama", "Llama packed"):
+        if not report.wants(name):
+            continue
+        with report.going_on(name):
+            calls = steps(name, report)
+            rows: dict[str, dict[str, object]] = {}
+            for who, call in calls.items():
+                rows[who] = {"model": name, "who": who, "first_s": round(first(call), 2)}
+                rows[who]["peak_gib"] = round(peak_bytes(call) / 2**30, 2)
+            if not report.options.once:
+                for who, ms in in_turns(calls, report.runs(7)).items():
+                    host = host_us(calls[who], report.runs(5), 1) / 1e3
+                    rows[who] |= {"ms": round(ms, 2), "host_ms": round(host, 2)}
+                    rows[who]["tokens/s"] = round(1e3 * TOKENS / ms)
+            for row in rows.values():
+                report.row("training", row)
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""bench/: every script runs at tiny sizes on a CPU, and rows go where the README says."""
+
+import importlib
+import io
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import ops
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools.catalog import chosen
+
+BENCH = Path(__file__).parents[1] / "bench"
+README = (BENCH / "README.md").read_text()
+SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in ("harness", "tune_choice")]
+
+
+def script(name: str) -> Any:
+    """A module of bench/, which is no package."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+harness, linear = script("harness"), script("linear")
+
+
+@pytest.fixture(autouse=True)
+def _records_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+
+def rows(captured: str) -> list[dict[str, str]]:
+    """What was printed, as rows."""
+    lines = [x.rsplit(" after ", 1)[0] for x in captured.splitlines() if " after " in x]
+    return [{y.split()[0]: y.split()[-1] for y in line.split(", ")} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "many"),
+    [
+        ("linear", "", 20),
+        ("linear", "--lengths", 8),
+        ("linear", "--once --only gla", 3),
+        ("attention", "", 20),
+        ("attention", "--tiles --only 64", 4),
+        ("blocks", "", 20),
+        ("blocks", "--tiles", 12),
+        ("matmul", "", 15),
+        ("decode", "--only step|scan", 13),
+        ("host", "--only norm|chunk_kda", 6),
+        ("memory", "", 16),
+        ("memory", "--packed --only kda", 1),
+        ("training", "--only gated|packed", 3),
+    ],
+)
+def test_small_run(
+    name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    if name == "training":
+        pytest.importorskip("transformers")
+    if "--tiles" in arguments and not HAVE_TRITON:
+        pytest.skip("tables of tiles are Triton's")
+    script(name).main(["--small", *arguments.split()])
+    found = rows(capsys.readouterr().out)
+    assert len(found) >= many
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_peers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(harness.Report, "runs", lambda self, count: 2)
+    linear.main(["--peer", "cpu", "--only", "decoding"])
+    kept = harness.read("linear_cpu")
+    assert [x["work"] for x in kept] == ["gated delta rule decoding step", "kda decoding step"]
+    assert all(float(x["ours_ms"]) > 0 and float(x["ratio"]) > 0 for x in kept)
+    assert list(kept[0])[:3] == ["date", "device", "torch"]
+
+
+def told(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """A process that waits for lines on stdin gets these."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+
+
+def test_process_of_a_first_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    told(monkeypatch, "go\n")
+    script("first_calls").main(["--small", "--profile", "--child", "rms_norm"])
+    ready, found = capsys.readouterr().out.splitlines()
+    assert ready == "ready" and json.loads(found)["call_s"] > 0 and json.loads(found)["lines"]
+
+
+def test_process_of_a_state_of_the_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    host = script("host")
+    monkeypatch.setattr(host, "samples", lambda: {"rms_norm": chosen(["rms_norm"])[0]})
+    threads = torch.get_num_threads()
+    told(monkeypatch, "0\n1\n")
+    host.main(["--child"])
+    torch.set_num_threads(threads)
+    calls, *times = capsys.readouterr().out.splitlines()
+    assert calls == "rms_norm,rms_norm both" and all(float(x) > 0 for x in times)
+
+
+@pytest.mark.slow
+def test_first_calls_in_processes(capsys: pytest.CaptureFixture) -> None:
+    script("first_calls").main(["--small", "--only", "^rms_norm$"])
+    (row,) = rows(capsys.readouterr().out)
+    assert float(row["cold_s"]) >= 0 and float(row["again_ms"]) > 0
+
+
+@pytest.mark.slow
+def test_two_states_of_the_sources_take_turns(capsys: pytest.CaptureFixture) -> None:
+    given = ["--before", str(BENCH.parent), "--name", "same", "--starts", "1"]
+    script("host").main([*given, "--small", "--only", "^rms_norm"])
+    found = rows(capsys.readouterr().out)
+    assert {x["before"] for x in found} == {"same"} and len(found) >= 2
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="asks for Triton's compiler")
+def test_compilers(capsys: pytest.CaptureFixture) -> None:
+    compilers = script("compilers")
+    compilers.main(["child", "ptxas", "chunk_gla", "fp32", "--small"])
+    compilers.main(["sanitize", "--small", "--only", "rms_norm|chunk_kda"])
+    printed = capsys.readouterr().out
+    assert all(x["verdict"] == "agrees" for x in rows(printed)) and rows(printed)
+    assert "chunk_kda ran" in printed
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script(name).main(["--help"])
+    assert ended.value.code == 0 and f"bench/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_says_that_it_needs_a_gpu() -> None:
+    with pytest.raises(SystemExit, match="--small tries the script on a CPU"):
+        linear.main([])
+
+
+def test_every_script_and_file_is_listed() -> None:
+    listed = {x[0]: set(re.findall(r"`(\w+)`", x[1]))
+              for x in re.findall(r"^\| `(\w+)\.py`.*\| ([^|]*) \|$", README, re.M)}  # fmt: skip
+    assert set(listed) == set(SCRIPTS)
+    files = {x.stem for x in (BENCH / "results").glob("*.csv")}
+    assert files <= set().union(*listed.values()), "no script writes it: results/archive"
+    for name, written in listed.items():
+        source = (BENCH / f"{name}.py").read_text()
+        assert all(f'"{x}"' in source for x in written), name
+
+
+def test_every_chunk_operator_is_beside_fla() -> None:
+    assert {x.sample.op for x in linear.CASES} == {x for x in dir(ops) if x.startswith("chunk_")}
+
+
+class Peer(torch.autograd.Function):
+    """Ours, without a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Any, *args: Any) -> tuple:
+        return fn(*args, output_final_state=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("not on this GPU")
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla and FlashQLA, which are not installed, in modules of ours."""
+    fakes = {"fla": ModuleType("fla"), "fla.ops": ModuleType("fla.ops")}
+    for name in ("gla", "kda", "gated_delta_rule", "generalized_delta_rule"):
+        fakes[f"fla.ops.{name}"] = module = ModuleType(name)
+        for op in (f"chunk_{name}", "chunk_dplr_delta_rule"):
+            setattr(module, op, getattr(ops, op, None))
+    fakes["fla.ops.generalized_delta_rule"].chunk_iplr_delta_rule = lambda **given: Peer.apply(  # type: ignore[attr-defined]
+        ops.chunk_iplr_delta_rule, *(given[n] for n in "qkvab")
+    )
+    fakes["flash_qla"] = ModuleType("flash_qla")
+    fakes["flash_qla"].chunk_gated_delta_rule = ops.chunk_gated_delta_rule  # type: ignore[attr-defined]
+    for name, module in fakes.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_linear_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None:
+    linear.main(["--small", "--only", "^(gla|kda) A"])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 and all("differs 0.0e+00" in x for x in printed)
+    assert all(re.search(r"fla fwd \S+, .*fla both \S+, .*fla error o", x) for x in printed)
+
+
+def test_no_backward_is_said(peers: None, capsys: pytest.CaptureFixture) -> None:
+    linear.main(["--small", "--only", "iplr"])
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("operator"))
+    assert "no backward: not on this GPU" in line and "fla fwd" in line and "fla both" not in line
+
+
+def test_linear_beside_flash_qla(peers: None, capsys: pytest.CaptureFixture) -> None:
+    linear.main(["--small", "--peer", "flash_qla", "--only", "^(Q1|8x1024 16/64)$"])
+    script("memory").main(["--small", "--peer", "flash_qla", "--only", "^Q1$"])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 3 and all("flash_qla_both_ms" in x for x in printed[:2])
+    assert "flash_qla_off 0e+00" in printed[0] and "FlashQLA both %" in printed[2]
+
+
+@pytest.mark.parametrize("got", [torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 3.0])])
+def test_error_is_relative_and_sees_nan(got: torch.Tensor) -> None:
+    found = harness.error(got, torch.tensor([1.0, 2.0]))
+    assert found == (float("inf") if got.isnan().any() else pytest.approx(0.2**0.5))
+
+
+def test_a_new_column_goes_last() -> None:
+    harness.record("x", [{"a": 1}])
+    harness.record("x", [{"b": 2, "a": 3}])
+    assert [list(x.values())[3:] for x in harness.read("x")] == [["1", ""], ["3", "2"]]
+
+
+class Clock:
+    """A device that is not there: an event notes the time, which goes on with each call."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Clock.now
+
+    def elapsed_time(self, end: "Clock") -> float:
+        return end.at - self.at
+
+
+def test_calls_take_turns_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    took = {"a": itertools.cycle([1.0]), "b": itertools.cycle([3.0, 5.0, 100.0])}
+
+    def call(name: str) -> Callable[[], None]:
+        def run() -> None:
+            order.append(name)
+            Clock.now += next(took[name])
+
+        return run
+
+    slept: list[int] = []
+    monkeypatch.setattr(harness, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(harness, "_flushed", lambda: torch.empty(1))
+    for name, stub in (("synchronize", lambda: None), ("_sleep", slept.append), ("Event", Clock)):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    assert harness.in_turns({"a": call("a"), "b": call("b")}, 9) == {"a": 1.0, "b": 5.0}
+    assert order == ["a", "b"] * 11 and slept[0] > 0
