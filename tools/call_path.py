@@ -59,10 +59,10 @@ CALLS = {
 }
 # (frames, files), forward and forward with backward.
 LIMITS = {
-    "chunk_gated_delta_rule": ((16, 29), (18, 31)),
-    "chunk_kda": ((15, 29), (16, 30)),
-    "attention": ((10, 24), (12, 25)),
-    "rms_norm": ((11, 13), (13, 15)),
+    "chunk_gated_delta_rule": ((9, 27), (11, 29)),
+    "chunk_kda": ((9, 27), (13, 28)),
+    "attention": ((8, 24), (10, 25)),
+    "rms_norm": ((10, 13), (12, 15)),
 }
 
 

@@ -49,7 +49,7 @@ def test_parts_match_reference(
     want, kept = reference(terms, do, dfinal), [True, True, False, False]
 
     def made() -> dict[str, Tensor]:
-        o, final, left = backend.forward_saving(terms, SCALE)
+        o, final, left = backend.forward(terms, SCALE, save=True)
         found = left if kept.pop() else ()
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=found)}
 

@@ -15,21 +15,27 @@ pytestmark = MARKS
 
 
 def walks(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
+    from slipstream.kernels.linear.sm90.delta.backend import Sm90Delta
     from slipstream.kernels.linear.triton.delta.backend import TritonDelta
 
+    class Wide(Sm90Delta):
+        def _use_2tile(self, terms: LinearInputs) -> bool:
+            return True
+
     wy = TritonDelta().solve_tril(terms)
+    delta = Sm90Delta()
     o, dv = torch.empty_like(do), torch.empty_like(do)
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
     (HV, V), K = do.shape[2:], terms.q.shape[-1]
     dstates = do.new_empty(do.shape[0] * do.shape[1] // CHUNK + 8, HV, V, K)
-    sm90_delta_launch.chunk_fwd(terms, wy, SCALE, o, s_in=terms.initial_state, s_out=final)
-    sm90_delta_launch.chunk_dstate(terms, do, wy, SCALE, dv, dstates, s_in=dfinal, s_out=dinitial)
+    delta.chunk_fwd(terms, wy, SCALE, o, s_in=terms.initial_state, s_out=final)
+    ends = {"s_in": dfinal, "s_out": dinitial, "segments": None}
+    delta.chunk_dstate(terms, do, wy, SCALE, dv, dstates, **ends)
     made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
     if V % (2 * TILE_V) == 0:
         made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
         ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
-        sm90_delta_launch.chunk_fwd_2tile(terms, wy, SCALE, made["wide o"], **ends)
+        Wide().chunk_fwd(terms, wy, SCALE, made["wide o"], **ends)
     return made
 
 
@@ -57,7 +63,7 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
     do, dfinal = gradients_of_results(terms)
 
     def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
-        o, final, solved = backend.forward_saving(given, SCALE)
+        o, final, solved = backend.forward(given, SCALE, save=True)
         dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
         return {
             "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, saved=solved)
@@ -108,7 +114,7 @@ def test_delta_segments_match_reference(
     do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
-        o, final, solved = backend.forward_saving(terms, SCALE)
+        o, final, solved = backend.forward(terms, SCALE, save=True)
         given = solved if kept else ()
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=given)}
 

@@ -94,7 +94,7 @@ TERMS = {
 @pytest.mark.parametrize("make", TERMS.values(), ids=TERMS.keys())
 def test_linear_ops_pass_opcheck(make: Any, chunk: int) -> None:
     terms = make()
-    torch.library.opcheck(linear_op._call_forward.overload, (*terms, 0.5, chunk, "eager", False))
+    torch.library.opcheck(linear_op.call_forward.overload, (*terms, 0.5, chunk, "eager", False))
     dout = torch.randn_like(terms.v)
     for gate_gradient in (True, False):
         args = (*terms, dout, None, 0.5, chunk, "eager", gate_gradient)

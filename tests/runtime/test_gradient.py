@@ -99,7 +99,7 @@ def _steps() -> tuple:
 
 
 ROWS: dict[str, tuple[Any, Row]] = {
-    "linear": (linear._call_forward.overload, Row(_linear, 2)),
+    "linear": (linear.call_forward.overload, Row(_linear, 2)),
     "linear in spans": (linear._call_spans.overload, Row(lambda: (*_linear(), 1), 2)),
     "scan": (
         scan._call_forward.overload,

@@ -17,7 +17,7 @@ class BackendCapabilities:
         fp32_out: forward takes `dtype`, that of o.
         overwrites_q: backward takes `overwrite_q`: q's memory may become a gradient's.
         skips_gate_grad: backward takes `gate_gradient`; False leaves the gate's gradient out.
-        saves_wy: there is `forward_saving`, which also returns what backward takes as `saved`.
+        saves_wy: forward takes `save`, and then also returns what backward takes as `saved`.
     """
 
     writes_out: bool = False

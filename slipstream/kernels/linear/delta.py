@@ -16,7 +16,7 @@ Nothing here waits for the device, nor depends on values there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,13 @@ class EntryStates(NamedTuple):
     end: Tensor | None
 
 
+class Checkpoints(NamedTuple):
+    """States that chunk_fwd leaves for backward, one before every `interval` chunks."""
+
+    interval: int
+    states: Tensor
+
+
 class DeltaBackend(ABC):
     """A back end's stages. Tensors are contiguous; what is written is allocated by the caller."""
 
@@ -97,6 +104,7 @@ class DeltaBackend(ABC):
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
         segments: Segments | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """Into out: o, or w if states [chunks, HV, V, K] are wanted, the state before each chunk.
         s_in, s_out: the states before and after sequences; s_in those before segments, if cut."""
@@ -162,39 +170,76 @@ class DeltaBackend(ABC):
         """Value heads that share q and k whose gradients chunk_dqkg adds up."""
         return 1
 
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        """Everything as the kernels index it."""
+        assert terms.beta is not None
+        return contiguous(terms)._replace(
+            p=None if terms.p is None else self.contiguous(terms.p),
+            g=None if terms.g is None else self.contiguous(terms.g),
+            beta=terms.beta.contiguous(),
+        )
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        """As the kernels read it."""
+        return x.contiguous()
+
+    def for_active(self, active: int | None) -> "DeltaBackend":
+        """The back end for packed sequences of which about so many have tokens; None: all. The
+        others' states stay where they are."""
+        return self
+
+    def empty_checkpoints(self, terms: LinearInputs) -> Checkpoints | None:
+        """Memory for the states that forward leaves for backward, if that wants them."""
+        return None
+
     def forward(
         self,
         terms: LinearInputs,
         scale: float,
         out: tuple[Tensor, Tensor] | None = None,
         checkpoints: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, WYFactors]:
+        active: int | None = None,
+        save: bool = False,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and what backward
-        need not compute again.
+        takes as `saved`, so that it need not compute it again.
 
         Args:
             out: memory for o and the final state.
             checkpoints: memory for the states between slices of tokens; there is one slice more.
+            active: of for_active.
+            save: whether a backward follows.
         """
-        terms = to_kernel_layout(terms)
+        backend, terms = self.for_active(active), self.to_kernel_layout(terms)
         o, final = out or (
             terms.v.new_empty(terms.v.shape),
             terms.v.new_empty(terms.state_shape, dtype=torch.float32),
         )
+        for_backward = None
+        if save and checkpoints is None:
+            for_backward = backend.empty_checkpoints(terms)
         with device_of(o.device):
-            wy = self.solve_tril(terms)
+            wy = backend.solve_tril(terms)
             for tokens, part, part_o, end in iter_slices(terms, o, final, checkpoints):
-                self.run_chunks(part, wy.of_tokens(tokens), scale, part_o, end)
-        return o, final, wy
+                backend.run_chunks(part, wy.of_tokens(tokens), scale, part_o, end, for_backward)
+        saved = [*wy, for_backward and for_backward.states] if save else []
+        return o, final, [x for x in saved if x is not None]
 
     def run_chunks(
-        self, terms: LinearInputs, wy: WYFactors, scale: float, o: Tensor, final: Tensor | None
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        scale: float,
+        o: Tensor,
+        final: Tensor | None,
+        checkpoints: Checkpoints | None,
     ) -> None:
-        """o and, if it is wanted, the final state are written."""
+        """o and, where they are wanted, the final state and checkpoints are written."""
         segments, s_in, s_out = self.choose_segments(terms), terms.initial_state, final
         if segments is not None:
             s_in, _, s_out = self.entry_states(terms, wy, segments, final)
-        self.chunk_fwd(terms, wy, scale, o, s_in=s_in, s_out=s_out, segments=segments)
+        ends: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "checkpoints": checkpoints}
+        self.chunk_fwd(terms, wy, scale, o, segments=segments, **ends)
 
     def backward(
         self,
@@ -202,27 +247,34 @@ class DeltaBackend(ABC):
         dout: Tensor | None,
         dfinal: Tensor | None,
         scale: float,
-        wy: WYFactors | None = None,
+        saved: Sequence[Tensor] = (),
         out: Mapping[str, Tensor] = NO_OUTPUTS,
+        active: int | None = None,
+        overwrite_q: bool = False,
     ) -> dict[str, Tensor]:
         """Gradients by the name of the term, in its shape and dtype.
 
         Args:
-            wy: what forward left.
-            out: memory for some of them, which they take if it fits; q's may be q itself where
-                the back end reuses memory and heads are not grouped.
+            saved, active: of forward.
+            out: memory for some of them, which they take if it fits.
+            overwrite_q: q's may take the memory of q, where heads are not grouped.
         """
-        given, terms = terms, to_kernel_layout(terms)
-        do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
+        given, terms = terms, self.to_kernel_layout(terms)
+        backend = self.for_active(active)
+        do = torch.zeros_like(terms.v) if dout is None else self.contiguous(dout)
         dfinal = None if dfinal is None else dfinal.contiguous()
         dstate = None
         if terms.initial_state is not None:
             dstate = out.get("initial_state")
             if dstate is None:
                 dstate = terms.initial_state.new_empty(terms.state_shape)
+        if overwrite_q and terms.q.shape[2] == terms.v.shape[2]:
+            out = {**out, "q": terms.q}
+        count = 2 if terms.g is None else 3
         with device_of(do.device):
-            wy = self.solve_tril(terms) if wy is None else wy
-            grads = self.gradients(terms, do, dfinal, wy, scale, dstate, out)
+            wy = WYFactors(*saved[:count]) if saved else backend.solve_tril(terms)
+            states = saved[count] if len(saved) > count else None
+            grads = backend.gradients(terms, do, dfinal, wy, scale, dstate, out, states)
         if dstate is not None:
             grads["initial_state"] = dstate
         return cast_gate_grads(grads, given, out)
@@ -236,8 +288,10 @@ class DeltaBackend(ABC):
         scale: float,
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
+        checkpoints: Tensor | None,
     ) -> dict[str, Tensor]:
-        """All but the initial state's, which goes into dstate; those of beta and g in float32."""
+        """All but the initial state's, which goes into dstate; those of beta and g in float32.
+        checkpoints: those that forward left, if any."""
         segments = self.choose_segments(terms)
         s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
         if segments is not None:
@@ -274,13 +328,3 @@ class DeltaBackend(ABC):
             if getattr(terms, name) is not None:
                 grads[name] = reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
         return grads
-
-
-def to_kernel_layout(terms: LinearInputs) -> LinearInputs:
-    """Everything as the kernels index it."""
-    assert terms.beta is not None
-    return contiguous(terms)._replace(
-        p=None if terms.p is None else terms.p.contiguous(),
-        g=None if terms.g is None else terms.g.contiguous(),
-        beta=terms.beta.contiguous(),
-    )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.autocast import autocast_dtype
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import linear
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
+from slipstream.kernels.linear.op import Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
@@ -22,6 +22,7 @@ from slipstream.kernels.linear.wide_heads import (
     shapes_of_split,
     split_heads,
 )
+from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.token_ids import expect_offsets
 from slipstream.runtime.validation_cache import ValidationCache, signature
@@ -84,23 +85,22 @@ def run(
         o, state = linear_reference(terms, scale)
     else:
         chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        o, state = _linear(terms, scale, chunk, plan)
+        groups, given = None, terms
+        if plan.impl not in PLAIN and terms.max_head_dim > MAX_HEAD_DIM:
+            groups = groups_of(terms)
+            given = split_heads(terms, groups)
+        arguments = scale, chunk, plan.tries, groups is not None and groups.rows > 1
+        if needs_autograd(*given):
+            o, state = Linear.apply(*arguments, *given)
+        else:
+            o, state = call_forward(*given, *arguments)
+        if groups is not None:
+            o, state = join_heads(o, state, terms, groups)
     if options.reverse:
         o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
-
-
-def _linear(
-    terms: LinearInputs, scale: float, chunk: int, plan: Selection
-) -> tuple[Tensor, Tensor]:
-    groups = groups_of(terms)
-    if plan.impl in PLAIN or not groups.is_split:
-        return linear(terms, scale, chunk, plan.tries)
-    parts = split_heads(terms, groups)
-    o, state = linear(parts, scale, chunk, plan.tries, wide=groups.rows > 1)
-    return join_heads(o, state, terms, groups)
 
 
 def _checked(
@@ -113,7 +113,8 @@ def _checked(
 
 def plan_for(terms: LinearInputs, impl: str | None) -> Selection:
     """Of heads as wide as they are; kernels are asked about what wide_heads.py makes of them."""
-    return choose(CANDIDATES, shapes_of_split(terms), impl, "linear attention", terms.q)
+    given = shapes_of_split(terms) if terms.max_head_dim > MAX_HEAD_DIM else terms
+    return choose(CANDIDATES, given, impl, "linear attention", terms.q)
 
 
 def check(

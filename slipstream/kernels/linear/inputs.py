@@ -28,6 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Channels of a head, at most, that kernels take (wide_heads.py).
+MAX_HEAD_DIM = 256
+
 
 class LinearInputs(NamedTuple):
     """q, k, p, a, b [B, T, H, K]; v [B, T, HV, V]; u [HV, K]; initial_state [N, HV, K, V].
@@ -71,11 +74,15 @@ class LinearInputs(NamedTuple):
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
+    def max_head_dim(self) -> int:
+        return max(self.q.shape[-1], self.v.shape[-1])
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
 
-# In the order of Terms: those that have a gradient.
+# In the order of LinearInputs: those that have a gradient.
 DIFFERENTIABLE = LinearInputs._fields[:-1]
 
 

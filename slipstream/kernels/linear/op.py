@@ -4,7 +4,7 @@ slipstream::linear_forward and slipstream::linear_backward take the terms in the
 the chunk size, 0 for token by token; `impl` names the implementation, or several to try in order,
 "triton|eager"; `wide` asks for o in float32. Outputs have a fixed number: o, the final state; and
 the gradients of the differentiable terms given, in their order. linear_spans is linear_forward that
-goes through the tokens in `spans` spans, and also returns the states between them, for backward.
+goes through the tokens in `spans` slices, and also returns the states between them, for backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,29 +32,27 @@ from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
 # docs/dev/log/runtime.md.
 MAX_STEP_TOKENS = 16
 
-# Arguments of linear_backward, but for the states between spans.
-NUM_BACKWARD_ARGS = len(LinearInputs._fields) + 6
+NUM_TERMS = len(LinearInputs._fields)
+# Arguments of linear_backward, but for the states between slices.
+NUM_BACKWARD_ARGS = NUM_TERMS + 6
 Outputs = tuple[Tensor | None, Tensor | None] | None
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields)
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    o, final, *_ = forward_impl(*args, 0)
-    return o, final
-
-
-def forward_impl(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[Tensor, ...]:
-    """o, the final state, the states between spans, of which 0 says that no backward follows.
+def forward_impl(*args: Any, out: Outputs = None, save: bool = False) -> tuple[Tensor, ...]:
+    """o and the final state. With how many slices the tokens go in as a last argument, a backward
+    follows: also the states between the slices, and with `save` what backward takes as `saved`, of
+    each slice as many tensors.
 
     Args:
         out: memory for o and the final state.
-        keep: also what the launches leave for `gradients`, of each slice as many tensors.
     """
-    *given, scale, chunk, impl, wide, spans = args
-    terms = LinearInputs(*given)
+    terms, (scale, chunk, impl, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
+    num_slices = count[0] if count else 0
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         o, final = _empty_forward(terms, wide)
-        return o, final, final.new_zeros(workspace.checkpoints_shape(terms, spans))
+        no_states = final.new_zeros(workspace.checkpoints_shape(terms, num_slices))
+        return (o, final, no_states) if count else (o, final)
     first, _, others = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= MAX_STEP_TOKENS)
     with Guard(
@@ -64,66 +62,54 @@ def forward_impl(*args: Any, out: Outputs = None, keep: bool = False) -> tuple[T
         lambda: probe.mismatch(terms, first, by_token, linear),
     ) as usable:
         if usable:
-            return _run_kernels(first, terms, scale, by_token, wide, spans, out, keep)
+            backend = _backend_for(first, terms, by_token)
+            can, fp32_operands = backend.CAPABILITIES, needs_fp32_operands(terms.q)
+            given = terms
+            if fp32_operands or (wide and not can.fp32_out):
+                given = _as_fp32(terms)
+            options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
+            states, slices = None, [workspace.WHOLE]
+            if num_slices > 1 and terms.cu_seqlens is None and can.checkpoints:
+                shape = workspace.checkpoints_shape(terms, num_slices)
+                states = terms.v.new_empty(shape, dtype=torch.float32)
+                options["checkpoints"] = states
+            elif num_slices > 1 or (can.writes_out and out is None):  # with out it is a slice
+                slices = workspace.fwd_slices(given, num_slices)
+            if len(slices) == 1 and out is None:
+                if wide and can.fp32_out:
+                    options["dtype"] = torch.float32
+                o, final, *saved = backend.forward(given, scale, **options)
+                results = o, final, *_with_states(given, states, saved, count)
+            else:
+                run = partial(backend.forward, **options)
+                run = workspace.with_active_count(run, given, slices, can)
+                run = run if can.writes_out else partial(_into_out, run)
+                dtype = torch.float32 if wide else None
+                more = dtype, num_slices, out or (None, None)
+                results = workspace.forward(run, given, scale, slices, *more)
+            o = results[0].to(terms.q.dtype) if fp32_operands and not wide else results[0]
+            return o, *results[1 : None if count else 2]
     if others:
-        return forward_impl(*given, scale, chunk, others, wide, spans, out=out, keep=keep)
-    return _run_eager(terms, scale, chunk, wide, spans, out)
-
-
-def _run_eager(
-    terms: LinearInputs, scale: float, chunk: int, wide: bool, spans: int, out: Outputs
-) -> tuple[Tensor, ...]:
+        args = *terms, scale, chunk, others, wide, *count
+        return forward_impl(*args, out=out, save=save)
     forward = partial(_eager, chunk=chunk)
     terms = _as_fp32(terms) if wide else terms
-    if spans <= 1 and out is None:
-        return *forward(terms, scale), _no_checkpoints(terms, spans)
-    parts = workspace.fwd_slices(terms, spans) if spans > 1 else [workspace.WHOLE]
-    dtype = torch.float32 if wide else None
-    run = partial(_into_out, forward)
-    return workspace.forward(run, terms, scale, parts, dtype, spans, out or (None, None), True)
+    if num_slices <= 1 and out is None:
+        return *forward(terms, scale), *_with_states(terms, None, [], count)
+    slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]
+    more = torch.float32 if wide else None, num_slices, out or (None, None), True
+    return workspace.forward(partial(_into_out, forward), terms, scale, slices, *more)
 
 
-def _run_kernels(
-    impl: str,
-    terms: LinearInputs,
-    scale: float,
-    by_token: bool,
-    wide: bool,
-    spans: int,
-    out: Outputs,
-    keep: bool,
-) -> tuple[Tensor, ...]:
-    """forward_impl by the kernels of one back end, in slices if the call is long."""
-    backend, dtype = _backend_for(impl, terms, by_token), terms.q.dtype
-    can = backend.CAPABILITIES
-    fp32_operands = needs_fp32_operands(terms.q)
-    if fp32_operands or (wide and not can.fp32_out):
-        terms = _as_fp32(terms)
-    forward = backend.forward_saving if keep and can.saves_wy else backend.forward
-    more: dict[str, Any] = {"dtype": torch.float32} if wide and can.fp32_out else {}
-    cut = spans > 1 or (can.writes_out and out is None)  # with out it is a slice already
-    parts = workspace.fwd_slices(terms, spans) if cut else [workspace.WHOLE]
-    if spans > 1 and terms.cu_seqlens is None and can.checkpoints:
-        shape = workspace.checkpoints_shape(terms, spans)
-        checkpoints = terms.v.new_empty(shape, dtype=torch.float32)
-        o, final, *saved = forward(terms, scale, checkpoints=checkpoints)
-        results = o, final, checkpoints, *(saved[0] if saved else ())
-    elif len(parts) == 1 and out is None:
-        o, final, *saved = forward(terms, scale, **more)
-        results = o, final, _no_checkpoints(terms, spans), *(saved[0] if saved else ())
-    else:
-        run = workspace.with_active_count(forward, terms, parts, can)
-        run = run if can.writes_out else partial(_into_out, run)
-        fp32 = torch.float32 if wide else None
-        results = workspace.forward(run, terms, scale, parts, fp32, spans, out or (None, None))
-    if fp32_operands and not wide:
-        return results[0].to(dtype), *results[1:]
-    return results
-
-
-def _no_checkpoints(terms: LinearInputs, spans: int) -> Tensor:
-    shape = workspace.checkpoints_shape(terms, spans)
-    return terms.v.new_empty(shape, dtype=terms.dtype)
+def _with_states(
+    terms: LinearInputs, states: Tensor | None, saved: list, count: list[int]
+) -> list[Tensor]:
+    """What forward_impl returns after the final state."""
+    if not count:
+        return []
+    if states is None:
+        states = terms.v.new_empty(workspace.checkpoints_shape(terms, 1), dtype=terms.dtype)
+    return [states, *(saved[0] if saved else ())]
 
 
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +127,8 @@ def _into_out(
 
 
 def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
-    """The launches of a transition; Triton is imported only here, once they are wanted."""
+    """The module that launches the kernels of a call (backend.py); Triton is imported only here,
+    once they are wanted."""
     if by_token:
         from slipstream.kernels.linear.triton import decode_launch
 
@@ -268,46 +255,38 @@ def _run_backward_kernels(
     saved: Sequence[Tensor],
     overwrite_q: bool,
 ) -> dict[str, Tensor]:
-    launches = _backend_for(impl, terms)
-    can = launches.CAPABILITIES
-    skips = {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
-    wider = needs_fp32_operands(terms.q)
-    wide, do = (_as_fp32(terms), dout) if wider else (terms, dout)
-    if wider and do is not None:
+    backend = _backend_for(impl, terms)
+    can = backend.CAPABILITIES
+    fp32_operands = needs_fp32_operands(terms.q)
+    given, do = (_as_fp32(terms), dout) if fp32_operands else (terms, dout)
+    if fp32_operands and do is not None:
         do = do.float()
-    whole = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(wide))
-    parts = [workspace.WHOLE] if whole else workspace.bwd_slices(wide, checkpoints)
-    more = {"out": out} if can.writes_out and out is not None else {}
-    left = saved if can.saves_wy else ()
-    if len(parts) == 1:
-        more |= {"saved": left} if left else {}
-        more |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
-        grads = launches.backward(wide, do, dfinal, scale, **skips, **more)
+    unsliced = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(given))
+    slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(given, checkpoints)
+    saved = saved if can.saves_wy else ()
+    if len(slices) == 1:
+        options: dict[str, Any] = {"out": out} if can.writes_out and out is not None else {}
+        options |= {"saved": saved} if saved else {}
+        options |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
+        options |= {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
+        grads = backend.backward(given, do, dfinal, scale, **options)
     else:
-        run = workspace.with_active_count(launches.backward, terms, parts, can)
-        grads = workspace.backward(run, wide, do, dfinal, scale, parts, checkpoints, left)
-    if wider:
+        run = workspace.with_active_count(backend.backward, terms, slices, can)
+        grads = workspace.backward(run, given, do, dfinal, scale, slices, checkpoints, saved)
+    if fp32_operands:
         grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
     return workspace.copy_into(grads, out)
 
 
-def _forward_saving(*args: Any) -> tuple[Tensor, ...]:
-    return forward_impl(*args, keep=True)
-
-
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    return _fake_spans(*args, 1)[:2]
-
-
-def _fake_spans(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    terms, wide, spans = LinearInputs(*args[: len(LinearInputs._fields)]), *args[-2:]
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    terms, (_, _, _, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
     o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
     final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
-    return o, final, final.new_empty(workspace.checkpoints_shape(terms, spans))
+    return o, final, *(final.new_empty(workspace.checkpoints_shape(terms, n)) for n in count)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    terms = LinearInputs(*args[: len(LinearInputs._fields)])
+    terms = LinearInputs(*args[:NUM_TERMS])
     given = (getattr(terms, name) for name in _grad_names(terms, args[NUM_BACKWARD_ARGS - 1]))
     return [x.new_empty(x.shape) for x in given]
 
@@ -320,18 +299,17 @@ def _grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
 
 def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     """Of o alone, as most calls have it."""
-    width = len(LinearInputs._fields)
-    given, options = args[:width], args[width : width + 3]
+    given, options = args[:NUM_TERMS], args[NUM_TERMS : NUM_TERMS + 3]
     g = LinearInputs(*given).g
     gate_gradient = g is not None and g.requires_grad
     _backward(*given, torch.empty_like(results[0]), None, *options, gate_gradient, *results[2:])
 
 
 _OPTIONS = "float scale, int chunk, str impl"
-_call_forward = KernelOp(
+call_forward = KernelOp(
     "linear_forward",
     f"({_TERMS}, {_OPTIONS}, bool wide) -> (Tensor, Tensor)",
-    _forward,
+    forward_impl,
     _fake_forward,
     replay=True,
 )
@@ -339,7 +317,7 @@ _call_spans = KernelOp(
     "linear_spans",
     f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
     forward_impl,
-    _fake_spans,
+    _fake_forward,
     replay=True,
     compile_also=_compile_backward_also,
 )
@@ -353,12 +331,14 @@ _call_backward = KernelOp(
 )
 
 
-_call_forward_training = _call_forward.before(_compile_backward_also)
-_call_forward_saving = DirectCall(_forward_saving, compile_also=_compile_backward_also)
+_call_forward_training = call_forward.before(_compile_backward_also)
+_call_forward_saving = DirectCall(
+    partial(forward_impl, save=True), compile_also=_compile_backward_also
+)
 _call_backward_saved = DirectCall(_backward)
 
 
-class _Linear(Function):
+class Linear(Function):
     operator = "slipstream::linear"
 
     @staticmethod
@@ -366,11 +346,11 @@ class _Linear(Function):
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
         terms = LinearInputs(*given)
-        spans, saved = workspace.num_slices(terms, impl), []
+        num_slices, saved = workspace.num_slices(terms, impl), []
         if impl.startswith("sm90") and terms.transition == "delta" and is_plain_call(terms.q):
-            o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, spans)
-        elif spans > 1 or workspace.fwd_unsliced(terms, impl):
-            o, final, *saved = _call_spans(*given, scale, chunk, impl, wide, spans)
+            o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, num_slices)
+        elif num_slices > 1 or workspace.fwd_unsliced(terms, impl):
+            o, final, *saved = _call_spans(*given, scale, chunk, impl, wide, num_slices)
         else:
             o, final = _call_forward_training(*given, scale, chunk, impl, wide)
         ctx.save_for_backward(*given, *saved)
@@ -379,7 +359,7 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
-        given, saved = saved[: len(LinearInputs._fields)], saved[len(LinearInputs._fields) :]
+        given, saved = saved[:NUM_TERMS], saved[NUM_TERMS:]
         if dout is None and dfinal is None:
             return (None,) * (4 + len(given))
         terms = LinearInputs(*given)
@@ -396,11 +376,10 @@ class _Linear(Function):
 
 def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     """As slipstream::linear_forward is called."""
-    width = len(LinearInputs._fields)
-    return _Linear.apply(*args[width : width + 4], *args[:width])
+    return Linear.apply(*args[NUM_TERMS : NUM_TERMS + 4], *args[:NUM_TERMS])
 
 
-_call_forward.set_gradient(_of_operator)
+call_forward.set_gradient(_of_operator)
 _call_spans.set_gradient(_of_operator)
 
 
@@ -410,5 +389,5 @@ def linear(
     """o [B, T, HV, V] in q's dtype, or wide in float32 for q of 16 bits, and the final state
     [N, HV, K, V], with gradients."""
     if needs_autograd(*terms):
-        return _Linear.apply(scale, chunk, impl, wide, *terms)
-    return _call_forward(*terms, scale, chunk, impl, wide)
+        return Linear.apply(scale, chunk, impl, wide, *terms)
+    return call_forward(*terms, scale, chunk, impl, wide)

@@ -58,6 +58,18 @@ def num_sequences(terms: LinearInputs, segments: Segments | None) -> int:
     return terms.sequences if segments is None else segments.count
 
 
+def num_chunks(terms: LinearInputs, C: int) -> int:
+    """Chunks of all sequences, at most (locate_chunk)."""
+    B, T = terms.q.shape[:2]
+    return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
+
+
+def scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[int, int, int, int, int]:
+    """T, N, HV, H, tokens of a segment, as kernels take them."""
+    T, HV = terms.v.shape[1:3]
+    return T, terms.sequences, HV, terms.q.shape[2], T if segments is None else segments.tokens
+
+
 def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
     """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
 

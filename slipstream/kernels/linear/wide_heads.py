@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 
-MAX_HEAD_DIM = 256
 _ALIGNED = 16  # channels of a group are a multiple
 
 

@@ -46,7 +46,7 @@ def trained(terms: LinearInputs) -> tuple[float, float]:
     with Allocated(given) as seen:
         spans = workspace.num_slices(terms, "sm90")
         keep = terms.transition == "delta"
-        found = op.forward_impl(*terms, 0.1, 64, "sm90", False, spans, keep=keep)
+        found = op.forward_impl(*terms, 0.1, 64, "sm90", False, spans, save=keep)
         o, kept = found[0], found[2:]
         do = torch.empty_like(o)
         del found
@@ -60,7 +60,7 @@ def alone(terms: LinearInputs) -> tuple[float, float]:
     """Of a forward pass without gradients."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
-        o, final = op._forward(*terms, 0.1, 64, "sm90", False)
+        o, final = op.forward_impl(*terms, 0.1, 64, "sm90", False)
     return seen.peak - o.nbytes - final.nbytes, o.nbytes + sum(x.nbytes for x in given)
 
 

@@ -7,7 +7,6 @@ Fresh memory is NaN, and float64 where it would be float32.
 
 from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.segments import CHUNK, Segments
+from slipstream.kernels.linear.segments import Segments
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import threads
 from tests.gluon_emulator.linear import Descriptor, Pointer
@@ -51,7 +50,7 @@ def state_passing(
     segments: Segments,
     reverse: bool = False,
 ) -> Tensor:
-    """As launch.state_passing; what no segment has is NaN."""
+    """As segment_launch.state_passing; what no segment has is NaN."""
     (HV, V), K, tokens = terms.v.shape[2:], terms.q.shape[-1], segments.tokens
     entry = E.new_empty(segments.count, HV, K, V)
     for n, (begin, length) in enumerate(sequences(terms)):
@@ -70,10 +69,7 @@ def state_passing(
 
 def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has launches run the kernels as numpy; names of those that ran, by and by."""
-    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
-    from slipstream.kernels.linear.sm90.delta import launch as sm90_delta_launch
-    from slipstream.kernels.linear.triton.delta import backend as triton_delta
-    from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
+    from slipstream.kernels.linear.sm90.delta import backend, bwd_fused_launch, segment_launch
 
     ran: list[str] = []
 
@@ -100,15 +96,17 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def zeros(count: int, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
-    new_empty, tile = Tensor.new_empty, (SimpleNamespace(C=CHUNK), None)
+    def descriptor(x: Tensor | None, *sizes: int) -> Descriptor | None:
+        return None if x is None else Descriptor(x, *sizes)
+
+    new_empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", empty)
-    monkeypatch.setattr(sm90_delta_launch, "state_passing", state_passing)
-    for module in (sm90_delta_launch, bwd_fused_launch):
+    monkeypatch.setattr(segment_launch, "state_passing", state_passing)
+    for module in (backend, segment_launch, bwd_fused_launch):
         monkeypatch.setattr(module, "cached", cached)
-        monkeypatch.setattr(module, "tma_descriptor", Descriptor)
+        monkeypatch.setattr(module, "tma_descriptor", descriptor)
+    for module in (backend, bwd_fused_launch):
         monkeypatch.setattr(module, "zero_counters", zeros)
-    for module in (triton_delta, triton_delta_plan):
-        monkeypatch.setattr(module, "tile_of", lambda terms: tile)
     return ran
 
 
@@ -207,7 +205,7 @@ def test_launches_lead_from_inputs_to_gradients(
     }
     want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
     named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
-    o, final, saved = backend.forward_saving(terms, SCALE)
+    o, final, saved = backend.forward(terms, SCALE, save=True)
     left = {"saved": saved} if keeps else {}
     found = backend.backward(terms, do, dfinal, SCALE, **left)
     assert set(ran) == named
@@ -229,9 +227,9 @@ def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPat
     terms = inputs((320, 1, 1, 64, 64, (0, 250), True, True))
     in_segments(monkeypatch)
     as_numpy(monkeypatch)
-    want = backend.forward_saving(terms, SCALE)[:2]
+    want = backend.forward(terms, SCALE, save=True)[:2]
     cu = torch.tensor([70, 70, 320], dtype=torch.int32)
     moved = {n: getattr(terms, n).nan_to_num().roll(70, 1) for n in ("q", "k", "v", "g", "beta")}
-    o, final, _ = backend.forward_saving(terms._replace(**moved, cu_seqlens=cu), SCALE)
+    o, final, _ = backend.forward(terms._replace(**moved, cu_seqlens=cu), SCALE)
     torch.testing.assert_close(final, want[1], rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)

@@ -35,7 +35,7 @@ def test_spans_equal_whole(kind: str, spans: int, with_state: bool) -> None:
     q, k = torch.randn(1, T, H, K), normalize(torch.randn(1, T, H, K), dim=-1)
     state = torch.randn(1, H, K, V) if with_state else None
     terms = LinearInputs(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
-    o, final = op._forward(*terms, SCALE, CHUNK, "eager", False)
+    o, final = op.forward_impl(*terms, SCALE, CHUNK, "eager", False)
     cut, end, marks = op.forward_impl(*terms, SCALE, CHUNK, "eager", False, spans)
     assert marks.shape == (spans - 1, *final.shape)
     assert torch.equal(o, cut)
@@ -62,7 +62,7 @@ def test_packed_spans_are_near_whole(kind: str, lengths: tuple[int, ...], with_s
     state = torch.randn(len(lengths), H, K, V) if with_state else None
     terms = LinearInputs(q, k, torch.randn(1, T, H, V), **KINDS[kind](), initial_state=state)
     terms = terms._replace(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int())
-    o, final = op._forward(*terms, SCALE, CHUNK, "eager", False)
+    o, final = op.forward_impl(*terms, SCALE, CHUNK, "eager", False)
     cut, end, marks = op.forward_impl(*terms, SCALE, CHUNK, "eager", False, 3)
     assert marks.shape == (2, 1, H, K, V)
     torch.testing.assert_close(cut, o)

@@ -3,8 +3,7 @@
 import torch
 
 from slipstream.compiler.compiler_state import KernelKey, arch_of_device
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.wide_heads import MAX_HEAD_DIM
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
@@ -19,7 +18,7 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         return reason
     if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
         return "q, k and v differ in dtype"
-    if max(terms.q.shape[-1], terms.v.shape[-1]) > MAX_HEAD_DIM:  # not split (wide_heads.py)
+    if terms.max_head_dim > MAX_HEAD_DIM:  # not split (wide_heads.py)
         return f"K of a recurrence that erases may be at most {MAX_HEAD_DIM}"
     if reason := _unwritten(terms) or _without_room(terms):
         return reason
@@ -44,7 +43,7 @@ def _without_room(terms: LinearInputs) -> str | None:
     """Of float32, whose chunks are 16 tokens at least, and whose programs have all channels."""
     if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
         return None
-    if max(terms.q.shape[-1], terms.v.shape[-1]) <= 128:
+    if terms.max_head_dim <= 128:
         return None
     arch = arch_of_device(terms.q.device)
     if arch.shared > UNTRANSPOSED_MAX_BYTES:

@@ -1,131 +1,81 @@
 """The delta rule's stages on sm_90 (kernels/linear/delta.py has their order).
 
-Triton's chunk_fwd that writes states fits a multiprocessor twice without gates, this one's once:
-Triton's is taken where there are more programs than multiprocessors.
+WY factors and segments are those of the Triton back end, so that either can be used with the
+other's. Triton's chunk_fwd that writes states fits a multiprocessor twice without gates, this one's
+once: Triton's is taken where there are more programs than multiprocessors. Nothing depends on
+device values.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
-from slipstream.kernels.linear.delta import DeltaBackend, EntryStates, WYFactors
+from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
+    CHUNK,
     NUM_SMS,
     TILE_V,
     Segments,
     delta_sm90,
+    num_chunks,
     num_sequences,
+    scalar_args,
 )
-from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, launch
-from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
-    BackwardSchedule,
-    choose_schedule,
-    empty_checkpoints,
-)
-from slipstream.kernels.linear.sm90.delta.launch import Checkpoints
+from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
+from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, segment_launch
+from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule, empty_checkpoints
+from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES, grid
+from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
+from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
 from slipstream.kernels.linear.triton.delta import backend as triton
 from slipstream.kernels.linear.triton.delta.plan import is_oversubscribed
-from slipstream.kernels.linear.workspace import NO_OUTPUTS
+from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(
     writes_out=True, checkpoints=True, skips_empty=True, overwrites_q=True, saves_wy=True
 )
 # Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
 HEADS_PER_SEMAPHORE = 4
-
-
-def forward(
-    terms: LinearInputs,
-    scale: float,
-    out: tuple[Tensor, Tensor] | None = None,
-    checkpoints: Tensor | None = None,
-    active: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """o and the final state, as DeltaBackend.forward.
-
-    Args:
-        active: how many packed sequences have tokens, about; the others' states stay where they
-            are. None: all.
-    """
-    return Sm90Delta(active).forward(align_for_tma(terms), scale, out, checkpoints)[:2]
-
-
-def forward_saving(
-    terms: LinearInputs,
-    scale: float,
-    out: tuple[Tensor, Tensor] | None = None,
-    checkpoints: Tensor | None = None,
-    active: int | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Those, and what backward takes as `saved`."""
-    backend, saved = Sm90Delta(active), []
-    if checkpoints is None and (schedule := _schedule(terms, active)):
-        saved = [empty_checkpoints(terms, schedule)]
-        backend = replace(backend, checkpoints=Checkpoints(schedule.every, saved[0]))
-    o, final, wy = backend.forward(align_for_tma(terms), scale, out, checkpoints)
-    return o, final, [x for x in (*wy, *saved) if x is not None]
-
-
-def backward(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    saved: Sequence[Tensor] = (),
-    out: Mapping[str, Tensor] = NO_OUTPUTS,
-    active: int | None = None,
-    overwrite_q: bool = False,
-) -> dict[str, Tensor]:
-    """Gradients by the name of the term, as DeltaBackend.backward; active as forward has it.
-
-    Args:
-        saved: of forward_saving.
-        overwrite_q: the gradient of q may take q's memory, where heads are not grouped.
-    """
-    dout, terms = None if dout is None else align16(dout), align_for_tma(terms)
-    num_factors = 2 if terms.g is None else 3
-    wy = WYFactors(*saved[:num_factors]) if saved else None
-    backend = Sm90Delta(active, _schedule(terms, active), saved=tuple(saved[num_factors:]))
-    if overwrite_q and terms.q.shape[2] == terms.v.shape[2]:
-        out = {**out, "q": terms.q}
-    return backend.backward(terms, dout, dfinal, scale, wy, out)
-
-
-def align_for_tma(terms: LinearInputs) -> LinearInputs:
-    """With all as TMA reads them."""
-    names = ("q", "k", "v", "a", "b", "g")
-    given = {name: x for name in names if (x := getattr(terms, name)) is not None}
-    return terms._replace(**{name: align16(x) for name, x in given.items()})
-
-
-def align16(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
+TILE_K = 64  # channels of K that the gradients' kernel takes at a time
+GRADS = {"num_warps": 4, "maxnreg": 255}
+SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
 
 
 @dataclass(frozen=True)
 class Sm90Delta(DeltaBackend):
-    """
-    Attributes:
-        active: of forward.
-        schedule: what backward goes through at a time, where one kernel is all of it.
-        checkpoints: where chunk_fwd leaves the states that backward begins with.
-        saved: those, where forward left them.
-    """
+    """active: of for_active."""
 
     active: int | None = None
-    schedule: BackwardSchedule | None = None
-    checkpoints: Checkpoints | None = None
-    saved: tuple[Tensor, ...] = ()
 
     reuses_w = True
 
+    def for_active(self, active: int | None) -> DeltaBackend:
+        return self if active is None else Sm90Delta(active)
+
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        return super().to_kernel_layout(align_for_tma(terms))
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        return align16(x).contiguous()
+
+    def empty_checkpoints(self, terms: LinearInputs) -> Checkpoints | None:
+        # slices of packed sequences, which are active in part, go back in two kernels
+        schedule = None if self.active is not None else choose_schedule(terms)
+        if schedule is None:
+            return None
+        return Checkpoints(schedule.every, empty_checkpoints(terms, schedule))
+
     def num_chunks(self, terms: LinearInputs) -> int:
-        return triton.TritonDelta().num_chunks(terms)
+        return num_chunks(terms, CHUNK)
 
     def choose_segments(self, terms: LinearInputs) -> Segments | None:
         return delta_sm90(terms)
@@ -136,7 +86,36 @@ class Sm90Delta(DeltaBackend):
         return max(n for n in range(1, HEADS_PER_SEMAPHORE + 1) if share % n == 0)
 
     def solve_tril(self, terms: LinearInputs) -> WYFactors:
-        return launch.solve_tril(terms, triton.empty_factors(terms))
+        """With a gate, transition_lognorm is made too."""
+        B, T, HV, _ = terms.v.shape
+        (H, K), has_gate = terms.q.shape[2:], terms.g is not None
+        r = terms.v.new_empty(B, T, HV, CHUNK)
+        size = (self.num_chunks(terms), HV, 1 + has_gate, CHUNK)
+        beta_gate, lognorm = r.new_empty(size, dtype=torch.float32), None
+        if has_gate:
+            lognorm = beta_gate.new_empty(*size[:2], CHUNK // BASE)
+        launch: Any = cached(delta_solve_tril_sm90_kernel)[(size[0] * HV,)]
+        launch(
+            tma_descriptor(terms.k, H * K, CHUNK, K),
+            tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+            r,
+            terms.g,
+            terms.beta,
+            beta_gate,
+            lognorm,
+            terms.cu_seqlens,
+            T,
+            terms.sequences,
+            HV,
+            H,
+            K=K,
+            C=CHUNK,
+            BASE=BASE,
+            HAS_GATE=has_gate,
+            PACKED=terms.cu_seqlens is not None,
+            **SOLVE,
+        )
+        return WYFactors(r, beta_gate, lognorm)
 
     def chunk_fwd(
         self,
@@ -149,18 +128,53 @@ class Sm90Delta(DeltaBackend):
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
         segments: Segments | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        ends: dict[str, Any] = {"states": states, "s_in": s_in, "s_out": s_out}
+        """In one of three kernels."""
+        ends: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "segments": segments}
         sequences = num_sequences(terms, segments) if self.active is None else self.active
         if states is not None and terms.g is None and is_oversubscribed(terms, sequences):
-            triton.TritonDelta().chunk_fwd(terms, wy, scale, out, **ends, segments=segments)
+            triton.TritonDelta().chunk_fwd(terms, wy, scale, out, states=states, **ends)
             return
-        ends |= {"skip_empty": self.active is not None and segments is None}
-        ends |= {"checkpoints": self.checkpoints}
-        if segments is None and self._use_2tile(terms):
-            launch.chunk_fwd_2tile(terms, wy, scale, out, **ends)
-        else:
-            launch.chunk_fwd(terms, wy, scale, out, **ends, segments=segments)
+        HV, V = terms.v.shape[2:]
+        H, K = terms.q.shape[2:]
+        interval, marks = checkpoints or (0, None)
+        kernel, tile = delta_chunk_fwd_sm90_kernel, TILE_V
+        sizes, split = scalar_args(terms, segments), {"SPLIT": segments is not None}
+        if segments is None and self._use_2tile(terms):  # which has whole sequences alone
+            kernel, tile, sizes, split = (
+                delta_chunk_fwd_2tile_sm90_kernel,
+                2 * TILE_V,
+                sizes[:4],
+                {},
+            )
+        launch: Any = cached(kernel)[grid(terms, segments, tile)]
+        launch(
+            tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
+            tma_descriptor(terms.k, H * K, CHUNK, K),
+            tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
+            tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+            tma_descriptor(out, HV * V, CHUNK, TILE_V),
+            tma_descriptor(states, K, TILE_V, K),
+            tma_descriptor(marks, K, TILE_V, K),
+            out,
+            wy.beta_gate,
+            s_in,
+            s_out,
+            terms.cu_seqlens,
+            scale,
+            *sizes,
+            interval,
+            SAVE_STATES=states is not None,
+            **_flags(terms, s_in, s_out),
+            **split,
+            SKIP=self._skips_empty(segments),
+            SAVE_CHECKPOINTS=checkpoints is not None,
+        )
+
+    def _skips_empty(self, segments: Segments | None) -> bool:
+        """Whether most sequences have no tokens; s_out is s_in then, or there is none."""
+        return self.active is not None and segments is None
 
     def _use_2tile(self, terms: LinearInputs) -> bool:
         """Whether a program takes two tiles of V: with one each they would not all run at once."""
@@ -181,9 +195,27 @@ class Sm90Delta(DeltaBackend):
         s_out: Tensor | None,
         segments: Segments | None,
     ) -> None:
-        skip = self.active is not None and segments is None
-        ends: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "segments": segments}
-        launch.chunk_dstate(terms, do, wy, scale, dv, dstates, **ends, skip_empty=skip)
+        HV, V = terms.v.shape[2:]
+        H, K = terms.q.shape[2:]
+        launch: Any = cached(delta_chunk_dstate_sm90_kernel)[grid(terms, segments)]
+        launch(
+            tma_descriptor(terms.q, H * K, CHUNK, K),
+            tma_descriptor(terms.k, H * K, CHUNK, K),
+            tma_descriptor(do, HV * V, CHUNK, TILE_V),
+            tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+            tma_descriptor(dv, HV * V, CHUNK, TILE_V),
+            tma_descriptor(dstates, K, TILE_V, K),
+            dv,
+            wy.beta_gate,
+            s_in,
+            s_out,
+            terms.cu_seqlens,
+            scale,
+            *scalar_args(terms, segments),
+            **_flags(terms, s_in, s_out),
+            SPLIT=segments is not None,
+            SKIP=self._skips_empty(segments),
+        )
 
     def chunk_dqkg(
         self,
@@ -197,17 +229,48 @@ class Sm90Delta(DeltaBackend):
         scale: float,
         grads: dict[str, Tensor],
     ) -> None:
-        launch.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
+        T, HV, V = terms.v.shape[1:]
+        H, K = terms.q.shape[2:]
+        heads, semaphores = grads["q"].shape[2], None
+        if heads < HV:  # how many value heads have added up a chunk's gradients of q and k
+            semaphores = zero_counters(states.shape[0] * heads, wy.beta_gate)
+        launch: Any = cached(delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
+        launch(
+            *(tma_descriptor(x, H * K, CHUNK, TILE_K) for x in (terms.q, terms.k)),
+            *(tma_descriptor(x, HV * V, CHUNK, V) for x in (do, w, dv)),
+            *(tma_descriptor(x, K, V, TILE_K) for x in (states, dstates)),
+            *(tma_descriptor(grads[name], heads * K, CHUNK, TILE_K) for name in "qk"),
+            grads["q"],
+            grads["k"],
+            wy.beta_gate,
+            grads["beta"],
+            grads.get("g"),
+            terms.cu_seqlens,
+            semaphores,
+            scale,
+            T,
+            terms.sequences,
+            HV,
+            H,
+            HV // heads,
+            K=K,
+            V=V,
+            BK=TILE_K,
+            C=CHUNK,
+            HAS_GATE=terms.g is not None,
+            PACKED=terms.cu_seqlens is not None,
+            SHARED=heads < HV,
+            **GRADS,
+        )
 
     def entry_states(
         self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
     ) -> EntryStates:
         state = terms.initial_state
-        transition = launch.segment_transition(terms, wy, state, segments)
-        E = transition[0]
-        return EntryStates(
-            launch.state_passing(terms, E, *transition, state, segments), transition, final
-        )
+        M, m_is_zero = segment_launch.segment_transition(terms, wy, state, segments)
+        # E is beside M
+        states = segment_launch.state_passing(terms, M, M, m_is_zero, state, segments)
+        return EntryStates(states, (M, m_is_zero), final)
 
     def entry_dstates(
         self,
@@ -220,8 +283,10 @@ class Sm90Delta(DeltaBackend):
         segments: Segments,
         dstate: Tensor | None,
     ) -> EntryStates:
-        dE = launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
-        states = launch.state_passing(terms, dE, *transition, dfinal, segments, reverse=True)
+        dE = segment_launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
+        states = segment_launch.state_passing(
+            terms, dE, *transition, dfinal, segments, reverse=True
+        )
         return EntryStates(states, transition, dstate)
 
     def gradients(
@@ -233,21 +298,39 @@ class Sm90Delta(DeltaBackend):
         scale: float,
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
+        checkpoints: Tensor | None,
     ) -> dict[str, Tensor]:
-        if self.schedule is None:
-            return super().gradients(terms, do, dfinal, wy, scale, dstate, out)
+        """In one kernel where its schedule has a place for it (bwd_schedule.py)."""
+        schedule = choose_schedule(terms) if self.active is None else None
+        if schedule is None:
+            args = terms, do, dfinal, wy, scale, dstate, out
+            return super().gradients(*args, checkpoints)
         grads = bwd_fused_launch.empty_grads(terms, do, out, self.heads_per_sum(terms))
-        if self.saved:
-            checkpoints = self.saved[0]
-        else:
-            checkpoints = empty_checkpoints(terms, self.schedule)
-            forward = Sm90Delta(checkpoints=Checkpoints(self.schedule.every, checkpoints))
-            forward.run_chunks(terms, wy, scale, grads["v"], None)
+        if checkpoints is None:  # forward runs once more, for these alone
+            checkpoints = empty_checkpoints(terms, schedule)
+            made = Checkpoints(schedule.every, checkpoints)
+            self.run_chunks(terms, wy, scale, grads["v"], None, made)
         return bwd_fused_launch.backward(
-            terms, do, dfinal, wy, scale, dstate, out, self.schedule, grads, checkpoints
+            terms, do, dfinal, wy, scale, dstate, out, schedule, grads, checkpoints
         )
 
 
-def _schedule(terms: LinearInputs, active: int | None) -> BackwardSchedule | None:
-    """Slices of packed sequences, which are active in part, go back in two kernels."""
-    return choose_schedule(terms) if active is None else None
+def _flags(terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:
+    """What all kernels that go from chunk to chunk are compiled for."""
+    return {
+        "K": terms.q.shape[-1],
+        "V": terms.v.shape[-1],
+        "BV": TILE_V,
+        "C": CHUNK,
+        "ST": STAGES,
+        "HAS_GATE": terms.g is not None,
+        "HAS_S_IN": s_in is not None,
+        "HAS_S_OUT": s_out is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        "num_warps": 4,
+        "maxnreg": 128,  # of 16 warps: what all partitions share
+    }
+
+
+_BACKEND = Sm90Delta()
+forward, backward = _BACKEND.forward, _BACKEND.backward

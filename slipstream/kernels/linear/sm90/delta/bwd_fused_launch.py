@@ -13,17 +13,17 @@ from torch import Tensor
 
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK, NUM_SMS
-from slipstream.kernels.linear.sm90.delta import launch
+from slipstream.kernels.linear.segments import CHUNK, NUM_SMS, scalar_args
+from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
+from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
-from slipstream.kernels.linear.sm90.delta.launch import TILE_K, scalar_args, tma_descriptor
 from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
 from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
 from slipstream.kernels.linear.workspace import reuse_or_empty
 from slipstream.runtime.launch_cache import cached
 
-STAGES = 2
+STAGES, TILE_K = 2, 64
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BWD_OPTIONS: dict[int, dict[str, Any]] = {
     64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "FEW": 32},
@@ -52,9 +52,11 @@ def backward(
     ds_in = dfinal
     if schedule.segments is not None:
         segments = schedule.segments
-        M, m_is_zero = launch.segment_transition(terms, wy, None, segments, alone=True)
-        dE = launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
-        ds_in = launch.state_passing(terms, dE, M, m_is_zero, dfinal, segments, reverse=True)
+        M, m_is_zero = segment_launch.segment_transition(terms, wy, None, segments, alone=True)
+        dE = segment_launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
+        ds_in = segment_launch.state_passing(
+            terms, dE, M, m_is_zero, dfinal, segments, reverse=True
+        )
         del M, dE
     ends = {"s_in": ds_in, "s_out": dstate}
     launch_bwd_fused(terms, do, wy, scale, checkpoints, grads, schedule, **ends)

@@ -6,13 +6,12 @@ Triton's stay for the gradients where supports_dqkg refuses a call, and between 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, Segments, dplr_sm90, num_sequences
-from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
+from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.dplr import dqkg_launch
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
@@ -30,40 +29,16 @@ from slipstream.kernels.linear.triton.dplr.backend import (
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES
 from slipstream.kernels.linear.workspace import NO_OUTPUTS
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 WY_OPTIONS = {"num_warps": 4, "maxnreg": 168}  # three programs fit a multiprocessor
 # by V: of 8 and 12 warps, what all partitions share
 CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 168}}
 STAGES = 3
 SAFE_OPTIONS = {"num_warps": 4}
 SAFE_PROGRAMS = 2  # a multiprocessor
-
-
-def forward(
-    terms: LinearInputs,
-    scale: float,
-    out: tuple[Tensor, Tensor] | None = None,
-    checkpoints: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """o and the final state, as TritonDplr.forward."""
-    return Sm90Dplr().forward(align_for_tma(terms), scale, out, checkpoints)
-
-
-def backward(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    out: Mapping[str, Tensor] = NO_OUTPUTS,
-) -> dict[str, Tensor]:
-    """Gradients by the name of the term, as TritonDplr.backward."""
-    dout = None if dout is None else align16(dout)
-    return Sm90Dplr().backward(align_for_tma(terms), dout, dfinal, scale, out)
 
 
 def launch_intra_chunk(
@@ -73,7 +48,9 @@ def launch_intra_chunk(
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     rows = (terms.q, terms.k, terms.a, terms.b)
-    tiles = [None if x is None else _tiles(x, x.shape[2] * x.shape[3], 64) for x in rows]
+    tiles = [
+        None if x is None else tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, 64) for x in rows
+    ]
     rest = (terms.v, terms.g, terms.beta)
     sizes = (terms.cu_seqlens, scale, int(for_backward))
     counts = (T, terms.sequences, HV, H)
@@ -168,6 +145,20 @@ class Sm90Dplr(TritonDplr):
     chunk_dstate = staticmethod(chunk_dstate)
     choose_segments = staticmethod(dplr_sm90)
 
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        return super().to_kernel_layout(align_for_tma(terms))
+
+    def backward(
+        self,
+        terms: LinearInputs,
+        dout: Tensor | None,
+        dfinal: Tensor | None,
+        scale: float,
+        out: Mapping[str, Tensor] = NO_OUTPUTS,
+    ) -> dict[str, Tensor]:
+        dout = None if dout is None else align16(dout)
+        return super().backward(terms, dout, dfinal, scale, out)
+
     def launch_scores(
         self,
         terms: LinearInputs,
@@ -225,11 +216,9 @@ def _described(x: Any) -> Any:
     """A descriptor of a tensor as its rows, or of (tensor, width of rows, columns of a tile)."""
     if x is None:
         return None
-    return _tiles(*x) if isinstance(x, tuple) else _tiles(x, x.shape[-1], x.shape[-1])
+    x, width, columns = x if isinstance(x, tuple) else (x, x.shape[-1], x.shape[-1])
+    return tma_descriptor(x, width, CHUNK, columns)
 
 
-def _tiles(x: Tensor, width: int, columns: int) -> Any:
-    """A descriptor of x as rows of `width`, in tiles [CHUNK, columns]."""
-    layout: Any = gl.NVMMASharedLayout.get_default_for([CHUNK, columns], _TYPES[x.dtype])
-    shape, strides = [x.numel() // width, width], [width, 1]
-    return TensorDescriptor(x, shape, strides, [CHUNK, columns], layout)
+_BACKEND = Sm90Dplr()
+forward, backward = _BACKEND.forward, _BACKEND.backward

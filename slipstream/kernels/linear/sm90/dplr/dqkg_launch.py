@@ -7,24 +7,24 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK
+from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import ChunkStates, ScoreGrads
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
 TILE_K = 64
 WIDE = 2  # warps beside each other, each four rows of them
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
     """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
     q, v, g = terms.q, terms.v, terms.g
-    if g is None or terms.decay != "channel" or g.dtype not in _TYPES:
+    if g is None or terms.decay != "channel" or g.dtype not in _GATE_DTYPES:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or v.numel() * 2 // v.shape[-1] >= 2**31:
         return False
@@ -50,12 +50,12 @@ def scores(
     x, y, _, dstates = states
     launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
     launch(
-        *(_tiles(t, HV * V, CHUNK, V) for t in (terms.v, do)),
-        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        _tiles(intra.k, K, CHUNK, K),
-        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in (intra.qk, intra.ak)),
-        None if delta else _tiles(dstates, K, V, K),
-        _tiles(dv, HV * V, CHUNK, V),
+        *(tma_descriptor(t, HV * V, CHUNK, V) for t in (terms.v, do)),
+        *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (x, y)),
+        tma_descriptor(intra.k, K, CHUNK, K),
+        *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in (intra.qk, intra.ak)),
+        None if delta else tma_descriptor(dstates, K, V, K),
+        tma_descriptor(dv, HV * V, CHUNK, V),
         dv,
         terms.beta,
         dbeta,
@@ -105,18 +105,18 @@ def chunk_dqkg_anchored(
     H, K = terms.q.shape[2:]
     x, y, before, dstates = states
     chunks = x.shape[0]
-    heads = [_tiles(t, H * K, CHUNK, TILE_K) for t in (terms.q, terms.k, terms.a, terms.b)]
-    v = None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V)
+    heads = [tma_descriptor(t, H * K, CHUNK, TILE_K) for t in (terms.q, terms.k, terms.a, terms.b)]
+    v = None if terms.a is None else tma_descriptor(terms.v, HV * V, CHUNK, V)
     programs = min(sm_count(do.device.index), chunks * HV)
     launch: Any = cached(dplr_dqkg_sm90_kernel)[(programs,)]
     launch(
         *heads,
-        _tiles(terms.g, HV * K, CHUNK, TILE_K),
+        tma_descriptor(terms.g, HV * K, CHUNK, TILE_K),
         v,
-        _tiles(do, HV * V, CHUNK, V),
-        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        *(_tiles(t, K, V, TILE_K) for t in (before, dstates)),
-        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
+        tma_descriptor(do, HV * V, CHUNK, V),
+        *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (x, y)),
+        *(tma_descriptor(t, K, V, TILE_K) for t in (before, dstates)),
+        *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
         terms.beta,
         scores.diagonal,
         *(grads.get(name) for name in "qkabg"),
@@ -163,11 +163,11 @@ def chunk_dqkg_safe(
         terms.a,
         terms.b,
         terms.g,
-        None if terms.a is None else _tiles(terms.v, HV * V, CHUNK, V),
-        _tiles(do, HV * V, CHUNK, V),
-        *(_tiles(t, CHUNK, V, CHUNK) for t in (x, y)),
-        *(_tiles(t, K, V, TILE_K) for t in (before, dstates)),
-        *(_tiles(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
+        None if terms.a is None else tma_descriptor(terms.v, HV * V, CHUNK, V),
+        tma_descriptor(do, HV * V, CHUNK, V),
+        *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (x, y)),
+        *(tma_descriptor(t, K, V, TILE_K) for t in (before, dstates)),
+        *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
         strong,
         terms.beta,
         scores.diagonal,
@@ -188,12 +188,3 @@ def chunk_dqkg_safe(
         PACKED=terms.cu_seqlens is not None,
         num_warps=8,
     )
-
-
-def _tiles(x: Tensor | None, width: int, rows: int, columns: int) -> Any:
-    """A descriptor of x as rows of `width`, in tiles [rows, columns]."""
-    if x is None:
-        return None
-    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
-    shape, strides = [x.numel() // width, width], [width, 1]
-    return TensorDescriptor(x, shape, strides, [rows, columns], layout)

@@ -12,51 +12,22 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK, Segments, num_sequences
-from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
+from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.triton.scalar_decay import backend as triton
 from slipstream.kernels.linear.triton.scalar_decay.backend import (
     ChunkLaunch,
     GateSums,
     TritonScalarDecay,
 )
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
 
 HALF = 64
 STAGES, BACK_STAGES = 3, 2
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True)
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
-
-
-def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
-    """As Triton's, which it is where o is wanted in float32."""
-    if terms.q.dtype not in _TYPES:
-        return TritonScalarDecay().forward(terms, scale)
-    return Sm90ScalarDecay().forward(_align_for_tma(terms), scale)
-
-
-def backward(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    *,
-    gate_gradient: bool = True,
-) -> dict[str, Tensor]:
-    """As Triton's."""
-    dout = None if dout is None else align16(dout)
-    return Sm90ScalarDecay().backward(_align_for_tma(terms), dout, dfinal, scale, gate_gradient)
-
-
-def _align_for_tma(terms: LinearInputs) -> LinearInputs:
-    """q, k and v as TMA reads them; the gates of a head side by side."""
-    g = terms.g
-    if g is not None and g.stride(1) > 1:
-        g = g.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-    return align_for_tma(terms)._replace(g=g)
 
 
 def launch_chunks(
@@ -104,6 +75,30 @@ class Sm90ScalarDecay(TritonScalarDecay):
     dk_is_whole = True
 
     launch_chunks = staticmethod(launch_chunks)
+
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        """q, k and v as TMA reads them; the gates of a head side by side."""
+        g = terms.g
+        if g is not None and g.stride(1) > 1:
+            g = g.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+        return super().to_kernel_layout(align_for_tma(terms)._replace(g=g))
+
+    def forward(self, terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
+        """By Triton's kernels where o is wanted in float32."""
+        if terms.q.dtype == torch.float32:
+            return triton.forward(terms, scale)
+        return super().forward(terms, scale)
+
+    def backward(
+        self,
+        terms: LinearInputs,
+        dout: Tensor | None,
+        dfinal: Tensor | None,
+        scale: float,
+        gate_gradient: bool = True,
+    ) -> dict[str, Tensor]:
+        dout = None if dout is None else align16(dout)
+        return super().backward(terms, dout, dfinal, scale, gate_gradient)
 
     def launch_dkv(
         self,
@@ -187,7 +182,8 @@ def _flags(
 
 def _tiles(x: Tensor, columns: int) -> Any:
     """A descriptor of x as rows of all heads, in tiles [CHUNK, columns]."""
-    layout: Any = gl.NVMMASharedLayout.get_default_for([CHUNK, columns], _TYPES[x.dtype])
-    width = x.shape[2] * x.shape[3]
-    shape, strides = [x.numel() // width, width], [width, 1]
-    return TensorDescriptor(x, shape, strides, [CHUNK, columns], layout)
+    return tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, columns)
+
+
+_BACKEND = Sm90ScalarDecay()
+forward, backward = _BACKEND.forward, _BACKEND.backward

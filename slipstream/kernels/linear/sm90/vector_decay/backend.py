@@ -16,12 +16,11 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK
-from slipstream.kernels.linear.sm90.delta.backend import align16, align_for_tma
+from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
 from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
 from slipstream.kernels.linear.triton.vector_decay.launch import GateSums, IntraChunk, gate_sums
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
@@ -195,7 +194,4 @@ def _flags(terms: LinearInputs, s_in: Tensor | None, reverse: bool) -> dict[str,
 
 def _tiles(x: Tensor, columns: int) -> Any:
     """A descriptor of x as rows of all heads, in tiles [CHUNK, columns]."""
-    layout: Any = gl.NVMMASharedLayout.get_default_for([CHUNK, columns], gl.bfloat16)
-    width = x.shape[2] * x.shape[3]
-    shape, strides = [x.numel() // width, width], [width, 1]
-    return TensorDescriptor(x, shape, strides, [CHUNK, columns], layout)
+    return tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, columns)

@@ -1,19 +1,14 @@
 """The delta rule's stages by Triton kernels (kernels/linear/delta.py has their order)."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
-from slipstream.kernels.linear.delta import (
-    DeltaBackend,
-    EntryStates,
-    WYFactors,
-)
+from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import Segments, num_sequences
+from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, scalar_args
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
     delta_chunk_dstate_kernel,
@@ -24,7 +19,6 @@ from slipstream.kernels.linear.triton.delta.plan import (
     choose_segments,
     is_oversubscribed,
     launch_options,
-    num_chunks,
     state_descriptor,
     tile_of,
     tma_descriptor,
@@ -32,43 +26,10 @@ from slipstream.kernels.linear.triton.delta.plan import (
 )
 from slipstream.kernels.linear.triton.delta.solve_tril import BASE, delta_solve_tril_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.workspace import NO_OUTPUTS
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
-
-
-def forward(
-    terms: LinearInputs,
-    scale: float,
-    out: tuple[Tensor, Tensor] | None = None,
-    checkpoints: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """o and the final state, as DeltaBackend.forward."""
-    return TritonDelta().forward(terms, scale, out, checkpoints)[:2]
-
-
-def backward(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    out: Mapping[str, Tensor] = NO_OUTPUTS,
-) -> dict[str, Tensor]:
-    """Gradients by the name of the term, as DeltaBackend.backward."""
-    return TritonDelta().backward(terms, dout, dfinal, scale, None, out)
-
-
-def empty_factors(terms: LinearInputs) -> WYFactors:
-    """Memory for R and beta with the sum of the gate, which float32 has in two parts."""
-    B, T, HV, _ = terms.v.shape
-    C, gates = tile_of(terms)[0].C, 0
-    if terms.g is not None:
-        gates = 2 if terms.q.dtype == torch.float32 else 1
-    dtype = torch.float32 if uses_split_bf16(terms) else terms.v.dtype
-    r = terms.v.new_empty(B, T, HV, C, dtype=dtype)
-    return WYFactors(r, r.new_empty(num_chunks(terms, C), HV, 1 + gates, C, dtype=torch.float32))
 
 
 class TritonDelta(DeltaBackend):
@@ -79,21 +40,25 @@ class TritonDelta(DeltaBackend):
         return choose_segments(terms)
 
     def solve_tril(self, terms: LinearInputs) -> WYFactors:
-        wy = empty_factors(terms)
-        T, HV = terms.v.shape[1:3]
+        B, T, HV, _ = terms.v.shape
         H, K = terms.q.shape[2:]
         tile, _ = tile_of(terms)
         exact = terms.q.dtype == torch.float32
+        dtype = torch.float32 if uses_split_bf16(terms) else terms.v.dtype
+        r = terms.v.new_empty(B, T, HV, tile.C, dtype=dtype)
+        # float32 has the sum of the gate in two parts
+        rows = 1 + (terms.g is not None) * (2 if exact else 1)
+        beta_gate = r.new_empty(self.num_chunks(terms), HV, rows, tile.C, dtype=torch.float32)
         # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
         inner = fp32_dot_precision() if exact else "halves" if tile.tma else "tf32"
-        launch: Any = cached(delta_solve_tril_kernel)[(wy.beta_gate.shape[0] * HV,)]
+        launch: Any = cached(delta_solve_tril_kernel)[(beta_gate.shape[0] * HV,)]
         launch(
             terms.k,
             terms.p,
             terms.g,
             terms.beta,
-            wy.r,
-            wy.beta_gate,
+            r,
+            beta_gate,
             terms.cu_seqlens,
             T,
             terms.sequences,
@@ -107,7 +72,7 @@ class TritonDelta(DeltaBackend):
             INNER="ieee" if INTERPRETED else inner,
             **launch_options(terms, tile.solve),
         )
-        return wy
+        return WYFactors(r, beta_gate)
 
     def entry_states(
         self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
@@ -148,9 +113,10 @@ class TritonDelta(DeltaBackend):
         s_out: Tensor | None = None,
         m: Tensor | None = None,
         segments: Segments | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """Or, with m, what each segment adds to the state, into s_out, and its transition M."""
-        T, HV, V = terms.v.shape[1:]
+        HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
         tile, BK = tile_of(terms)
         slots = num_sequences(terms, segments)
@@ -181,11 +147,7 @@ class TritonDelta(DeltaBackend):
             m,
             terms.cu_seqlens,
             scale,
-            T,
-            terms.sequences,
-            HV,
-            H,
-            T if segments is None else segments.tokens,
+            *scalar_args(terms, segments),
             K=K,
             V=V,
             BK=BK,
@@ -215,7 +177,7 @@ class TritonDelta(DeltaBackend):
         s_out: Tensor | None = None,
         segments: Segments | None = None,
     ) -> None:
-        T, HV, V = terms.v.shape[1:]
+        HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
         tile, BK = tile_of(terms)
         slots = num_sequences(terms, segments)
@@ -240,11 +202,7 @@ class TritonDelta(DeltaBackend):
             s_out,
             terms.cu_seqlens,
             scale,
-            T,
-            terms.sequences,
-            HV,
-            H,
-            T if segments is None else segments.tokens,
+            *scalar_args(terms, segments),
             K=K,
             V=V,
             BK=BK,
@@ -309,3 +267,7 @@ class TritonDelta(DeltaBackend):
             TMA=tma,
             **launch_options(terms, tile.grads),
         )
+
+
+_BACKEND = TritonDelta()
+forward, backward = _BACKEND.forward, _BACKEND.backward

@@ -35,12 +35,6 @@ def tile_of(terms: LinearInputs) -> tuple[DeltaTile, int]:
     return _tile(terms.q.device, K, V, terms.q.element_size())
 
 
-def num_chunks(terms: LinearInputs, C: int) -> int:
-    """Chunks, at most (delta_solve.find_chunk)."""
-    B, T = terms.q.shape[:2]
-    return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
-
-
 def choose_segments(terms: LinearInputs) -> Segments | None:
     """Decided by shapes and device."""
     HV, V = terms.v.shape[2:]

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
-from slipstream.kernels.linear.segments import Segments
+from slipstream.kernels.linear.segments import Segments, num_chunks
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
-from slipstream.kernels.linear.triton.delta.plan import num_chunks, segments_for_programs
+from slipstream.kernels.linear.triton.delta.plan import segments_for_programs
 from slipstream.kernels.linear.triton.dplr import launch
 from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
 from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_intra_safe_kernel
@@ -48,27 +48,6 @@ from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
-
-
-def forward(
-    terms: LinearInputs,
-    scale: float,
-    out: tuple[Tensor, Tensor] | None = None,
-    checkpoints: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """o and the final state, as TritonDplr.forward."""
-    return TritonDplr().forward(terms, scale, out, checkpoints)
-
-
-def backward(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    out: Mapping[str, Tensor] = NO_OUTPUTS,
-) -> dict[str, Tensor]:
-    """Gradients by the name of the term, as TritonDplr.backward."""
-    return TritonDplr().backward(terms, dout, dfinal, scale, out)
 
 
 class ChunkStates(NamedTuple):
@@ -97,6 +76,12 @@ class TritonDplr:
     chunk_fwd = staticmethod(launch.chunk_fwd)
     chunk_dstate = staticmethod(launch.chunk_dstate)
 
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        """Everything as the kernels index it."""
+        names = ("a", "b", "g", "beta")
+        given = {name: x for name in names if (x := getattr(terms, name)) is not None}
+        return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
+
     def forward(
         self,
         terms: LinearInputs,
@@ -110,7 +95,7 @@ class TritonDplr:
             out: memory for both.
             checkpoints: memory for the states between slices of tokens; there is one slice more.
         """
-        terms = _all_contiguous(terms)
+        terms = self.to_kernel_layout(terms)
         o, final = out or (
             terms.v.new_empty(terms.v.shape),
             terms.v.new_empty(terms.state_shape, dtype=torch.float32),
@@ -146,7 +131,7 @@ class TritonDplr:
         Args:
             out: memory for some of them, which they take if it fits.
         """
-        given, terms = terms, _all_contiguous(terms)
+        given, terms = terms, self.to_kernel_layout(terms)
         do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
         dstate = None
@@ -401,12 +386,6 @@ class TritonDplr:
             run(*args, _ones(terms), *sizes, **options)
 
 
-def _all_contiguous(terms: LinearInputs) -> LinearInputs:
-    names = ("a", "b", "g", "beta")
-    given = {name: x for name in names if (x := getattr(terms, name)) is not None}
-    return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
-
-
 def _empty_states(terms: LinearInputs, intra: IntraChunk) -> tuple[Tensor, Tensor]:
     """x and the states before each chunk, to be written."""
     chunks, HV, V, C = intra.u.shape
@@ -440,3 +419,7 @@ def _within(memory: Tensor | None, like: Tensor, size: tuple[int, ...]) -> Tenso
     if memory is not None and memory.dtype == like.dtype and memory.numel() == prod(size):
         return memory.view(size)
     return like.new_empty(size)
+
+
+_BACKEND = TritonDplr()
+forward, backward = _BACKEND.forward, _BACKEND.backward

@@ -39,23 +39,6 @@ from slipstream.runtime.launch_cache import cached
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True)
 
 
-def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
-    """o and the final state, as TritonScalarDecay.forward."""
-    return TritonScalarDecay().forward(terms, scale)
-
-
-def backward(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    *,
-    gate_gradient: bool = True,
-) -> dict[str, Tensor]:
-    """Gradients by the name of the term, as TritonScalarDecay.backward."""
-    return TritonScalarDecay().backward(terms, dout, dfinal, scale, gate_gradient)
-
-
 class ChunkLaunch(NamedTuple):
     """One launch: tensors by the names of chunk.py; y None where only the state is wanted."""
 
@@ -98,9 +81,12 @@ class TritonScalarDecay:
     # Whether dk is summed over all of V by one program, rather than by one a tile of V.
     dk_is_whole = False
 
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        return contiguous(terms)
+
     def forward(self, terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
         """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
-        terms = contiguous(terms)
+        terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         chunks = ChunkLaunch(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
@@ -120,7 +106,7 @@ class TritonScalarDecay:
         gate_gradient: bool = True,
     ) -> dict[str, Tensor]:
         """Gradients by the name of the term, in its shape and dtype; dg only with gate_gradient."""
-        terms = contiguous(terms)
+        terms = self.to_kernel_layout(terms)
         q, k, v = terms.q, terms.k, terms.v
         do = torch.zeros_like(v) if dout is None or scale == 0.0 else dout.contiguous()
         scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
@@ -344,3 +330,7 @@ def _gate_gradient(terms: LinearInputs, sums: GateSums, segments: Segments | Non
         num_warps=4,
     )
     return dg
+
+
+_BACKEND = TritonScalarDecay()
+forward, backward = _BACKEND.forward, _BACKEND.backward

@@ -1,0 +1,32 @@
+"""Tensors as TMA reads and writes them on sm_90, for the launches of every family."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def align16(x: Tensor) -> Tensor:
+    """x, or a copy of it that begins at a multiple of 16 bytes."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
+
+
+def align_for_tma(terms: LinearInputs) -> LinearInputs:
+    """With all tensors that kernels read by TMA aligned."""
+    names = ("q", "k", "v", "a", "b", "g")
+    given = {name: x for name in names if (x := getattr(terms, name)) is not None}
+    return terms._replace(**{name: align16(x) for name, x in given.items()})
+
+
+def tma_descriptor(x: Tensor | None, width: int, rows: int, columns: int) -> Any:
+    """A descriptor of x as rows of `width`, in tiles [rows, columns]; None of None."""
+    if x is None:
+        return None
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
+    shape, strides = [x.numel() // width, width], [width, 1]
+    return TensorDescriptor(x, shape, strides, [rows, columns], layout)

@@ -1,0 +1,149 @@
+"""Launches on sm_90 of what segments of the delta rule need besides its stages: what each makes of
+the state, and the state that each begins with. Nothing depends on device values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.delta import WYFactors
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, num_sequences, scalar_args
+from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
+from slipstream.kernels.linear.sm90.delta.segment_transition import (
+    delta_segment_transition_bwd_sm90_kernel,
+    delta_segment_transition_sm90_kernel,
+)
+from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
+from slipstream.runtime.launch_cache import cached
+
+BASE = 16  # rows of the blocks that the inverse begins with
+STAGES = 3
+
+
+def segment_transition(
+    terms: LinearInputs,
+    wy: WYFactors,
+    s_in: Tensor | None,
+    segments: Segments,
+    alone: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """E and M of segments [count, HV, K, V + K], or M alone [count, HV, K, K], and where M counts
+    as zero [count, HV]."""
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    wide = K if alone else V + K
+    transition = wy.beta_gate.new_empty(segments.count, HV, K, wide)
+    m_is_zero = transition.new_empty(segments.count, HV, dtype=torch.int32)
+    launch: Any = cached(delta_segment_transition_sm90_kernel)[
+        (wide // TILE_V * HV * segments.count,)
+    ]
+    launch(
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        wy.beta_gate,
+        wy.transition_lognorm,
+        s_in,
+        transition,
+        m_is_zero,
+        terms.cu_seqlens,
+        *scalar_args(terms, segments),
+        **{**_segment_transition_flags(terms, s_in), "V": wide - K},
+    )
+    return transition, m_is_zero
+
+
+def segment_transition_bwd(
+    terms: LinearInputs,
+    do: Tensor,
+    wy: WYFactors,
+    scale: float,
+    s_in: Tensor | None,
+    segments: Segments,
+) -> Tensor:
+    """dE of segments [count, HV, K, V]."""
+    HV, V = terms.v.shape[2:]
+    H, K = terms.q.shape[2:]
+    dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
+    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[grid(terms, segments)]
+    launch(
+        tma_descriptor(terms.q, H * K, CHUNK, K),
+        tma_descriptor(terms.k, H * K, CHUNK, K),
+        tma_descriptor(do, HV * V, CHUNK, TILE_V),
+        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        wy.beta_gate,
+        wy.transition_lognorm,
+        s_in,
+        dE,
+        terms.cu_seqlens,
+        scale,
+        *scalar_args(terms, segments),
+        **_segment_transition_flags(terms, s_in),
+    )
+    return dE
+
+
+def state_passing(
+    terms: LinearInputs,
+    E: Tensor,
+    m: Tensor,
+    m_is_zero: Tensor,
+    s_in: Tensor | None,
+    segments: Segments,
+    reverse: bool = False,
+) -> Tensor:
+    """The state before each segment [count, HV, K, V]; reverse: the gradient of that after it.
+
+    E: of segment_transition, beside M, or of segment_transition_bwd. s_in: before or after all.
+    """
+    HV, V = terms.v.shape[2:]
+    K = terms.q.shape[-1]
+    entry = E.new_empty(segments.count, HV, K, V)
+    T, N, *_ = scalar_args(terms, segments)
+    launch: Any = cached(delta_state_passing_sm90_kernel)[grid(terms, segments)]
+    launch(
+        E,
+        m,
+        m_is_zero,
+        s_in,
+        entry,
+        terms.cu_seqlens,
+        T,
+        N,
+        HV,
+        segments.tokens,
+        K=K,
+        V=V,
+        BV=TILE_V,
+        BESIDE=m.shape[-1] - K,
+        BACK=reverse,
+        HAS_S_IN=s_in is not None,
+        PACKED=terms.cu_seqlens is not None,
+        num_warps=8,
+        num_stages=1,
+    )
+    return entry
+
+
+def _segment_transition_flags(terms: LinearInputs, s_in: Tensor | None) -> dict[str, Any]:
+    return {
+        "K": terms.q.shape[-1],
+        "V": terms.v.shape[-1],
+        "BV": TILE_V,
+        "C": CHUNK,
+        "ST": STAGES,
+        "BLOCKS": CHUNK // BASE,
+        "HAS_GATE": terms.g is not None,
+        "HAS_S_IN": s_in is not None,
+        "PACKED": terms.cu_seqlens is not None,
+        "num_warps": 4,
+        "maxnreg": 168,  # of 12 warps
+    }
+
+
+def grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
+    """A program for each tile of V, head and sequence or segment."""
+    HV, V = terms.v.shape[2:]
+    return (V // tile * HV * num_sequences(terms, segments),)
