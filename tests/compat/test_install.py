@@ -32,7 +32,7 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     init = "from .first import First, first\nfrom fla.layers.second import Second\n"
     (layers / "__init__.py").write_text(init)
     (layers / "first.py").write_text("import fla.ops\nclass First: pass\ndef first(): pass\n")
-    (layers / "second.py").write_text("from fla.ops import chunk_abc\nclass Second: pass\n")
+    (layers / "second.py").write_text("from fla.ops import chunk_cyfa\nclass Second: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -89,8 +89,8 @@ def test_missing_module_says_so(peer: Path) -> None:
 
 def test_missing_name_says_so() -> None:
     with install("fla"):
-        with pytest.raises(ImportError, match=r"Slipstream has no fla\.ops\.chunk_abc; "):
-            exec("from fla.ops import chunk_abc")
+        with pytest.raises(ImportError, match=r"Slipstream has no fla\.ops\.chunk_cyfa; "):
+            exec("from fla.ops import chunk_cyfa")
         ops = importlib.import_module("fla.ops")
         assert not hasattr(ops, "chunk_of_no_package")
 

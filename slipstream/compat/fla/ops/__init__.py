@@ -1,5 +1,1 @@
-"""fla.ops: operators."""
-
-from slipstream.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__, ("chunk_abc",))
+"""fla.ops: operators, under the modules that fla has them in."""

@@ -1,0 +1,174 @@
+"""A function with fla's arguments that calls one of Slipstream's."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Arguments = dict[str, Any]
+
+# what fla's kernels can use and Slipstream's have no need of; the result is the same without
+HINTS = frozenset(
+    {"checkpoint_level", "chunk_indices", "cu_seqlens_cpu", "disable_recompute", "max_num_seqs",
+     "use_graph"}
+)  # fmt: skip
+# what Slipstream does not have, and the value that asks for nothing
+REFUSED: Mapping[str, Any] = {
+    "cp_context": None,
+    "output_attentions": False,
+    "return_intermediate_states": False,
+}
+# of one dtype in Slipstream; fla promotes
+ACTIVATIONS = ("q", "r", "k", "v", "p", "a", "b", "s")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table: a function of fla, and what it is here.
+
+    Attributes:
+        path: the module of fla that defines it, without `fla.`; its parents export it too.
+        name: fla's name.
+        function: Slipstream's.
+        signature: fla's parameters, as `q, k, scale=None, *, g=None, **kwargs`. With **kwargs,
+            keywords of `function` that are not listed are passed on, as fla's function reads them
+            (chunk_size, A_log).
+        renamed: fla's names of arguments that Slipstream calls otherwise.
+        change: maps the arguments, by Slipstream's names, to those of the call.
+        result: maps what `function` returns to what fla returns.
+        note: what differs, for the migration page.
+    """
+
+    path: str
+    name: str
+    function: Callable[..., Any]
+    signature: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    change: Callable[[Arguments], Arguments] | None = None
+    result: Callable[[Any], Any] | None = None
+    note: str = ""
+
+
+def parse_signature(text: str) -> inspect.Signature:
+    """The signature that `q, k, scale=None, *, g=None, **kwargs` stands for."""
+    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    for part in text.split(", "):
+        name, _, default = part.partition("=")
+        if name == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+        elif name.startswith("**"):
+            parameters.append(inspect.Parameter(name[2:], inspect.Parameter.VAR_KEYWORD))
+        else:
+            value = _DEFAULTS[default] if default in _DEFAULTS else float(default)
+            parameters.append(inspect.Parameter(name, kind, default=value))
+    return inspect.Signature(parameters)
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "": inspect.Parameter.empty, "None": None, "True": True, "False": False, "2": 2
+}  # fmt: skip
+
+
+def adapt(row: Operator) -> Callable[..., Any]:
+    """The function that a row of the table describes."""
+    signature = parse_signature(row.signature)
+    parameters = signature.parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    ours = inspect.signature(row.function).parameters
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    if len(known) < len(signature.parameters):
+        known |= set(ours)
+    # fla's defaults where ours are others
+    defaults = {}
+    for p in parameters:
+        name = row.renamed.get(p.name, p.name)
+        if name in ours and p.default is not p.empty and p.default != ours[name].default:
+            defaults[p.name] = p.default
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = defaults | kwargs
+        if args:
+            _add_positional(given, row.name, positional, args, kwargs)
+        given = _read(given, row.name, known)
+        for name, renamed in row.renamed.items():
+            if name in given:
+                given[renamed] = given.pop(name)
+        if row.change is not None:
+            given = row.change(given)
+        given, dtype = _with_one_dtype(given)
+        result = row.function(**given)
+        if dtype is not None:
+            result = _cast_output(result, dtype)
+        return result if row.result is None else row.result(result)
+
+    function.__name__ = function.__qualname__ = row.name
+    function.__module__ = f"slipstream.compat.fla.{row.path}"
+    function.__doc__ = (
+        f"fla.{row.path}.{row.name} on slipstream.ops.{row.function.__name__}, "
+        "whose arguments it has under fla's names and in fla's order."
+    )
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _add_positional(
+    given: Arguments, name: str, positional: list[str], args: tuple[Any, ...], kwargs: Arguments
+) -> None:
+    if len(args) > len(positional):
+        raise TypeError(
+            f"{name}() takes {len(positional)} positional arguments but {len(args)} were given"
+        )
+    for argument, value in zip(positional, args):
+        if argument in kwargs:
+            raise TypeError(f"{name}() got multiple values for argument '{argument}'")
+        given[argument] = value
+
+
+def _read(given: Arguments, name: str, known: set[str]) -> Arguments:
+    """The arguments without those that mean nothing here."""
+    if "transpose_state_layout" in given:
+        if given.get("state_v_first"):
+            raise ValueError("transpose_state_layout: want one of it and state_v_first, got both")
+        warnings.warn(
+            "transpose_state_layout is deprecated and called state_v_first",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        given["state_v_first"] = given.pop("transpose_state_layout")
+        known = known | {"state_v_first"}
+    if given.pop("head_first", False):
+        raise NotImplementedError("head_first: transpose the inputs to [B, T, H, ...]")
+    read = {}
+    for argument, value in given.items():
+        if argument in HINTS:
+            continue
+        if argument in REFUSED:
+            if value is not REFUSED[argument]:
+                raise NotImplementedError(f"{argument}: Slipstream's {name} does not have it")
+        elif argument in known:
+            read[argument] = value
+        else:
+            raise TypeError(f"{name}() got an unexpected keyword argument '{argument}'")
+    return read
+
+
+def _with_one_dtype(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
+    """The arguments with activations of one dtype, and v's, in which fla returns o."""
+    tensors = [x for name in ACTIVATIONS if isinstance(x := given.get(name), Tensor)]
+    if not tensors or all(x.dtype == tensors[0].dtype for x in tensors):
+        return given, None
+    dtype = tensors[0].dtype
+    for x in tensors:
+        dtype = torch.promote_types(dtype, x.dtype)
+    cast = {n: x.to(dtype) for n in ACTIVATIONS if isinstance(x := given.get(n), Tensor)}
+    return given | cast, given["v"].dtype
+
+
+def _cast_output(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, tuple):
+        return (result[0].to(dtype), *result[1:])
+    return result.to(dtype)

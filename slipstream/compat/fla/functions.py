@@ -1,0 +1,364 @@
+"""Functions of fla.ops that are no operators of Slipstream, in plain torch or on its operators.
+
+Formulas only; shapes, dtypes and defaults are fla's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.activation import squared_relu
+from slipstream.ops.attention import attention
+from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
+from slipstream.ops.linear_attn import chunk_linear_attn
+from slipstream.ops.norm import rms_norm
+from slipstream.ops.rwkv7 import fused_recurrent_rwkv7
+
+# attention
+
+
+def attn_decoding_one_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    do_gate_scale: bool = False,
+    *,
+    window_size: int | None = None,
+    sink_bias: Tensor | None = None,
+) -> Tensor:
+    """One query for each of N packed sequences of keys: q [1, N, HQ, K], k [1, T, H, K].
+
+    Args:
+        do_gate_scale: the gate takes the scale of the scores too.
+
+    Returns:
+        o [1, N, HQ, V]; 0 where a sequence is empty or the window is 0.
+    """
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens: want the offsets [N+1] of the keys, got None")
+    if g is not None and do_gate_scale:
+        g = g.float() * (k.shape[-1] ** -0.5 if scale is None else scale)
+    queries = torch.arange(q.shape[1] + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return attention(
+        q,
+        k,
+        v,
+        g=g,
+        scale=scale,
+        window_size=window_size,
+        sinks=sink_bias,
+        cu_seqlens=queries,
+        cu_seqlens_k=cu_seqlens,
+    )
+
+
+def fused_attnres(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale: float = 1.0,
+    return_weights: bool = False,
+    checkpoint_level: int = 1,
+) -> Any:
+    """Attention over the depth: a weighted sum of the L residual streams of one token.
+
+        p = softmax over l of scale * query . rms_norm(r_l) * rms_weight        o = sum_l p_l r_l
+
+    Args:
+        query: [D] or [D, 1]. residuals: L tensors [..., D]. rms_weight: [D].
+        output_rms_weight: [D], of a norm of o; None is no norm.
+        checkpoint_level: no effect.
+
+    Returns:
+        o [..., D], or with return_weights (o, p [L, ...]).
+
+    Source: Attention Residuals (2026), arXiv 2603.15031.
+    """
+    if not residuals:
+        raise ValueError("residuals: want at least one tensor, got none")
+    streams = torch.stack([x.float() for x in residuals])
+    keys = rms_norm(streams, rms_weight.flatten(), eps=rms_eps)
+    p = (keys @ (query.flatten().float() * scale)).softmax(0)
+    o = (p[..., None] * streams).sum(0)
+    if output_rms_weight is not None:
+        o = rms_norm(o, output_rms_weight, eps=rms_eps)
+    o = o.to(residuals[0].dtype)
+    return (o, p) if return_weights else o
+
+
+# feature maps of the second order, as linear attention
+
+
+def taylor_features(x: Tensor) -> Tensor:
+    """[..., D] -> [..., 1 + D + D^2] with f(q) . f(k) = 1 + q . k + (q . k)^2 / 2."""
+    square = (x[..., :, None] * x[..., None, :]).flatten(-2) * 0.5**0.5
+    return torch.cat([torch.ones_like(x[..., :1]), x, square], -1)
+
+
+def parallel_based(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True
+) -> Tensor:
+    """Based: causal attention whose weights are 1 + s + s^2 / 2 of the scores s = scale q . k.
+
+    With use_norm the weights of a token sum to 1. q, k [B, T, H, K], v [B, T, H, V].
+    """
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = taylor_features(q), taylor_features(k)
+    return chunk_linear_attn(q, k, v, scale=1.0, normalize=use_norm)[0]
+
+
+def fused_chunk_based(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True
+) -> Tensor:
+    """The same as parallel_based."""
+    return parallel_based(q, k, v, scale, use_norm)
+
+
+def parallel_rebased(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eps: float = 1e-5,
+    use_scale: bool = True,
+    use_normalize: bool = True,
+    return_both: bool = False,
+) -> Any:
+    """ReBased: causal attention whose weights are s^2 of the scores s = K^-0.5 q . k.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, H, V].
+        eps: added to the sum of the weights. use_scale: without, s = q . k.
+        use_normalize: o is divided by that sum.
+        return_both: the undivided o [B, H, T, V] and the sums [B, H, T] in its place.
+    """
+    q = q * q.shape[-1] ** -0.5 if use_scale else q
+    q, k = ((x[..., :, None] * x[..., None, :]).flatten(-2) for x in (q, k))
+    ones = torch.ones_like(v[..., :1])
+    o, z = chunk_linear_attn(
+        q, k, torch.cat([v, ones], -1), scale=1.0, normalize=False
+    )[0].split([v.shape[-1], 1], -1)  # fmt: skip
+    if return_both:
+        return o.transpose(1, 2), z.squeeze(-1).transpose(1, 2)
+    return o / (z + eps) if use_normalize else o
+
+
+# gates
+
+
+def fused_kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """-exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+
+    g [..., H, K], A_log [H], dt_bias [H K].
+    """
+    x = g if g.dtype == torch.float64 else g.float()
+    if dt_bias is not None:
+        x = x + dt_bias.view(x.shape[-2:])
+    rate = None if A_log is None else A_log.to(x.dtype).exp().view(-1, 1)
+    if lower_bound is None:
+        if rate is None:
+            raise ValueError("A_log: want a tensor [H] without lower_bound, got None")
+        return (-rate * F.softplus(x)).to(output_dtype)
+    return (lower_bound * torch.sigmoid(x if rate is None else rate * x)).to(output_dtype)
+
+
+def fused_gdn_gate(
+    g: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """-exp(A_log) softplus(g + dt_bias), of g [..., HV], A_log [HV] and dt_bias [HV]."""
+    x = g if g.dtype == torch.float64 else g.float()
+    x = x if dt_bias is None else x + dt_bias.to(x.dtype)
+    return (-A_log.to(x.dtype).exp() * F.softplus(x)).to(output_dtype)
+
+
+def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale sigmoid(x), in float32."""
+    return scale * x.float().sigmoid()
+
+
+def fused_additive_gate(
+    x: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+    gate_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and log decays that keep a state a mean, weighted by exp(x).
+
+        z_t = log(exp(z_{t-1}) + exp(x_t))        k_t = exp(x_t - z_t)        g_t = z_{t-1} - z_t
+
+    Args:
+        x: [B, T, H, K]. initial_state: z_0 [N, 1, H, K], float32; -inf if None.
+
+    Returns:
+        k, g [B, T, H, K] (g is 0 where nothing is before), and the last z [N, 1, H, K], float32.
+    """
+    if cu_seqlens is None:
+        parts, N = [x], x.shape[0]
+    else:
+        parts, N = list(x.split(cu_seqlens.diff().tolist(), dim=1)), len(cu_seqlens) - 1
+    if initial_state is None:
+        initial_state = x.new_full((N, 1, *x.shape[2:]), float("-inf"), dtype=torch.float32)
+    starts = [initial_state] if cu_seqlens is None else list(initial_state.split(1))
+    keys, gates, last = [], [], []
+    for part, start in zip(parts, starts):
+        z = torch.cat([start, part.float()], dim=1).logcumsumexp(1)
+        keys.append((part - z[:, 1:]).exp())
+        gate = z[:, :-1] - z[:, 1:]
+        gates.append(torch.where(z[:, :-1] == float("-inf"), 0.0, gate))
+        last.append(z[:, -1:])
+    k, g = torch.cat(keys, dim=1), torch.cat(gates, dim=1)
+    return k.to(output_dtype or x.dtype), g.to(gate_dtype or x.dtype), torch.cat(last)
+
+
+def _lightnet(operator: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Any:
+    state, z = given.pop("initial_state") or (None, None)
+    k, g, z = fused_additive_gate(k, z, given["cu_seqlens"])
+    o, state = operator(q, k, v, g, initial_state=state, **given)
+    return o, (state, z)
+
+
+def chunk_lightnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: tuple[Tensor | None, Tensor | None] | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
+    """GLA whose keys and gates are fused_additive_gate(k); states are (S, z)."""
+    given = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    return _lightnet(chunk_gla, q, k, v, given)
+
+
+def fused_recurrent_lightnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: tuple[Tensor | None, Tensor | None] | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
+    """chunk_lightnet, token by token."""
+    given = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    return _lightnet(fused_recurrent_gla, q, k, v, given)
+
+
+# RWKV-7
+
+
+def mul_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """fused_recurrent_rwkv7 with a = -kk and b = kk * a."""
+    return fused_recurrent_rwkv7(
+        r=r,
+        w=w,
+        k=k,
+        v=v,
+        a=-kk,
+        b=kk * a,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def fused_addcmul_rwkv7(
+    hidden_states: Tensor,
+    delta: Tensor,
+    xr: Tensor,
+    xw: Tensor,
+    xk: Tensor,
+    xv: Tensor,
+    xa: Tensor,
+    xg: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """hidden_states + delta * x for each x, in the order of the arguments; None for no xg."""
+    each = (xr, xw, xk, xv, xa, xg)
+    return tuple(None if x is None else torch.addcmul(hidden_states, delta, x) for x in each)
+
+
+def fused_k_rwkv7(
+    k: Tensor,
+    a: Tensor,
+    ka: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> Tensor:
+    """k + k (a - 1) ka. The offsets have no effect."""
+    return k.addcmul(k * (a - 1), ka)
+
+
+def gate_output_correction(
+    o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor
+) -> Tensor:
+    """(o + (sum over K of r k r_k) v) g, of o, g [B, T, H D], r, k, v [B, T, H, D], r_k [H, D]."""
+    correction = (r * k * r_k).sum(-1, keepdim=True) * v
+    return (o + correction.reshape(o.shape)) * g
+
+
+def channel_mixing_rwkv7(
+    x: Tensor,
+    x_prev: Tensor,
+    x_k: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    inplace: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """RWKV-7's channel mixing, and x[-1], as fla returns it.
+
+        k_t = x_t + (x_{t-1} - x_t) x_k        y = max(k key_weight, 0)^2 value_weight
+
+    Args:
+        x: [B, T, D]. x_prev: [B, D], the token before. x_k: [D] or [1, 1, D].
+        key_weight: [D, F]. value_weight: [F, D]. inplace: no effect.
+    """
+    before = x_prev.unsqueeze(1) if x_prev.dim() == 2 else x_prev
+    delta = torch.cat([before, x[:, :-1]], dim=1) - x
+    hidden = squared_relu(x.addcmul(delta, x_k) @ key_weight)
+    return hidden @ value_weight, x[-1]

@@ -1,0 +1,244 @@
+"""fla.modules.fused_norm_gate: norms whose result a gate lets through."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compat.fla.modules.layernorm import Norm, layer_norm, linear
+from slipstream.ops import norm as ops
+
+ACTIVATIONS = {"swish": F.silu, "silu": F.silu, "sigmoid": F.sigmoid}
+
+
+def _gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    eps: float,
+    is_rms_norm: bool,
+) -> Any:
+    """norm(x + residual) f(g) in x's dtype, or with prenorm that and the sum."""
+    g = g.reshape(x.shape)
+    if is_rms_norm and residual is None and not residual_in_fp32:
+        y = ops.rms_norm_gated(x, g, weight, bias, eps, activation=activation)
+        return (y, x) if prenorm else y
+    wide = x if x.element_size() == 8 else x.float()
+    normed, h = layer_norm(wide, weight, bias, residual, eps, True, residual_in_fp32, is_rms_norm)
+    y = (normed * ACTIVATIONS[activation](g.to(normed.dtype))).to(x.dtype)
+    if not prenorm:
+        return y
+    return y, h if residual is None else h.to(residual.dtype)
+
+
+def layer_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Any:
+    """layer_norm(x + residual) f(g), where f is "swish" ("silu") or "sigmoid"."""
+    given = x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps
+    return _gated(*given, False)
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Any:
+    """rms_norm(x + residual) f(g), where f is "swish" ("silu") or "sigmoid"."""
+    given = x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps
+    return _gated(*given, True)
+
+
+def _gated_linear(
+    x: Tensor,
+    g: Tensor,
+    norm: tuple[Tensor | None, Tensor | None],
+    layer: tuple[Tensor, Tensor | None],
+    residual: Tensor | None,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    eps: float,
+    is_rms_norm: bool,
+) -> Any:
+    y, h = _gated(
+        x, g, *norm, "swish", residual, True, residual_in_fp32, eps, is_rms_norm
+    )  # fmt: skip
+    y = linear(y, *layer)
+    return (y, h) if prenorm else y
+
+
+def layer_norm_swish_gate_linear(
+    x: Tensor,
+    g: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Any:
+    """layer_norm_gated and a linear layer."""
+    parameters = (norm_weight, norm_bias), (linear_weight, linear_bias)
+    return _gated_linear(x, g, *parameters, residual, prenorm, residual_in_fp32, eps, False)
+
+
+def rms_norm_swish_gate_linear(
+    x: Tensor,
+    g: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Any:
+    """rms_norm_gated and a linear layer."""
+    parameters = (norm_weight, norm_bias), (linear_weight, linear_bias)
+    return _gated_linear(x, g, *parameters, residual, prenorm, residual_in_fp32, eps, True)
+
+
+class FusedLayerNormGated(Norm):
+    """layer_norm_gated with parameters."""
+
+    is_rms_norm = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        activation: str = "swish",
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: want one of {list(ACTIVATIONS)}, got {activation!r}")
+        self.activation = activation
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        given = self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32
+        return _gated(x, g, *given, self.eps, self.is_rms_norm)
+
+
+class FusedRMSNormGated(FusedLayerNormGated):
+    """rms_norm_gated with parameters."""
+
+    is_rms_norm = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, False, activation, eps, device, dtype)
+
+
+class FusedLayerNormSwishGate(FusedLayerNormGated):
+    """FusedLayerNormGated with "swish"."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, "swish", eps, device, dtype)
+
+
+class FusedRMSNormSwishGate(FusedRMSNormGated):
+    """FusedRMSNormGated with "swish"."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, "swish", device, dtype)
+
+
+class FusedLayerNormGatedLinear(Norm):
+    """layer_norm_swish_gate_linear with the norm's parameters."""
+
+    is_rms_norm = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, False, eps, device, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        if weight is None:
+            raise ValueError("weight: want that of the linear layer, got None")
+        parameters = (self.weight, self.bias), (weight, bias)
+        given = residual, prenorm, residual_in_fp32, self.eps, self.is_rms_norm
+        return _gated_linear(x, g, *parameters, *given)
+
+
+class FusedRMSNormGatedLinear(FusedLayerNormGatedLinear):
+    """rms_norm_swish_gate_linear with the norm's parameters."""
+
+    is_rms_norm = True
+
+
+class FusedLayerNormSwishGateLinear(FusedLayerNormGatedLinear):
+    """The same as FusedLayerNormGatedLinear."""
+
+
+class FusedRMSNormSwishGateLinear(FusedRMSNormGatedLinear):
+    """The same as FusedRMSNormGatedLinear."""

@@ -1,0 +1,129 @@
+"""Makes the modules of fla that have no file here: operators, and other names of our modules."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from slipstream.compat.fla import functions
+from slipstream.compat.fla.adaptor import adapt
+from slipstream.compat.fla.operators import OPERATORS
+from slipstream.compat.missing import missing_names
+
+ROOT = "slipstream.compat.fla"
+
+# functions that are no operators, by the module that defines them in fla
+FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "ops.attn.decoding": (functions.attn_decoding_one_step,),
+    "ops.attnres.fused": (functions.fused_attnres,),
+    "ops.based.fused_chunk": (functions.fused_chunk_based,),
+    "ops.based.parallel": (functions.parallel_based,),
+    "ops.common.gate": (functions.fused_beta_sigmoid,),
+    "ops.gated_delta_rule.gate": (functions.fused_gdn_gate,),
+    "ops.gsa.gate": (functions.fused_additive_gate,),
+    "ops.kda.gate": (functions.fused_kda_gate,),
+    "ops.lightnet.chunk": (functions.chunk_lightnet,),
+    "ops.lightnet.fused_recurrent": (functions.fused_recurrent_lightnet,),
+    "ops.rebased.parallel": (functions.parallel_rebased,),
+    "ops.rwkv7.channel_mixing": (functions.channel_mixing_rwkv7,),
+    "ops.rwkv7.fused_addcmul": (functions.fused_addcmul_rwkv7,),
+    "ops.rwkv7.fused_k_update": (functions.fused_k_rwkv7,),
+    "ops.rwkv7.gate_output_correction": (functions.gate_output_correction,),
+}
+# other names of modules: those of fla 0.6, and of older releases
+ALIASES = {
+    "modules.activations.ops": "modules.activations",
+    "modules.causal_conv1d": "modules.convolution",
+    "modules.causal_conv1d.ops": "modules.convolution",
+    "modules.conv": "modules.convolution",
+    "modules.conv.causal_conv1d": "modules.convolution",
+    "modules.conv.short_conv": "modules.convolution",
+    "modules.conv.triton": "modules.convolution",
+    "modules.conv.triton.ops": "modules.convolution",
+    "modules.fused_cross_entropy.ops": "modules.fused_cross_entropy",
+    "modules.fused_kl_div.ops": "modules.fused_kl_div",
+    "modules.fused_linear_cross_entropy.ops": "modules.fused_linear_cross_entropy",
+    "modules.norm": "modules",
+    "modules.norm.fused_norm_gate": "modules.fused_norm_gate",
+    "modules.norm.l2norm": "modules.l2norm",
+    "modules.norm.layernorm": "modules.layernorm",
+    "modules.norm.layernorm_gated": "modules.layernorm_gated",
+    "modules.rotary.ops": "modules.rotary",
+}
+# what fla 0.6 has where Slipstream has other names; whole modules that are missing say so by
+# themselves
+MISSING: dict[str, tuple[str, ...]] = {
+    "modules": ("ImplicitLongConvolution", "LongConvolution", "NormParallel", "TokenShift"),
+    "modules.convolution": (
+        "ImplicitLongConvolution", "LongConvolution", "causal_conv1d_update_states",
+        "fast_causal_conv1d_fn",
+    ),
+    "modules.fused_linear_cross_entropy": ("LinearLossParallel",),
+    "modules.layernorm": ("NormParallel",),
+    "modules.mlp": ("SwiGLULinearParallel",),
+    "ops": (
+        "chunk_cyfa", "chunk_log_linear_attn", "chunk_mesa_net",
+        "chunk_momentum_delta_rule", "chunk_precond_gated_delta_rule", "chunk_precond_kda",
+        "fused_recurrent_cyfa", "fused_recurrent_momentum_delta_rule",
+        "fused_recurrent_precond_gated_delta_rule", "fused_recurrent_precond_kda", "parallel_nsa",
+        "parallel_parallax", "parallel_path_attn", "parallel_stickbreaking_attn",
+        "parallel_wall_attn", "parallel_wall_attn_decode",
+    ),
+    "ops.attn": ("naive_parallel_attn",),
+    "ops.attnres": ("naive_attnres",),
+    "ops.comba": ("naive_chunk_comba", "naive_recurrent_comba"),
+    "ops.forgetting_attn": ("naive_forgetting_attn",),
+    "ops.gated_delta_rule": (
+        "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule",
+    ),
+    "ops.utils": (
+        "addmm", "logsumexp_fwd", "matmul", "prepare_block_csr", "sinkhorn", "softmax_bwd",
+        "softmax_fwd", "softplus", "solve_tril",
+    ),
+}  # fmt: skip
+
+
+def make_modules() -> None:
+    """Puts every module of the tables into sys.modules, and its names into its parents."""
+    paths = {*FUNCTIONS, *MISSING, *(row.path for row in OPERATORS)}
+    for path in ("utils", "ops.utils.constant", *sorted(paths)):
+        _module(path)
+    for path, members in FUNCTIONS.items():
+        for function in members:
+            _export(path, function.__name__, function)
+    for row in OPERATORS:
+        _export(row.path, row.name, adapt(row))
+    for alias, path in ALIASES.items():
+        module = sys.modules[f"{ROOT}.{alias}"] = _module(path)
+        parent, _, child = alias.rpartition(".")
+        vars(_module(parent)).setdefault(child, module)
+    for path, names in MISSING.items():
+        vars(_module(path))["__getattr__"] = missing_names(f"{ROOT}.{path}", names)
+
+
+def _module(path: str) -> ModuleType:
+    """The module of a path, from its file if there is one."""
+    name = f"{ROOT}.{path}"
+    if name in sys.modules:
+        return sys.modules[name]
+    parent, _, child = path.rpartition(".")
+    if parent:
+        _module(parent)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        module = sys.modules[name] = ModuleType(name, f"fla.{path}, from Slipstream's tables.")
+        setattr(sys.modules[name.rpartition(".")[0]], child, module)
+    # so that the import system looks for modules in it, and finds that there are none
+    vars(module).setdefault("__path__", [])
+    return module
+
+
+def _export(path: str, name: str, value: Any) -> None:
+    while path != "ops":
+        vars(_module(path)).setdefault(name, value)
+        path = path.rpartition(".")[0]
+    vars(_module(path)).setdefault(name, value)

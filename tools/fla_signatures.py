@@ -1,0 +1,56 @@
+"""The signatures that fla's functions and modules have, of those that slipstream.compat.fla has.
+
+    python tools/fla_signatures.py FOLDER > tests/compat/fla_signatures.json
+
+FOLDER is where fla-core is installed. Its files are read, not imported.
+tests/compat/test_fla_signatures.py compares slipstream.compat.fla with the result.
+"""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import slipstream.compat.fla as compat
+
+METHODS = ("__init__", "forward", "step")
+
+
+def parameters(node: ast.FunctionDef) -> str:
+    """The parameters without annotations, as str(inspect.signature()) has them."""
+    args = node.args
+    for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if arg is not None:
+            arg.annotation = None
+    return f"({ast.unparse(args)})"
+
+
+def signatures(path: Path, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Functions of a file, and methods of its classes, of some names."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            yield node.name, parameters(node)
+        elif isinstance(node, ast.ClassDef) and node.name in names:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name in METHODS:
+                    yield f"{node.name}.{method.name}", parameters(method)
+
+
+def found(folder: Path) -> dict[str, str]:
+    prefix = f"{compat.__name__}."
+    modules = {x: m for x, m in sys.modules.items() if x.startswith(prefix) and m is not None}
+    result = {}
+    for name, module in sorted(modules.items()):
+        relative = name.removeprefix(prefix)
+        path = folder / "fla" / relative.replace(".", "/")
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                names = set(vars(module))
+                for member, signature in signatures(file, names):
+                    result[f"{relative}.{member}"] = signature
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps({"fla": compat.__version__, **found(Path(sys.argv[1]))}, indent=1))
