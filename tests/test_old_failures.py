@@ -6,7 +6,6 @@ architectures that failed, and the same calls run on the CPU. Our own float32 pr
 found by `slipstream matrix --triton`.
 """
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -144,9 +143,10 @@ def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> N
 def test_every_release_that_is_recorded_has_retention_on_volta() -> None:
     """docs/SUPPORT.md has what docs/support.json says, of all architectures; none dies there."""
     from slipstream.compiler.arch import ARCHS
+    from slipstream.tools import support_data
 
     root = Path(__file__).parents[1]
-    recorded = json.loads((root / "docs/support.json").read_text())
+    recorded = support_data.read(root / "docs/support.json")
     table = (root / "docs/SUPPORT.md").read_text()
     assert set(re.findall(r"^## Triton (\S+)", table, re.M)) == set(recorded)
     (made,) = re.findall(r"^RELEASES\W+(.+)$", (root / "Makefile").read_text(), re.M)

@@ -22,6 +22,7 @@ from slipstream.compiler.compile_worker import Worker
 from slipstream.compiler.known_bugs import applying, version
 from slipstream.compiler.triton_releases import install
 from slipstream.runtime.files import write_text
+from slipstream.tools import support_data
 from slipstream.tools.backend_query import KernelsFound, find_kernels
 from slipstream.tools.catalog import REPRESENTATIVE, Sample, Shape
 from slipstream.tools.matrix_cache import RowCache
@@ -163,7 +164,7 @@ def line(row: support_matrix.Row) -> str:
 
 def record(rows: Sequence[support_matrix.Row], run: MatrixRun) -> None:
     """Adds the rows to docs/support.json and writes what is made from it."""
-    data = json.loads(DATA.read_text()) if DATA.exists() else {}
+    data = support_data.read(DATA)
     for (release, arch), without in run.without.items():
         found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
         cells = {k: v[arch] for k, v in support_matrix.by_operator(found).items()}
@@ -175,8 +176,8 @@ def record(rows: Sequence[support_matrix.Row], run: MatrixRun) -> None:
             "kernels": len(found),
         }
         data.setdefault(release, {})[arch] = {**about, "operators": cells}
-    write_text(DATA, json.dumps(data, indent=1, sort_keys=True) + "\n")
-    write_text(PAGE, page(json.loads(DATA.read_text())))
+    support_data.write(DATA, data)
+    write_text(PAGE, page(support_data.read(DATA)))
     _record_verified(rows)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import slipstream
 from slipstream.cli.commands import app
 from slipstream.compiler.support_matrix import Row
-from slipstream.tools import support_page
+from slipstream.tools import support_data, support_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,11 +54,14 @@ def row(status: str) -> Row:
     )
 
 
+EMPTY = '{"reasons": [], "releases": {}}'
+
+
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Where --record writes instead."""
     found = {}
-    for name, text in {"DATA": "{}", "PAGE": "", "VERIFIED": "[]"}.items():
+    for name, text in {"DATA": EMPTY, "PAGE": "", "VERIFIED": "[]"}.items():
         found[name] = tmp_path / name
         found[name].write_text(text)
         monkeypatch.setattr(support_page, name, found[name])
@@ -90,7 +93,7 @@ def test_the_matrix_records_and_fails_where_a_compiler_died(
     result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80,gfx942", "--record", "--kernels"])
     assert result.exit_code == exit_status
     assert f"{status:8}sm_80 some_kernel" in result.output
-    data = json.loads(recorded["DATA"].read_text())["3.6.0"]
+    data = support_data.read(recorded["DATA"])["3.6.0"]
     plain = {"squared_relu": ["torch", "too plain"]}
     assert data["sm_80"]["operators"] == {"rms_norm": [status, ""], **plain}
     assert (data["gfx942"]["kernels"], data["gfx942"]["operators"]) == (0, plain)
@@ -109,7 +112,7 @@ def test_the_matrix_records_nothing_that_is_not_whole(
     monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
     result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80", "--record"])
     assert result.exit_code == 1 and "not recorded" in result.output
-    assert recorded["DATA"].read_text() == "{}"
+    assert recorded["DATA"].read_text() == EMPTY
 
 
 @pytest.mark.parametrize(

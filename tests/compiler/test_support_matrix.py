@@ -133,6 +133,30 @@ def test_a_hang_is_tried_again_by_the_next_run(
     assert again.exit_code == 0 and "hang" not in again.output
 
 
+def test_recorded_data_is_read_as_it_was_written(tmp_path: Path) -> None:
+    from slipstream.tools import support_data
+
+    about = {"ptxas": "12.8.93", "variants": "flags", "shapes": 7, "kernels": 3}
+    cells = {"chunk_gla": ["ok", ""], "attention": ["slow", "spills"], "rotary": ["torch", "plain"]}
+    data = {
+        "3.6.0": {"sm_80": {**about, "operators": cells}, "gfx942": {**about, "operators": {}}},
+        "3.7.1": {"sm_80": {**about, "operators": {"attention": ["torch", "plain"]}}},
+    }
+    path = tmp_path / "support.json"
+    assert support_data.read(path) == {}
+    support_data.write(path, data)
+    assert support_data.read(path) == data
+    assert path.read_text().count("plain") == path.read_text().count("spills") == 1
+
+
+def test_page_is_that_of_the_recorded_data() -> None:
+    from slipstream.tools import support_data, support_page
+
+    text = support_page.DATA.read_text()
+    assert text.count("\n") < 2000
+    assert support_page.page(support_data.read(support_page.DATA)) == support_page.PAGE.read_text()
+
+
 def test_the_page_says_what_runs_where() -> None:
     from slipstream.tools.support_page import page
 
