@@ -19,7 +19,10 @@ def doctor(
     ] = True,
     thorough: Annotated[
         bool,
-        typer.Option(help="in the interpreter every operator, not one for each kind of kernel"),
+        typer.Option(
+            help="on a GPU every implementation, not only the one that runs; in the interpreter "
+            "every operator, not one for each kind of kernel"
+        ),
     ] = False,
     forget: Annotated[bool, typer.Option(help="forget what guarded compilation learnt")] = False,
 ) -> None:
@@ -40,7 +43,7 @@ def doctor(
         found = []
         if checks:
             shown = None if json else doctor_checks.show_check
-            found = list(doctor_checks.examine(samples, full, shown))
+            found = list(doctor_checks.examine(samples, full, shown, thorough))
             if interpreted and about["device"] is None:
                 each = [chosen([name])[0] for name in QUICK_OPERATORS]
                 some = samples if operators or thorough else each

@@ -1,9 +1,10 @@
 """Indices against what they index: token ids, rows and pages of caches, slots of states, offsets.
 
 On the CPU a wrong one is an error at once. On a device a kernel leaves it in host memory that the
-device writes into and nobody has to fetch; the operator that is called next, whichever it is
+device writes into and nobody has to fetch. What is launched next, by whichever operator
 (runtime/guarded_launch.py:Guard), finds it by one read of a word there, and only then waits for
-the device. SLIPSTREAM_CHECK=sync waits in every call instead.
+the device: that is in the next call, or still in this one if the device was quick.
+SLIPSTREAM_CHECK=sync waits in every call instead.
 """
 
 import ctypes

@@ -49,17 +49,19 @@ def trace_operator(
     backward: bool = True,
     remembers: bool = False,
     compilers: Mapping[str, str] | None = None,
+    impls: Sequence[str | None] = (None, *IMPLS),
 ) -> TracedKernels:
     """The kernels of one operator for one shape, on an architecture that need not be there.
 
     Args:
         remembers: what guarded compilation has learnt here counts.
         compilers: others than those that are here, as toolchain.versions names them.
+        impls: implementations to trace; None, the one that is chosen, first.
     """
     jobs: dict[str | None, list[Job]] = {}
     refused: dict[str | None, str] = {}
     plans: list[Selection] = []
-    for impl in (None, *IMPLS) if "impl" in sample.takes else (None,):
+    for impl in impls if "impl" in sample.takes else (None,):
         if impl is not None and {x.impl for x in plans} == {impl}:
             continue  # what was chosen, by its name
 
@@ -68,7 +70,7 @@ def trace_operator(
 
         try:
             with (
-                _recording_selections(plans) if impl is None else nullcontext(),
+                recording_selections(plans) if impl is None else nullcontext(),
                 _release(compilers),
                 warnings.catch_warnings(),
             ):
@@ -96,7 +98,7 @@ def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _recording_selections(plans: list[Selection]) -> Iterator[None]:
+def recording_selections(plans: list[Selection]) -> Iterator[None]:
     """Every plan that is made is added to `plans`."""
     make = Selection.__init__
 
@@ -125,6 +127,7 @@ def find_kernels(
     arch: str,
     backward: bool = True,
     compilers: Mapping[str, str] | None = None,
+    impls: Sequence[str | None] = (None, *IMPLS),
 ) -> KernelsFound:
     """The kernels of these operators for these shapes, under these compilers."""
     jobs: dict[str, Job] = {}
@@ -134,7 +137,7 @@ def find_kernels(
         reasons: dict[str | None, str] = {}
         told: set[str] = set()
         for shape in shapes:
-            got = trace_operator(sample, shape, arch, backward, compilers=compilers)
+            got = trace_operator(sample, shape, arch, backward, False, compilers, impls)
             reasons |= got.refused
             for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - told:
                 told.add(reason)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream import ops
+
 CPU = torch.device("cpu")
 
 
@@ -203,8 +205,6 @@ class Sample:
 
     @property
     def fn(self) -> Callable[..., Any]:
-        from slipstream import ops
-
         return getattr(ops, self.op)
 
     @property
@@ -244,9 +244,7 @@ class Sample:
 
     def __call__(self, args: Mapping[str, Any], **options: Any) -> Any:
         """What the function returns, its final states too."""
-        if self.op not in _RETURNS_STATE:
-            _RETURNS_STATE[self.op] = "output_final_state" in self.takes
-        final = {"output_final_state": True} if _RETURNS_STATE[self.op] else {}
+        final = {"output_final_state": True} if self.op in _RETURN_STATES else {}
         copies = {name: args[name].clone() for name in self.written.split()}
         return self.fn(**{**args, **copies}, **{**final, **self.options, **options})
 
@@ -258,15 +256,19 @@ class Sample:
         )
 
 
+# Operators that return their state if asked; torch.compile can read this, but no signatures.
+_RETURN_STATES = frozenset(
+    name
+    for name, fn in vars(ops).items()
+    if inspect.isfunction(fn) and "output_final_state" in inspect.signature(fn).parameters
+)
+
+
 def _parsed(word: str) -> tuple[str, str, str]:
     """Name, letters and fill."""
     name, _, rest = word.partition("=")
     letters, _, fill = rest.partition(":")
     return name, letters, fill
-
-
-# whether an operator returns its state if asked: torch.compile reads this, not signatures
-_RETURNS_STATE: dict[str, bool] = {}
 
 
 def _make(letters: str, fill: str, making: Making, blank: bool) -> Tensor:

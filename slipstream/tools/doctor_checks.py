@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.compiler.known_bugs import INTERPRETER, applying
 from slipstream.runtime import guarded_launch
-from slipstream.tools.backend_query import find_kernels
+from slipstream.runtime.dispatch import Selection
+from slipstream.tools.backend_query import IMPLS, find_kernels, recording_selections
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 from slipstream.tools.precompile_cache import stale
 
@@ -125,14 +127,22 @@ def _places() -> dict[str, str]:
 
 
 def examine(
-    samples: Sequence[Sample], full: bool, shown: Callable[[Check], None] | None = None
+    samples: Sequence[Sample],
+    full: bool,
+    shown: Callable[[Check], None] | None = None,
+    thorough: bool = False,
 ) -> Iterator[Check]:
-    """Every operator, forward and backward, with every implementation that takes it here."""
+    """Every operator, forward and backward, as it runs here.
+
+    Args:
+        thorough: on a GPU every implementation that takes a call, not only the one that is chosen.
+    """
     gpu = torch.cuda.is_available() and not INTERPRETED
     device = torch.device("cuda" if gpu else "cpu")
-    impls = ["eager", "triton", "sm90"] if gpu else ["triton"] if INTERPRETED else ["eager"]
+    impls: list[str | None] = ["triton"] if INTERPRETED else ["eager"]
     if gpu:
-        _compile_first(samples, full, compiler_state.arch_of_device(device).name)
+        impls = ["eager", *IMPLS] if thorough else [None]
+        _compile_first(samples, full, compiler_state.arch_of_device(device).name, thorough)
     for sample in samples:
         for shape in _shapes(gpu, full):
             for check in examine_one(sample, shape, device, impls):
@@ -141,18 +151,20 @@ def examine(
                 yield check
 
 
-def _compile_first(samples: Sequence[Sample], full: bool, arch: str) -> None:
+def _compile_first(samples: Sequence[Sample], full: bool, arch: str, thorough: bool) -> None:
     """Their kernels into Triton's cache with every core there is; a child that sees no GPU does,
     and if it dies the calls compile for themselves."""
     names = [x.op for x in samples]
     code = "from slipstream.tools.doctor_checks import compile_all; "
-    code += f"compile_all({names}, {full}, {arch!r})"
+    code += f"compile_all({names}, {full}, {arch!r}, {thorough})"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
 
 
-def compile_all(names: list[str], full: bool, arch: str) -> None:
-    found = find_kernels(chosen(list(dict.fromkeys(names))), _shapes(True, full), arch)
+def compile_all(names: list[str], full: bool, arch: str, thorough: bool) -> None:
+    samples = chosen(list(dict.fromkeys(names)))
+    impls = (None, *IMPLS) if thorough else (None,)
+    found = find_kernels(samples, _shapes(True, full), arch, impls=impls)
     support_matrix.run(found.tasks, processes=len(os.sched_getaffinity(0)))
 
 
@@ -173,9 +185,9 @@ def _shapes(gpu: bool, full: bool) -> list[Shape]:
 
 
 def examine_one(
-    sample: Sample, shape: Shape, device: torch.device, impls: Sequence[str]
+    sample: Sample, shape: Shape, device: torch.device, impls: Sequence[str | None]
 ) -> Iterator[Check]:
-    """A comparison of each implementation that the operator has for this."""
+    """A comparison of each implementation that the operator has for this; None: what is chosen."""
     blank = Check(sample.op, "-", str(shape), ok=False, bars=BARS[shape.dtype])
     try:
         args = sample.inputs(shape, device)
@@ -185,9 +197,11 @@ def examine_one(
         yield replace(blank, impl="reference", error=f"{type(error).__name__}: {error}"[:200])
         return
     for impl in impls if "impl" in sample.takes else [None]:
-        check = _compared(replace(blank, impl=impl or "-"), sample, args, impl, want)
+        plans: list[Selection] = []
+        with recording_selections(plans) if impl is None else nullcontext():
+            check = _compared(blank, sample, args, impl, want)
         if check is not None:
-            yield check
+            yield replace(check, impl=impl or (plans[0].impl if plans else "-"))
 
 
 def _oracle(sample: Sample, args: Mapping[str, Any], dtype: torch.dtype) -> "_Result":
