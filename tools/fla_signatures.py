@@ -33,8 +33,11 @@ def signatures(path: Path, names: set[str]) -> Iterator[tuple[str, str]]:
             yield node.name, parameters(node)
         elif isinstance(node, ast.ClassDef) and node.name in names:
             for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name in METHODS:
-                    yield f"{node.name}.{method.name}", parameters(method)
+                if not isinstance(method, ast.FunctionDef) or method.name not in METHODS:
+                    continue
+                # one that takes nothing need not be written down
+                if (signature := parameters(method)) != "(self)":
+                    yield f"{node.name}.{method.name}", signature
 
 
 def found(folder: Path) -> dict[str, str]:

@@ -24,9 +24,6 @@ from slipstream.compat.fla.modules import (
     token_shift,
 )
 
-OFFSETS = torch.tensor([0, 3, 3, 8, 12])
-LENGTHS = [3, 0, 5, 4]
-
 
 @pytest.fixture(autouse=True)
 def seed() -> None:

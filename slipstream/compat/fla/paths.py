@@ -1,6 +1,7 @@
 """Makes the modules of fla that have no file here: operators, and other names of our modules."""
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -87,7 +88,9 @@ MISSING: dict[str, tuple[str, ...]] = {
 def make_modules() -> None:
     """Puts every module of the tables into sys.modules, and its names into its parents."""
     paths = {*FUNCTIONS, *MISSING, *(row.path for row in OPERATORS)}
-    for path in ("utils", "ops.utils.constant", *sorted(paths)):
+    files = pkgutil.walk_packages(sys.modules[ROOT].__path__, f"{ROOT}.")
+    paths |= {file.name.removeprefix(f"{ROOT}.") for file in files}
+    for path in sorted(paths):
         _module(path)
     for path, members in FUNCTIONS.items():
         for function in members:
