@@ -12,7 +12,8 @@ record (runtime/call_replay.py).
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 import slipstream
 from slipstream import ops
 from slipstream.compiler.trace import trace
-from slipstream.runtime import custom_op
+from slipstream.runtime import backends
 
 PACKAGE = str(Path(slipstream.__file__).parent)
 ARCH = "sm_90"
@@ -59,10 +60,10 @@ CALLS = {
 }
 # (frames, files), forward and forward with backward.
 LIMITS = {
-    "chunk_gated_delta_rule": ((9, 27), (11, 29)),
-    "chunk_kda": ((9, 27), (13, 28)),
-    "attention": ((8, 24), (10, 25)),
-    "rms_norm": ((10, 13), (12, 15)),
+    "chunk_gated_delta_rule": ((9, 19), (11, 21)),
+    "chunk_kda": ((9, 20), (11, 21)),
+    "attention": ((8, 19), (10, 20)),
+    "rms_norm": ((8, 11), (10, 12)),
 }
 
 
@@ -85,13 +86,25 @@ def measure(call: Callable[[torch.device], Any], backward: bool) -> tuple[int, i
         sys.setprofile(watch)
         call(device)
 
-    with mock.patch.object(custom_op, "is_plain_call", return_value=True):
+    with as_plain_calls():
         trace(call, ARCH, backward=backward)
         try:
             trace(watched, ARCH, backward=backward)
         finally:
             sys.setprofile(None)
     return frames, len(files)
+
+
+@contextmanager
+def as_plain_calls() -> Iterator[None]:
+    """Has every module that asks take fake tensors for real ones that nobody looks at."""
+    asked = backends.is_plain_call
+    name = asked.__name__
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if vars(module).get(name) is asked:
+                stack.enter_context(mock.patch.object(module, name, return_value=True))
+        yield
 
 
 def _counts(path: str) -> bool:

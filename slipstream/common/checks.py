@@ -85,6 +85,14 @@ def _expect_type(name: str, x: object, types: tuple[type, ...]) -> None:
             expect_tensor(name, y)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast, if on for x's device, makes of x; None if it leaves x alone."""
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def expect_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: want a torch.Tensor, got {type(x).__name__}")
@@ -138,6 +146,11 @@ def expect_multiple(name: str, value: int, of_name: str, of: int) -> None:
 def expect_power_of_two(name: str, value: int, low: int, high: int) -> None:
     if not isinstance(value, int) or not low <= value <= high or value & (value - 1):
         raise ValueError(f"{name}: want a power of two from {low} to {high}, got {value!r}")
+
+
+def expect_lower_bound(lower_bound: float | None) -> None:
+    if lower_bound is not None and not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound: want a number in [-5, 0), got {lower_bound}")
 
 
 def expect_cu_seqlens(

@@ -24,7 +24,7 @@ from slipstream.compiler import triton_hooks
 from slipstream.compiler.aot import Job, gpu_target, job_of
 from slipstream.compiler.arch import Arch, named
 from slipstream.compiler.compiler_state import CompilerState, state_for
-from slipstream.runtime import custom_op, guarded_launch
+from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.custom_op import NAMESPACE
 
 # Devices no machine has, one for each architecture and release: launches remember tiles by device.
@@ -142,6 +142,7 @@ def _pretending(
     from triton.runtime import driver
 
     functions: list[tuple[Any, _Context, Any]] = []
+    capability = arch.capability
 
     def apply(function: Any, *args: Any) -> Any:
         ctx = _Context(args)
@@ -179,7 +180,7 @@ def _pretending(
             (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "current_device", lambda: index),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (torch.cuda, "get_device_capability", lambda device=None: arch.capability),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
             (torch.cuda, "get_device_properties", lambda device=None: _properties(arch)),
             (torch.version, "hip", None if arch.warp == 32 else "6.4"),
             (
@@ -187,7 +188,7 @@ def _pretending(
                 "compiler_state",
                 lambda device: state if device.type == "cuda" else None,
             ),
-            (custom_op, "TRACING", True),
+            (backends, "TRACING", True),
             (driver, "_active" if hasattr(driver, "_active") else "active", _Driver(arch.name)),
             (*triton_hooks.compile_hook(), record_job),
         ):

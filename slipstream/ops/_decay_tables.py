@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.runtime.custom_op import is_plain_call
+from slipstream.runtime.backends import is_plain_call
 
 
 def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:

@@ -10,10 +10,8 @@ from slipstream.common import checks
 from slipstream.ops.norm import l2_norm
 
 
-def maybe_l2_norm(flag: bool, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """x / sqrt(sum x^2 + 1e-6) over the last dimension of each, if the flag is set."""
-    if not flag:
-        return tuple(tensors.values())
+def l2_normalised(**tensors: Tensor) -> tuple[Tensor, ...]:
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension of each."""
     for name, x in tensors.items():
         checks.expect_rank(name, x, 4, "[B, T, H, K]")
     checks.expect_floating(tensors)
@@ -33,7 +31,7 @@ def delta_gate(
         A_log: [HV]. dt_bias: [HV], or [HV * K] for a gate of every channel.
         lower_bound: in [-5, 0).
     """
-    check_lower_bound(lower_bound)
+    checks.expect_lower_bound(lower_bound)
     given = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
     checks.expect_floating(given)
     checks.expect_one_device(given)
@@ -53,29 +51,22 @@ def delta_gate(
     return -rate * F.softplus(x)
 
 
-def check_lower_bound(lower_bound: float | None) -> None:
-    if lower_bound is not None and not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound: want a number in [-5, 0), got {lower_bound}")
-
-
 def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     return v.new_ones(v.shape[:3]) if beta is None else beta
 
 
-def maybe_sigmoid(beta: Tensor, flag: bool, allow_neg_eigval: bool) -> Tensor:
+def beta_sigmoid(beta: Tensor, is_raw: bool, allow_neg_eigval: bool) -> Tensor:
     """sigmoid(beta), or 2 sigmoid(beta): eigenvalues of the transition down to -1 instead of 0.
 
     In beta's dtype, the same bits as torch.sigmoid(beta) passed as beta; the gradient is that of
     the sigmoid before it is rounded.
     """
-    if not flag:
-        if allow_neg_eigval:
-            raise ValueError(
-                "allow_neg_eigval: doubles the sigmoid of use_beta_sigmoid_in_kernel=True, "
-                "which is off; pass beta in (0, 2) itself"
-            )
-        return beta
+    if not is_raw:
+        raise ValueError(
+            "allow_neg_eigval: doubles the sigmoid of use_beta_sigmoid_in_kernel=True, "
+            "which is off; pass beta in (0, 2) itself"
+        )
     checks.expect_floating({"beta": beta})
     wide = beta.sigmoid() if beta.dtype == torch.float64 else beta.float().sigmoid()
     beta = wide.to(beta.dtype)

@@ -9,7 +9,7 @@ kernel of them and of what is around them, unless "triton" is asked for.
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.pointwise import linear
 from slipstream.kernels.pointwise.activation import glu
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime.token_ids import expect_offsets

@@ -5,7 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import beta_or_ones, maybe_l2_norm
+from slipstream.ops._preprocess import beta_or_ones, l2_normalised
 
 
 @checks.operator
@@ -117,11 +117,12 @@ def _terms(
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     beta = beta_or_ones(beta, v)
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(l2_norm, q=q, k=k)
+    if l2_norm:
+        q, k = l2_normalised(q=q, k=k)
     if p is None:
         p = k
-    else:
-        (p,) = maybe_l2_norm(l2_norm, p=p)
+    elif l2_norm:
+        (p,) = l2_normalised(p=p)
     return LinearInputs(
         q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens
     )

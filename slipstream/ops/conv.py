@@ -10,7 +10,7 @@ from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.runtime.autograd import wants_gradient
-from slipstream.runtime.backends import choose_impl, is_triton
+from slipstream.runtime.dispatch import choose_impl, is_triton
 from slipstream.runtime.token_ids import expect_below, expect_offsets
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import beta_or_ones, maybe_l2_norm
+from slipstream.ops._preprocess import beta_or_ones, l2_normalised
 
 
 @checks.operator
@@ -56,7 +56,8 @@ def chunk_delta_rule(
     Length" (2024).
     """
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     return run(
         LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
@@ -89,7 +90,8 @@ def fused_recurrent_delta_rule(
 
     Cost: 6 T HV K V flops, one after the other.
     """
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     beta = beta_or_ones(beta, v)
     return run(
         LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.loss import distill
-from slipstream.runtime.backends import choose_impl
+from slipstream.runtime.dispatch import choose_impl
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -3,14 +3,14 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for, run
 from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.householder import at_step
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.wide_heads import groups_of
-from slipstream.ops._preprocess import maybe_l2_norm
-from slipstream.runtime.validation_cache import ValidationCache, signature
+from slipstream.ops._preprocess import l2_normalised
+from slipstream.runtime.dispatch import ValidationCache, signature
 
 _PLANS = ValidationCache()
 
@@ -71,7 +71,8 @@ def chunk_gated_delta_product(
     Source: Siems and others, "DeltaProduct: Improving State-Tracking in Linear RNNs via
     Householder Products" (2025).
     """
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=False)
@@ -100,7 +101,8 @@ def fused_recurrent_gated_delta_product(
     Arguments, result and errors as chunk_gated_delta_product. Cost: 7 T n HV K V flops, one after
     the other.
     """
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=True)

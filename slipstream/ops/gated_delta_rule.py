@@ -5,7 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import beta_or_ones, delta_gate, maybe_l2_norm, maybe_sigmoid
+from slipstream.ops._preprocess import beta_or_ones, beta_sigmoid, delta_gate, l2_normalised
 
 
 @checks.operator
@@ -67,10 +67,12 @@ def chunk_gated_delta_rule(
     """
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     if use_gate_in_kernel:
         g = delta_gate(g, A_log, dt_bias)
-    beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_beta_sigmoid_in_kernel or allow_neg_eigval:
+        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
@@ -123,7 +125,8 @@ def fused_recurrent_gated_delta_rule(
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     if g is not None:
         checks.expect_shape("g", g, v.shape[:3])
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g: want a tensor [B, T, HV] with use_gate_in_kernel, got None")
@@ -133,7 +136,9 @@ def fused_recurrent_gated_delta_rule(
         checks.expect_floating({"g": g, "gk": gk})
         checks.expect_one_device({"q": q, "g": g, "gk": gk})
         g = gk if g is None else g[..., None] + gk
-    beta = maybe_sigmoid(beta_or_ones(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    beta = beta_or_ones(beta, v)
+    if use_beta_sigmoid_in_kernel or allow_neg_eigval:
+        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(
             q, k, v, g=g, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
+from slipstream.runtime.dispatch import ValidationCache, signature
 from slipstream.runtime.token_ids import expect_offsets
-from slipstream.runtime.validation_cache import ValidationCache, signature
 
 States = tuple[Tensor, Tensor]
 _PLANS = ValidationCache()

@@ -5,7 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import check_lower_bound, delta_gate, maybe_l2_norm, maybe_sigmoid
+from slipstream.ops._preprocess import beta_sigmoid, delta_gate, l2_normalised
 
 
 @checks.operator
@@ -79,9 +79,11 @@ def chunk_kda(
         raise ValueError(
             "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
         )
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_beta_sigmoid_in_kernel or allow_neg_eigval:
+        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
@@ -118,9 +120,11 @@ def fused_recurrent_kda(
     column of the state. Cost: 7 T HV K V flops, one after the other.
     """
     checks.expect_tensor("beta", beta)
-    q, k = maybe_l2_norm(use_qk_l2norm_in_kernel, q=q, k=k)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_normalised(q=q, k=k)
     g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    beta = maybe_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_beta_sigmoid_in_kernel or allow_neg_eigval:
+        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
@@ -136,5 +140,5 @@ def _gate(
     lower_bound: float | None,
 ) -> Tensor:
     checks.expect_rank("g", g, 4, "[B, T, HV, K]")
-    check_lower_bound(lower_bound)
+    checks.expect_lower_bound(lower_bound)
     return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g

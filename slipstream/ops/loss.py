@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.loss import op
 from slipstream.kernels.loss.launch import kind
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import choose_impl
+from slipstream.runtime.dispatch import choose_impl
 
 REDUCTIONS = ("mean", "sum", "none")
 

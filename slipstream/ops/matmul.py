@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import MatmulConfig as MatmulConfig
 from slipstream.kernels.matmul.inputs import ACTIVATIONS, FP8, PRECISIONS, MatmulInputs

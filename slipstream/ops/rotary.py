@@ -11,7 +11,7 @@ from slipstream.kernels.pointwise.rotary import (
     table_rows,
     unsupported_reason,
 )
-from slipstream.runtime.backends import choose_impl, is_triton
+from slipstream.runtime.dispatch import choose_impl, is_triton
 from slipstream.runtime.token_ids import clamped, expect_ids, expect_offsets
 
 

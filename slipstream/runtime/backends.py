@@ -1,20 +1,19 @@
-"""What the launches and the plans of all families share."""
+"""What the launches and the plans of all families ask about tensors, devices and Triton."""
 
 import importlib.util
 import os
 import re
+import threading
 import warnings
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from slipstream.runtime.custom_op import is_fake
-from slipstream.runtime.device_guard import device_of as device_of
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, Candidate, choose
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 
 def _release() -> tuple[int, ...]:
@@ -34,46 +33,44 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # loops, up to 648 bytes a thread (docs/dev/facts.md): not before it is measured.
 GLUON_RELEASES = ((3, 6), (3, 8))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_CANDIDATES = (
-    Candidate(
-        "triton", "portable Triton kernels, on CUDA", lambda call: _unsupported_reason(*call)
-    ),
-    Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
-)
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Set by compiler/trace.py, whose fake tensors go where real ones would.
+TRACING = False
+_NOWHERE = nullcontext()
+_THREAD = threading.local()
 
 
-def choose_impl(
-    impl: str | None, x: Tensor, refuses: Callable[..., str | None], *given: Any
-) -> str:
-    """One of triton|eager, triton, eager and reference: as Plan.tries says.
-
-    None is Triton on CUDA where it takes the call, else eager.
-
-    Args:
-        x: decides about device and dtype.
-        refuses: given x and `given`, why the family's Triton kernels can't take the call, or None
-            if they can.
-    """
-    if impl is not None:
-        return choose(_CANDIDATES, (x, refuses, given), impl).tries
-    if not x.is_cuda:
-        return "eager"
-    if _unsupported_reason(x, refuses, given) is None:
-        return TRITON_OR_EAGER
-    family = refuses.__module__.split(".")[2]
-    return choose(_CANDIDATES, (x, refuses, given), None, family, x).tries
+def is_plain_call(x: Any) -> bool:
+    """Whether nobody looks at what a call on x does: no tracer, mode, transform, subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
-def is_triton(impl: str) -> bool:
-    """Of what choose_impl or Plan.tries says."""
-    return impl.startswith("triton")
+def is_fake(x: Tensor) -> bool:
+    """Whether x has no memory that a kernel could be given."""
+    return type(x) not in _PLAIN and isinstance(x, FakeTensor) and not TRACING
 
 
-def _unsupported_reason(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
-    if is_fake(x):
-        return "the tensors are fake"
-    return triton_unsupported(x, "the input") or refuses(x, *given)
+def device_of(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    if not hasattr(_THREAD, "bound"):
+        _bind(device)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOWHERE
+    return torch.cuda.device(device)
+
+
+def _bind(device: torch.device) -> None:
+    """A thread of autograd has no CUDA context before it asks the runtime for something, and the
+    driver, which makes the descriptors for TMA, wants one."""
+    _THREAD.bound = True
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info(device)
 
 
 def triton_unsupported(x: Tensor, name: str) -> str | None:

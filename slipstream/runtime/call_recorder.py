@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from slipstream.runtime.launch_cache import of_thread
+
 EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided"))
-_THREAD = threading.local()
 # Makes a step's values, given all of them and their addresses.
 Run = Callable[[list, list], None]
 
@@ -45,11 +46,6 @@ class Recorder(Protocol):
     ) -> None:
         """Of a kernel, with these; None if it can't be done again."""
         ...
-
-
-def active_recorder() -> Recorder | None:
-    """This thread's, to be told of a launch."""
-    return getattr(_THREAD, "recorder", None)
 
 
 class ValueRef(NamedTuple):
@@ -234,11 +230,11 @@ def allocation(made: int, size: tuple[int, ...], stride: tuple[int, ...], **opti
 @contextmanager
 def use_recorder(whom: Recorder | None) -> Iterator[None]:
     """This thread's recorder is another."""
-    kept, _THREAD.recorder = active_recorder(), whom
+    before, of_thread.recorder = of_thread.recorder, whom
     try:
         yield
     finally:
-        _THREAD.recorder = kept
+        of_thread.recorder = before
 
 
 class LaunchCounter:
@@ -253,7 +249,7 @@ class LaunchCounter:
         return self
 
     def _launch(self, metadata: Any) -> None:
-        if threading.get_ident() == self._thread and active_recorder() is not None:
+        if threading.get_ident() == self._thread and of_thread.recorder is not None:
             self.count += 1
 
     def __exit__(self, *_: object) -> None:

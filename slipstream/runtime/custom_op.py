@@ -12,36 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from slipstream.runtime import call_replay, gradient, parallel_compile
-from slipstream.runtime.device_guard import device_of
+from slipstream.runtime import backends, call_replay, gradient, parallel_compile
+from slipstream.runtime.backends import device_of, is_plain_call
 from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_plain_call(x: Any) -> bool:
-    """Whether nobody looks at what a call on x does: no tracer, mode, transform, subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in _PLAIN
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
-
-
-# Set by compiler/trace.py, whose fake tensors go where real ones would.
-TRACING = False
-
-
-def is_fake(x: torch.Tensor) -> bool:
-    """Whether x has no memory that a kernel could be given."""
-    return type(x) not in _PLAIN and isinstance(x, FakeTensor) and not TRACING
 
 
 class DirectCall:
@@ -74,7 +51,7 @@ class DirectCall:
         if not is_plain_call(x):
             return (self._overload or self._without_autocast)(*args)
         device = x.device.type
-        if self._replay and not TRACING and call_replay.is_enabled(x):
+        if self._replay and not backends.TRACING and call_replay.is_enabled(x):
             key = call_replay.call_key(args)
             known = self._known.get(key)
             if known is True:

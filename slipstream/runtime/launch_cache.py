@@ -8,21 +8,40 @@ more than 32 bits, subclasses of tensors, and other types. So is all in the inte
 GPUs, where the size of the memory behind a tensor counts too.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial, reduce
 from operator import attrgetter, itemgetter, or_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.call_recorder import Recorder, active_recorder
 from slipstream.runtime.launch_replay import LaunchBatch, ReplayedLaunch, TensorMapCache, c_launcher
-from slipstream.runtime.parallel_compile import in_warmup
+
+if TYPE_CHECKING:
+    from slipstream.runtime.call_recorder import Recorder
 
 Pick = Callable[[tuple], tuple]
+
+
+class _OfThread(threading.local):
+    """What launches of this thread do besides launching.
+
+    Attributes:
+        recorder: is told of each (runtime/call_replay.py).
+        warmup: where launches only compile their kernels (runtime/parallel_compile.py): what the
+            first of them waits for.
+    """
+
+    recorder: "Recorder | None" = None
+    warmup: Future | None = None
+
+
+of_thread = _OfThread()
 # In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
 RUNS = "3.6."
 _DESCRIPTOR = "TensorDescriptor"
@@ -135,13 +154,13 @@ class CachedKernel:
         def run(*args: Any, **named: Any) -> None:
             key = self.key_of(args, named)
             kept = None if key is None else self._found.get(key)
-            if in_warmup():
+            if of_thread.warmup is not None:
+                wait([of_thread.warmup])
                 if kept is None:
                     self.kernel.warmup(*args, grid=grid, **named)
                 return
-            taking = active_recorder()
-            if taking is not None:
-                self._taken(taking, (*grid, 1, 1)[:3], args, named, kept)
+            if of_thread.recorder is not None:
+                self._taken(of_thread.recorder, (*grid, 1, 1)[:3], args, named, kept)
             if kept is not None:
                 kept.launch((*grid, 1, 1)[:3], args)
                 return
@@ -152,7 +171,7 @@ class CachedKernel:
         return run
 
     def _taken(
-        self, taking: Recorder, grid: tuple, args: tuple, named: dict, kept: CompiledEntry | None
+        self, taking: "Recorder", grid: tuple, args: tuple, named: dict, kept: CompiledEntry | None
     ) -> None:
         given = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) or _is_descriptor(x)}
         memory = [x if isinstance(x, Tensor) else x.base for x in given.values()]

@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import getclosurevars
 from typing import Any
@@ -27,19 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.compiler import triton_cache_key
+from slipstream.runtime.launch_cache import of_thread
 
 # Of a call and its gradient, that take long to compile: there are at most about fifteen.
 MAX_THREADS = 16
-_THREAD = threading.local()
-
-
-def in_warmup() -> bool:
-    """Whether a launch is only to compile its kernel, by its `warmup`, which may begin now."""
-    ready: Future | None = getattr(_THREAD, "ready", None)
-    if ready is None:
-        return False
-    wait([ready])
-    return True
 
 
 def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -62,17 +53,17 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
             return super().submit(key, compile_fn, finalize_fn)
 
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    nested = getattr(_THREAD, "ready", None) is not None
+    nested = of_thread.warmup is not None
     if captures or nested or active_mode.get() is not None:
         return
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
-        _THREAD.ready = pool.submit(triton_cache_key.reuse)
+        of_thread.warmup = pool.submit(triton_cache_key.reuse)
         try:
             with contextlib.suppress(Exception), _ProtectInputs():
                 call(*args)
         finally:
-            _THREAD.ready = None
+            of_thread.warmup = None
 
 
 def _compiled(compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.runtime.backends import is_fake
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
@@ -140,10 +141,10 @@ def _looked_at(name: str, *given: Any) -> bool:
 
 def _on_device(name: str, indices: Tensor, scan: str, rest: tuple) -> None:
     """Has a kernel look at the indices."""
-    from slipstream.runtime import custom_op, guarded_launch
+    from slipstream.runtime import guarded_launch
 
     raise_pending()
-    if custom_op.is_fake(indices):
+    if is_fake(indices):
         return
     with guarded_launch.Guard(
         TRITON_OR_EAGER,
@@ -250,9 +251,9 @@ def _error(name: str, i: int, where: tuple[int, ...], size: int) -> WrongId:
 
 
 def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
-    from slipstream.runtime import custom_op, guarded_launch
+    from slipstream.runtime import guarded_launch
 
-    if custom_op.is_fake(ids):
+    if is_fake(ids):
         return
     with guarded_launch.Guard(
         TRITON_OR_EAGER, ids.device, lambda: ("ids.triton", ids.dtype, ignore_index is not None)

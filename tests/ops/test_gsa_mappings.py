@@ -7,7 +7,7 @@ import torch
 
 from slipstream import ops
 from slipstream.ops import gsa as gsa_module
-from slipstream.runtime.validation_cache import ValidationCache
+from slipstream.runtime.dispatch import ValidationCache
 from tests.support.mappings import both, near, same
 from tests.support.recurrences import B, H, K, M, T, V, gsa, log_decay, randn, slots
 

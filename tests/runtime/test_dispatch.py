@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 
-from slipstream.runtime import custom_op
 from slipstream.runtime import dispatch as plan
 from slipstream.runtime.dispatch import Candidate, choose
 
@@ -46,7 +45,7 @@ class Given:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Given:
-    monkeypatch.setattr(custom_op, "is_plain_call", lambda x: True)
+    monkeypatch.setattr(plan, "is_plain_call", lambda x: True)
     monkeypatch.setattr(plan, "_reported", set())
     monkeypatch.delenv(plan.FALLBACK, raising=False)
     return Given()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.runtime.validation_cache import signature
+from slipstream.runtime.dispatch import signature
 
 
 def test_equal_numbers_of_other_types_are_other_calls() -> None:

@@ -8,9 +8,8 @@ from slipstream.kernels.gated_scan.op import kind, scan
 from slipstream.kernels.gated_scan.reference import scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
-from slipstream.runtime.validation_cache import ValidationCache, signature
 
 
 def unsupported_reason(tensors: tuple[Tensor, Tensor]) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.dispatch import LinearOptions, as_autocast, check
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
@@ -20,10 +20,9 @@ from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import Candidate, Selection, choose
+from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_offsets
-from slipstream.runtime.validation_cache import ValidationCache, signature
 
 MAX_K = 1024  # all rows of the state are in one program's registers
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.autocast import autocast_dtype
+from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.kernels.linear.op import Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
@@ -23,9 +23,15 @@ from slipstream.kernels.linear.wide_heads import (
     split_heads,
 )
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
+from slipstream.runtime.dispatch import (
+    PLAIN,
+    Candidate,
+    Selection,
+    ValidationCache,
+    choose,
+    signature,
+)
 from slipstream.runtime.token_ids import expect_offsets
-from slipstream.runtime.validation_cache import ValidationCache, signature
 
 CANDIDATES = (
     Candidate("sm90", "kernels for sm_90 and, around them, portable ones", sm90_unsupported),

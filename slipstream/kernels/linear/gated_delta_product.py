@@ -17,7 +17,8 @@ from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.householder import deinterleave, interleave
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
+from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime.custom_op import DirectCall, KernelOp
 
 # Steps of a span, at least, where walks leave half of a GPU idle unless they are cut into segments.
 MAX_UNSLICED_TOKENS = 4096

@@ -23,7 +23,8 @@ from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
+from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard
 

@@ -24,7 +24,8 @@ from slipstream.kernels.linear.sm90.plan import per_channel
 from slipstream.kernels.linear.sm90.vector_decay import schedule
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.custom_op import DirectCall, KernelOp, is_plain_call
+from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
@@ -223,59 +224,37 @@ def backward_impl(
         lambda: probe.mismatch(terms, first, False, linear),
     ) as usable:
         if usable:
-            return _run_backward_kernels(
-                first,
-                terms,
-                dout,
-                dfinal,
-                scale,
-                gate_gradient,
-                checkpoints,
-                out,
-                saved,
-                overwrite_q,
-            )
+            backend = _backend_for(first, terms)
+            can = backend.CAPABILITIES
+            fp32_operands = needs_fp32_operands(terms.q)
+            given, do = (_as_fp32(terms), dout) if fp32_operands else (terms, dout)
+            if fp32_operands and do is not None:
+                do = do.float()
+            unsliced = not can.writes_out or (first == "sm90" and workspace.bwd_unsliced(given))
+            slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(given, checkpoints)
+            saved = saved if can.saves_wy else ()
+            if len(slices) == 1:
+                options: dict[str, Any] = {"out": out} if can.writes_out and out is not None else {}
+                options |= {"saved": saved} if saved else {}
+                options |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
+                options |= (
+                    {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
+                )
+                grads = backend.backward(given, do, dfinal, scale, **options)
+            else:
+                run = workspace.with_active_count(backend.backward, terms, slices, can)
+                grads = workspace.backward(
+                    run, given, do, dfinal, scale, slices, checkpoints, saved
+                )
+            if fp32_operands:
+                grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
+            return workspace.copy_into(grads, out)
     if others and not only_by_token(terms):
         given = terms, dout, dfinal, scale, chunk, others, gate_gradient, checkpoints, out, saved
         return backward_impl(*given, overwrite_q)
     if chunk == 0:
         return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
     return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, chunk), out)
-
-
-def _run_backward_kernels(
-    impl: str,
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    gate_gradient: bool,
-    checkpoints: Tensor | None,
-    out: Mapping[str, Tensor] | None,
-    saved: Sequence[Tensor],
-    overwrite_q: bool,
-) -> dict[str, Tensor]:
-    backend = _backend_for(impl, terms)
-    can = backend.CAPABILITIES
-    fp32_operands = needs_fp32_operands(terms.q)
-    given, do = (_as_fp32(terms), dout) if fp32_operands else (terms, dout)
-    if fp32_operands and do is not None:
-        do = do.float()
-    unsliced = not can.writes_out or (impl == "sm90" and workspace.bwd_unsliced(given))
-    slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(given, checkpoints)
-    saved = saved if can.saves_wy else ()
-    if len(slices) == 1:
-        options: dict[str, Any] = {"out": out} if can.writes_out and out is not None else {}
-        options |= {"saved": saved} if saved else {}
-        options |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
-        options |= {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
-        grads = backend.backward(given, do, dfinal, scale, **options)
-    else:
-        run = workspace.with_active_count(backend.backward, terms, slices, can)
-        grads = workspace.backward(run, given, do, dfinal, scale, slices, checkpoints, saved)
-    if fp32_operands:
-        grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
-    return workspace.copy_into(grads, out)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:

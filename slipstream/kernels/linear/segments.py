@@ -70,6 +70,12 @@ def scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[int, in
     return T, terms.sequences, HV, terms.q.shape[2], T if segments is None else segments.tokens
 
 
+def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
+    """Of the delta rule's kernels on sm_90: a program a tile of V, head and sequence or segment."""
+    HV, V = terms.v.shape[2:]
+    return (V // tile * HV * num_sequences(terms, segments),)
+
+
 def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
     """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import is_triton
 from slipstream.runtime.guarded_launch import Guard
 
 Linear = tuple[Tensor, Tensor, Tensor | None]

@@ -16,8 +16,8 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import is_triton
 from slipstream.runtime.token_ids import expect_ids, launched
 
 

@@ -6,7 +6,8 @@ from slipstream.kernels.norm import eager, reference
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.op import kind, norm
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import DTYPES, choose_impl, is_triton
+from slipstream.runtime.backends import DTYPES
+from slipstream.runtime.dispatch import choose_impl, is_triton
 
 
 def run(

@@ -21,7 +21,8 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.runtime.custom_op import KernelOp, is_plain_call
+from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard
 
 _NORM = (

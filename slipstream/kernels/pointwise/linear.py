@@ -24,9 +24,8 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
 )
-from slipstream.runtime.backends import is_triton
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, is_triton
 from slipstream.runtime.guarded_launch import Guard
 
 

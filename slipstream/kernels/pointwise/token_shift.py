@@ -13,9 +13,8 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
-from slipstream.runtime.backends import choose_impl, is_triton
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose_impl, is_triton
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 

@@ -21,6 +21,7 @@ from slipstream.kernels.linear.segments import (
     NUM_SMS,
     TILE_V,
     Segments,
+    delta_grid,
     delta_sm90,
     num_chunks,
     num_sequences,
@@ -33,7 +34,7 @@ from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES, grid
+from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
 from slipstream.kernels.linear.triton.delta import backend as triton
@@ -148,7 +149,7 @@ class Sm90Delta(DeltaBackend):
                 sizes[:4],
                 {},
             )
-        launch: Any = cached(kernel)[grid(terms, segments, tile)]
+        launch: Any = cached(kernel)[delta_grid(terms, segments, tile)]
         launch(
             tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
             tma_descriptor(terms.k, H * K, CHUNK, K),
@@ -197,7 +198,7 @@ class Sm90Delta(DeltaBackend):
     ) -> None:
         HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
-        launch: Any = cached(delta_chunk_dstate_sm90_kernel)[grid(terms, segments)]
+        launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
         launch(
             tma_descriptor(terms.q, H * K, CHUNK, K),
             tma_descriptor(terms.k, H * K, CHUNK, K),

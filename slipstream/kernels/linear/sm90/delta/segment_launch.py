@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, num_sequences, scalar_args
+from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, scalar_args
 from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
 from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_bwd_sm90_kernel,
@@ -67,7 +67,7 @@ def segment_transition_bwd(
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
-    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[grid(terms, segments)]
+    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[delta_grid(terms, segments)]
     launch(
         tma_descriptor(terms.q, H * K, CHUNK, K),
         tma_descriptor(terms.k, H * K, CHUNK, K),
@@ -102,7 +102,7 @@ def state_passing(
     K = terms.q.shape[-1]
     entry = E.new_empty(segments.count, HV, K, V)
     T, N, *_ = scalar_args(terms, segments)
-    launch: Any = cached(delta_state_passing_sm90_kernel)[grid(terms, segments)]
+    launch: Any = cached(delta_state_passing_sm90_kernel)[delta_grid(terms, segments)]
     launch(
         E,
         m,
@@ -141,9 +141,3 @@ def _segment_transition_flags(terms: LinearInputs, s_in: Tensor | None) -> dict[
         "num_warps": 4,
         "maxnreg": 168,  # of 12 warps
     }
-
-
-def grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
-    """A program for each tile of V, head and sequence or segment."""
-    HV, V = terms.v.shape[2:]
-    return (V // tile * HV * num_sequences(terms, segments),)

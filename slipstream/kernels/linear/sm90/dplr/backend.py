@@ -3,7 +3,6 @@
 Triton's stay for the gradients where supports_dqkg refuses a call, and between segments.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +27,6 @@ from slipstream.kernels.linear.triton.dplr.backend import (
 )
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES
-from slipstream.kernels.linear.workspace import NO_OUTPUTS
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -148,16 +146,8 @@ class Sm90Dplr(TritonDplr):
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return super().to_kernel_layout(align_for_tma(terms))
 
-    def backward(
-        self,
-        terms: LinearInputs,
-        dout: Tensor | None,
-        dfinal: Tensor | None,
-        scale: float,
-        out: Mapping[str, Tensor] = NO_OUTPUTS,
-    ) -> dict[str, Tensor]:
-        dout = None if dout is None else align16(dout)
-        return super().backward(terms, dout, dfinal, scale, out)
+    def contiguous(self, x: Tensor) -> Tensor:
+        return align16(x).contiguous()
 
     def launch_scores(
         self,

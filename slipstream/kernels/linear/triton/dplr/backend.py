@@ -82,6 +82,10 @@ class TritonDplr:
         given = {name: x for name in names if (x := getattr(terms, name)) is not None}
         return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
+    def contiguous(self, x: Tensor) -> Tensor:
+        """As the kernels read it."""
+        return x.contiguous()
+
     def forward(
         self,
         terms: LinearInputs,
@@ -132,7 +136,7 @@ class TritonDplr:
             out: memory for some of them, which they take if it fits.
         """
         given, terms = terms, self.to_kernel_layout(terms)
-        do = torch.zeros_like(terms.v) if dout is None else dout.contiguous()
+        do = torch.zeros_like(terms.v) if dout is None else self.contiguous(dout)
         dfinal = None if dfinal is None else dfinal.contiguous()
         dstate = None
         if terms.initial_state is not None:
