@@ -6,6 +6,7 @@ Everything is read from the running Python; nothing is downloaded. Leaves demo-o
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -31,6 +32,8 @@ CONFIG = "configs/demo.yaml"
 PROSE = Path("demo-out/prose")
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 CONTEXT = 1024
+TRAINING, HELD_OUT = "bits_per_byte", "eval_bits_per_byte"  # as a run logs them
+MEAN_OF = 20  # steps
 
 
 def main() -> None:
@@ -45,13 +48,18 @@ def main() -> None:
     model, tokenizer = load_model(result.directory)
     console.rule("a sample, from the first two lines on")
     stream(model, tokenizer, PROMPT, tokens=160)
-    plot(result.directory, Path("loss.png"))
+    rows = config.data.eval_rows
+    plot(result.directory, Path("loss.png"), rows)
     text = next(iter(split(config.data)[1].files)).path.read_text(encoding="utf-8")
     chunk, recurrent, apart = reading_speeds(model, held_out_ids(tokenizer, text))
     table = Table(title=f"{time.perf_counter() - begin:.0f} s on {torch.get_num_threads()} threads")
     table.add_column("measured")
-    table.add_column("", justify="right")
-    table.add_row("held-out text, bits per byte", f"{result.held_out:.3f}")
+    table.add_column("value", justify="right")
+    during = history(result.directory, HELD_OUT)
+    if during:
+        what = f"up to {rows} held-out rows, last scored at step {during[-1][0]}, bits per byte"
+        table.add_row(what, f"{during[-1][1]:.3f}")
+    table.add_row("all held-out text, after the last step, bits per byte", f"{result.held_out:.3f}")
     table.add_row("training, tokens/s", f"{result.tokens_per_second:,.0f}")
     table.add_row(f"reading {CONTEXT} tokens in chunks, tokens/s", f"{chunk:,.0f}")
     table.add_row("reading them one by one from the state, tokens/s", f"{recurrent:,.0f}")
@@ -90,15 +98,25 @@ def reading_speeds(model: Any, ids: torch.Tensor) -> tuple[float, float, float]:
     return tokens / (middle - begin), tokens / (end - middle), apart
 
 
-def plot(run: Path, path: Path) -> None:
+def history(run: Path, key: str) -> list[tuple[int, float]]:
+    """(step, value) of what a run logged."""
     log = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [(entry["step"], entry[key]) for entry in log if key in entry]
+
+
+def running_mean(values: Sequence[float], window: int = MEAN_OF) -> list[float]:
+    """Of each value and up to so many before it."""
+    parts = (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
+    return [sum(x) / len(x) for x in parts]
+
+
+def plot(run: Path, path: Path, rows: int) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
-    for key, label, style in (
-        ("bits_per_byte", "training", "-"),
-        ("eval_bits_per_byte", "held-out", "o-"),
-    ):
-        steps = [entry["step"] for entry in log if key in entry]
-        axes.plot(steps, [entry[key] for entry in log if key in entry], style, label=label)
+    steps, values = zip(*history(run, TRAINING))
+    axes.plot(steps, values, color="C0", alpha=0.25, lw=1, label="training, each step")
+    axes.plot(steps, running_mean(values), color="C0", label=f"training, mean of {MEAN_OF} steps")
+    if during := history(run, HELD_OUT):
+        axes.plot(*zip(*during), "o-", color="C1", label=f"held-out, up to {rows} rows")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(1, 4))
     axes.legend()
     axes.grid(alpha=0.3)

@@ -25,16 +25,24 @@ def doctor(
         ),
     ] = False,
     forget: Annotated[bool, typer.Option(help="forget what guarded compilation learnt")] = False,
+    bench: Annotated[
+        bool,
+        typer.Option(
+            help="time the operators too, else one for each kind of kernel; --json to send"
+        ),
+    ] = False,
 ) -> None:
-    """Versions, known faults, every operator against its oracle; exit status 1 on a mismatch."""
+    """Versions, known faults, every operator against its reference; exit status 1 on a mismatch."""
     from slipstream.cli.errors import reported
 
     with reported():
         from slipstream.runtime import guarded_launch
-        from slipstream.tools import doctor_checks
+        from slipstream.tools import doctor_bench, doctor_checks
         from slipstream.tools.catalog import QUICK_OPERATORS, chosen
+        from slipstream.tools.terminal import bar
 
-        samples = chosen(list(QUICK_OPERATORS) if quick and not operators else operators)
+        few = (quick or bench) and not operators
+        samples = chosen(list(QUICK_OPERATORS) if few else operators)
         if forget:
             guarded_launch.clear_verdicts()
         about = doctor_checks.about()
@@ -43,11 +51,19 @@ def doctor(
         found = []
         if checks:
             shown = None if json else doctor_checks.show_check
-            found = list(doctor_checks.examine(samples, full, shown, thorough))
-            if interpreted and about["device"] is None:
-                each = [chosen([name])[0] for name in QUICK_OPERATORS]
-                some = samples if operators or thorough else each
-                found += doctor_checks.interpreted(some, shown)
+            if not json:
+                doctor_checks.show_headings()
+            with bar() as progress:
+                found = list(doctor_checks.examine(samples, full, shown, thorough, progress))
+                if interpreted and about["device"] is None:
+                    each = [chosen([name])[0] for name in QUICK_OPERATORS]
+                    some = samples if operators or thorough else each
+                    found += doctor_checks.interpreted(some, shown, progress)
+        if bench:
+            if not json:
+                doctor_checks.show_speed_headings()
+            shown = None if json else doctor_checks.show_speed
+            about["speeds"] = doctor_bench.speeds(samples, shown)
         bad = [x for x in found if not x.ok]
         if json:
             rows = [doctor_checks.as_json(x) for x in found]

@@ -24,6 +24,5 @@ def explain(
         from slipstream.tools.explain_text import lines, parse_shape
 
         flags = {"packed": packed, "state": state, "grouped": grouped}
-        for sample in chosen([operator]):
-            for line in lines(sample, parse_shape(shape, dtype, flags), arch):
-                typer.echo(line)
+        for line in lines(chosen([operator]), parse_shape(shape, dtype, flags), arch):
+            typer.echo(line)

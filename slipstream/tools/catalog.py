@@ -11,6 +11,7 @@ W taps; a digit is itself.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -492,7 +493,13 @@ def chosen(names: list[str] | None) -> list[Sample]:
     for name in names:
         rows = [x for x in SAMPLES if name in (x.op, family(x.op))]
         if not rows:
-            known = ", ".join(dict.fromkeys(x.op for x in SAMPLES))
-            raise ValueError(f"operator: want one of {known}; got {name!r}")
+            known = list(dict.fromkeys(x.op for x in SAMPLES))
+            near = get_close_matches(name, [*known, *map(family, known)], n=3)
+            advice = (
+                f"did you mean {' or '.join(dict.fromkeys(near))}?"
+                if near
+                else (f"want one of {', '.join(known)}")
+            )
+            raise ValueError(f"operator: no {name!r}; {advice}")
         found += rows
     return found

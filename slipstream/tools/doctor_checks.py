@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from slipstream import __version__
@@ -131,24 +132,32 @@ def examine(
     full: bool,
     shown: Callable[[Check], None] | None = None,
     thorough: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[Check]:
     """Every operator, forward and backward, as it runs here.
 
     Args:
+        shown: called with each check.
         thorough: on a GPU every implementation that takes a call, not only the one that is chosen.
+        progress: gets a bar.
     """
     gpu = torch.cuda.is_available() and not INTERPRETED
     device = torch.device("cuda" if gpu else "cpu")
     impls: list[str | None] = ["triton"] if INTERPRETED else ["eager"]
+    shapes, progress = _shapes(gpu, full), progress or Progress(disable=True)
+    task = progress.add_task("operators checked", total=len(samples) * len(shapes))
     if gpu:
         impls = ["eager", *IMPLS] if thorough else [None]
+        first = progress.add_task("compiling their kernels on every core", total=None)
         _compile_first(samples, full, compiler_state.arch_of_device(device).name, thorough)
+        progress.remove_task(first)
     for sample in samples:
-        for shape in _shapes(gpu, full):
+        for shape in shapes:
             for check in examine_one(sample, shape, device, impls):
                 if shown is not None:
                     shown(check)
                 yield check
+            progress.advance(task)
 
 
 def _compile_first(samples: Sequence[Sample], full: bool, arch: str, thorough: bool) -> None:
@@ -188,7 +197,7 @@ def examine_one(
     sample: Sample, shape: Shape, device: torch.device, impls: Sequence[str | None]
 ) -> Iterator[Check]:
     """A comparison of each implementation that the operator has for this; None: what is chosen."""
-    blank = Check(sample.op, "-", str(shape), ok=False, bars=BARS[shape.dtype])
+    blank = Check(sample.name, "-", str(shape), ok=False, bars=BARS[shape.dtype])
     try:
         args = sample.inputs(shape, device)
         wide = {name: _each(x, _widened) for name, x in args.items()}
@@ -309,7 +318,9 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def interpreted(
-    samples: Sequence[Sample], shown: Callable[[Check], None] | None = None
+    samples: Sequence[Sample],
+    shown: Callable[[Check], None] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Check]:
     """The kernels in Triton's interpreter, in a child: it has to be chosen before the import.
 
@@ -317,7 +328,8 @@ def interpreted(
     """
     if INTERPRETED or toolchain.triton_version() is None:
         return
-    numbers = [SAMPLES.index(x) for x in samples]
+    numbers, progress = [SAMPLES.index(x) for x in samples], progress or Progress(disable=True)
+    task = progress.add_task("operators in Triton's interpreter", total=len(samples))
     code = f"from slipstream.tools.doctor_checks import stream; stream({numbers})"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     with (
@@ -337,6 +349,7 @@ def interpreted(
             if shown is not None:
                 shown(check)
             yield check
+            progress.advance(task)
         if child.wait() != 0:
             errors.seek(0)
             words = (errors.read().strip().splitlines() or [f"exit status {child.returncode}"])[-1]
@@ -379,10 +392,27 @@ def show(about: Mapping[str, Any]) -> None:
             print(f"{kind:11} {key}: {reason}")
 
 
+def show_headings() -> None:
+    """Of show_check."""
+    print("\nRelative errors against float64 (root mean square), and the most that is allowed:\n")
+    print(f"     {'operator':35} {'back end':11} {'outputs':16} gradients")
+
+
 def show_check(check: Check) -> None:
     verdict = "ok  " if check.ok else "FAIL"
-    what = check.error or (
-        f"output {check.output:.1e} (bar {check.bars[0]:.0e}), gradients {check.gradient:.1e}"
-        f" (bar {check.bars[1]:.0e})" + ("" if check.ok else f", worst: {check.worst}")
-    )
-    print(f"{verdict} {check.operator:34} {check.impl:11} {what}", flush=True)
+    pairs = zip((check.output, check.gradient), check.bars)
+    errors = [f"{error:.1e} of {bar:.0e}" for error, bar in pairs]
+    what = check.error or f"{errors[0]:16} {errors[1]}"
+    what += "" if check.ok or check.error else f", worst: {check.worst}"
+    print(f"{verdict} {check.operator:35} {check.impl:11} {what}", flush=True)
+
+
+def show_speed(operator: str, row: Mapping[str, Any]) -> None:
+    """A line of `doctor --bench`, under its headings."""
+    forward, both = (f"{row[x]:.3f}" if x in row else "-" for x in ("forward_ms", "both_ms"))
+    what = row.get("error") or f"{row['backend']:11} {forward:>11} {both:>14}"
+    print(f"     {operator:35} {what}", flush=True)
+
+
+def show_speed_headings() -> None:
+    print(f"\n     {'operator':35} {'back end':11} {'forward, ms':>11} {'+ backward, ms':>14}")

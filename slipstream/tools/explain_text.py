@@ -1,6 +1,6 @@
-"""What explain prints about one operator."""
+"""What explain prints about an operator: the device's facts once, then each way to call it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slipstream.compiler import toolchain
@@ -8,12 +8,21 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import named
 from slipstream.compiler.compiler_state import CompilerState
 from slipstream.compiler.known_bugs import applying
-from slipstream.tools.backend_query import IMPLS, trace_operator
+from slipstream.runtime.dispatch import Selection
+from slipstream.tools.backend_query import IMPLS, TracedKernels, trace_operator
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
+from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
 _TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
+_HEADINGS = ("kernel", "launches", "tile", "warps", "stages", "flags")
+_LEGEND = (
+    "tile: what one program of a kernel works on at a time; C, BT: tokens of a chunk, B and other",
+    "letters: rows or columns of that dimension. warps: of 32 threads each (64 on AMD). stages:",
+    "loads in flight ahead of their use. flags: compile-time options that are on. In the order of",
+    "their first launch, forward and backward.",
+)
 
 
 def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
@@ -31,42 +40,74 @@ def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
     return Shape(dtype=DTYPES[dtype], **sizes)
 
 
-def lines(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
-    yield f"{sample.op}  {shape}  {arch}"
+def lines(samples: Sequence[Sample], shape: Shape, arch: str) -> Iterator[str]:
+    """What is the same for ways to call an operator is said of the first of them."""
+    yield f"{', '.join(dict.fromkeys(x.op for x in samples))}  {shape}  {arch}"
     if arch == "cpu":
-        yield "  eager: plain torch; kernels run on GPUs"
+        yield "  chosen: eager, plain torch; kernels run on GPUs"
         return
     row = named(arch)
     toolchain.select_ptxas((arch,))
-    got = trace_operator(sample, shape, arch, remembers=True)
+    yield f"  {arch}: {row.shared} bytes of shared memory, {row.instruction or 'no tensor cores'}"
+    yield from _compilers(arch)
+    said: dict[tuple[str, ...], str] = {}
+    for sample in samples:
+        way = tuple(_way(trace_operator(sample, shape, arch, remembers=True)))
+        yield ""
+        if way in said:
+            yield f"{_called(sample)}: as {said[way]}"
+            continue
+        said[way] = _called(sample)
+        yield said[way]
+        yield from way
+    if any("_kernel " in line for way in said for line in way):
+        yield ""
+        yield from _LEGEND
+
+
+def _called(sample: Sample) -> str:
+    """The operator and what tells this way to call it from others."""
+    return f"{sample.op} ({sample.variant})" if sample.variant else sample.op
+
+
+def _way(got: TracedKernels) -> Iterator[str]:
     default = got.jobs.get(None)
-    chosen = got.plan.impl if got.plan else "GPU kernels" if default else "plain torch"
     if None in got.refused:
         yield f"  refused: {got.refused[None]}"
+    elif got.plan:
+        yield f"  chosen: {got.plan.impl}, {got.plan.why}"
     else:
-        yield f"  chosen: {chosen}" + (f", {got.plan.why}" if got.plan else "")
-    yield from (f"    {_describe(job)}" for job in default or ())
+        yield f"  chosen: {'triton, the only one with kernels' if default else 'plain torch'}"
     rejected = dict(got.plan.rejected) if got.plan else {}
-    for name, reason in rejected.items():
-        yield f"  rejected: {name}, {reason}"
+    yield from _rejected(got.plan, "  ")
     for plan in got.besides:
         yield f"  besides: {plan.impl}, {plan.why}"
-        yield from (f"    rejected: {name}, {reason}" for name, reason in plan.rejected)
+        yield from _rejected(plan, "    ")
+    yield from _kernels(default or ())
     for impl in IMPLS:
         reason = got.refused.get(impl, "impl: want").removeprefix(f"impl={impl!r}: ")
         if impl in got.jobs and got.jobs[impl] != default:
-            yield f"  by name (impl={impl!r}):"
-            yield from (f"    {_describe(job)}" for job in got.jobs[impl])
+            yield f"  with impl={impl!r} instead:"
+            yield from _kernels(got.jobs[impl])
         elif not reason.startswith("impl: want") and impl not in rejected:
-            yield f"  by name (impl={impl!r}): no, {reason}"
-    yield from _compilers(arch)
-    yield f"  {arch}: {row.shared} bytes of shared memory, {row.instruction or 'no tensor cores'}"
+            yield f"  with impl={impl!r}: not possible, {reason}"
 
 
-def _describe(job: Job) -> str:
-    tile = " ".join(f"{x}={job.constants[x]}" for x in _TILE if x in job.constants)
-    flags = [k for k, v in job.constants.items() if v is True]
-    return f"{job.name} [{tile} warps={job.warps} stages={job.stages}] {' '.join(flags)}".rstrip()
+def _rejected(plan: Selection | None, indent: str) -> Iterator[str]:
+    for name, reason in plan.rejected if plan else ():
+        yield f"{indent}rejected: {name}, {reason}"
+
+
+def _kernels(jobs: Sequence[Job]) -> Iterator[str]:
+    """A table with a line for each; those that differ in nothing that is shown are counted."""
+    found: dict[tuple[str, ...], int] = {}
+    for job in jobs:
+        tile = " ".join(f"{x}={job.constants[x]}" for x in _TILE if x in job.constants)
+        flags = " ".join(k for k, v in job.constants.items() if v is True)
+        row = (job.name, tile, str(job.warps), str(job.stages), flags)
+        found[row] = found.get(row, 0) + 1
+    rows = [(name, str(count), *rest) for (name, *rest), count in found.items()]
+    yield from columns([_HEADINGS, *rows], "    ") if rows else ()
 
 
 def _compilers(arch: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.runtime.files import write_text
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import LONG, Sample, Shape
+from slipstream.tools.terminal import bar
 
 MANIFEST = "slipstream.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -79,9 +80,13 @@ def fill(
     selected = toolchain.select_ptxas((arch,))
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
-    found = find_kernels(samples, shapes, arch, backward)
-    with console.status(f"compiling {len(found.tasks)} kernels for {arch}"):
-        rows = support_matrix.run(found.tasks, processes=jobs)
+    with console.status(f"finding the kernels of {len(samples)} operators"):
+        found = find_kernels(samples, shapes, arch, backward)
+    with bar() as progress:
+        task = progress.add_task(f"kernels for {arch}", total=len(found.tasks))
+        rows = support_matrix.run(
+            found.tasks, processes=jobs, done=lambda job, row: progress.advance(task)
+        )
     failed = [x for x in rows if x.status not in ("ok", "slow")]
     for row in failed:
         console.print(f"[red]{row.status}[/] {row.kernel}: {escape(row.reason)}")

@@ -5,14 +5,12 @@ Runs of different releases add up in docs/support.json; SUPPORT.md is written fr
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from slipstream.compiler import compiler_state, support_matrix
@@ -26,6 +24,7 @@ from slipstream.tools import support_data
 from slipstream.tools.backend_query import KernelsFound, find_kernels
 from slipstream.tools.catalog import REPRESENTATIVE, Sample, Shape
 from slipstream.tools.matrix_cache import RowCache
+from slipstream.tools.terminal import bar, counts, legend
 from slipstream.tools.variant_cover import cover, resolved
 
 ROOT = Path(__file__).parents[2]
@@ -74,8 +73,8 @@ class MatrixRun:
         kept, failed = RowCache(about, anew), []
         self.without, before = {}, os.times()
         known: list[support_matrix.Row] = []
-        with self._progress() as progress, TemporaryDirectory() as cache:
-            bar = progress.add_task(f"triton {about['triton']}", total=0)
+        with bar(self.console) as progress, TemporaryDirectory() as cache:
+            task = progress.add_task(f"kernels, Triton {about['triton']}", total=0)
 
             def tasks() -> Iterator[support_matrix.Task]:
                 total = 0
@@ -84,11 +83,11 @@ class MatrixRun:
                     same, changed = kept.split(cover(found.tasks, self.variants[arch], kept.known))
                     known.extend(same)
                     total += len(changed)
-                    progress.update(bar, total=total)
+                    progress.update(task, total=total)
                     yield from changed
 
             def done(job: Job, row: support_matrix.Row) -> None:
-                progress.advance(bar)
+                progress.advance(task)
                 if row.status in ("crash", "hang"):
                     failed.append(row)
                 else:
@@ -108,7 +107,7 @@ class MatrixRun:
         rows = support_matrix.ordered(rows + known)
         out = Console()
         out.width = max(out.width, _WIDTH)
-        out.print(self._table(rows), crop=False)
+        self._show(rows, out)
         for row in failed:
             self.console.print(
                 f"[red]{row.status}[/] {row.arch} {row.kernel}: {escape(row.reason)}"
@@ -123,20 +122,22 @@ class MatrixRun:
         self.failures += found.failures
         return found
 
-    def _progress(self) -> Progress:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(TextColumn("{task.description}"), *columns, console=self.console)
-
-    def _table(self, rows: Sequence[support_matrix.Row]) -> Table:
-        release = rows[0].triton if rows else "none"
-        table = Table(title=f"Triton {release}: {dict(Counter(x.status for x in rows))}")
+    def _show(self, rows: Sequence[support_matrix.Row], out: Console) -> None:
+        """What operators came to, and what the words mean."""
+        cells = support_matrix.by_operator(rows)
+        table, seen = Table(), set()
         for name in ("operator", *self.archs):
             table.add_column(name, no_wrap=True)
-        for operator, cells in support_matrix.by_operator(rows).items():
-            marks = [cells.get(x, ("-", ""))[0] for x in self.archs]
+        for operator, found in cells.items():
+            marks = [found.get(x, ("-", ""))[0] for x in self.archs]
+            seen.update(marks)
             coloured = [f"[{_COLOURS.get(x, 'dim')}]{x}[/]" for x in marks]
             table.add_row(operator, *coloured)
-        return table
+        release = rows[0].triton if rows else "none"
+        said = counts(x.status for x in rows)
+        out.print(f"Triton {release}, kernels: {said}. An operator has the worst of its kernels.")
+        out.print(table, crop=False)
+        out.print(legend(seen), highlight=False)
 
 
 def _elapsed(before: os.times_result) -> str:
@@ -155,9 +156,10 @@ def compilers(path: Sequence[str]) -> dict[str, str]:
 
 def line(row: support_matrix.Row) -> str:
     """A kernel in one line."""
-    used = {k: v for k, v in (row.instructions or {}).items() if v}
+    used = "".join(f", {v} {k}" for k, v in (row.instructions or {}).items() if v)
     constants = " ".join(f"{k}={v}" for k, v in row.constants.items() if v != "False")
-    sizes = f"shared {row.shared} registers {row.registers} stack {row.stack} {used}"
+    sizes = f"{row.shared} bytes of shared memory, {row.registers} registers and {row.stack} bytes"
+    sizes += f" of stack a thread{used},"
     about = f"{row.arch} {row.kernel} warps={row.warps} stages={row.stages} {constants}"
     return f"{row.status:8}{about}: {sizes} {row.seconds:.1f} s {row.reason}"
 

@@ -13,8 +13,10 @@ LINES = 40
 
 
 class ConsoleProgress(TrainerCallback):
-    def __init__(self, console: Console, speed: Speed) -> None:
-        self.console, self.speed = console, speed
+    """eval_rows: of held-out text that an evaluation during training takes."""
+
+    def __init__(self, console: Console, speed: Speed, eval_rows: int) -> None:
+        self.console, self.speed, self.eval_rows = console, speed, eval_rows
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -44,8 +46,8 @@ class ConsoleProgress(TrainerCallback):
         logs = logs or {}
         if "eval_bits_per_byte" in logs:
             self.console.print(
-                f"step {state.global_step:>6}  [bold]held-out {logs['eval_bits_per_byte']:.3f} "
-                f"bits per byte[/bold]",
+                f"step {state.global_step:>6}  [bold]{logs['eval_bits_per_byte']:.3f} bits per byte"
+                f"[/bold] on up to {self.eval_rows} held-out rows",
                 highlight=False,
             )
         if "bits_per_byte" not in logs:

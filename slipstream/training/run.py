@@ -155,7 +155,8 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
         console.print(f"{directory} is finished; delete it to train anew", highlight=False)
         return result
     set_seed(args.seed)
-    trainer = _trainer(config, args, directory, interrupt, console)
+    with console.status("reading the text and obtaining the tokenizer"):
+        trainer = _trainer(config, args, directory, interrupt, console)
     _announce(console, trainer, checkpoint)
     if ranks.any_of(interrupt.requested is not None, args.device):
         return Result(directory, begun, None, 0.0)
@@ -163,7 +164,8 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     step, rate = trainer.state.global_step, trainer.speed.mean_rate()
     if step < args.max_steps:
         return Result(directory, step, None, rate)
-    return _finish(trainer, directory, rate)
+    with console.status("scoring all held-out text"):
+        return _finish(trainer, directory, rate)
 
 
 def arguments(config: RunConfig) -> TrainingArguments:
@@ -316,7 +318,7 @@ def _trainer(
         callbacks=[board, StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ConsoleProgress(console, trainer.speed))
+    trainer.add_callback(ConsoleProgress(console, trainer.speed, data.eval_rows))
     return trainer
 
 

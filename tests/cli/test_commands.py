@@ -1,20 +1,24 @@
 """What every command has: a page that names its options. And how the matrix ends."""
 
+import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import slipstream
 from slipstream.cli.commands import app
 from slipstream.compiler.support_matrix import Row
 from slipstream.tools import support_data, support_page
+from slipstream.tools import terminal as terminal_tools
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,6 +106,31 @@ def test_the_matrix_records_and_fails_where_a_compiler_died(
     assert list(entry["families"]) == families
 
 
+def test_table_of_the_matrix_is_in_words() -> None:
+    run = support_page.MatrixRun([], [], ["sm_80", "sm_90"], True, "flags")
+    console = Console(width=120, record=True, file=io.StringIO())
+    run._show([row("ok"), replace(row("slow"), operators=("swiglu",))], console)
+    text = console.export_text()
+    assert "Triton 3.6.0, kernels: 1 ok, 1 slow" in text and "{" not in text
+    assert "slow: compiles and fits, but spills registers" in text and "refused:" not in text
+    found = replace(row("ok"), shared=1024, registers=64, instructions={"wgmma": 3, "mma.sync": 0})
+    line = support_page.line(found)
+    assert (
+        "1024 bytes of shared memory, 64 registers and 0 bytes of stack a thread, 3 wgmma" in line
+    )
+    assert "{" not in line and "mma.sync" not in line
+
+
+def test_bar_shows_where_somebody_looks() -> None:
+    for terminal in (True, False):
+        file = io.StringIO()
+        with terminal_tools.bar(Console(file=file, force_terminal=terminal, width=80)) as progress:
+            task = progress.add_task("kernels", total=2)
+            progress.advance(task)
+            progress.refresh()
+        assert ("1/2" in file.getvalue()) == terminal
+
+
 def test_the_matrix_records_nothing_that_is_not_whole(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +150,7 @@ def test_the_matrix_records_nothing_that_is_not_whole(
         (["rms_norm", "--record"], "--record: wants every operator"),
         (["--arch", "sm_91"], "arch: want one of sm_70"),
         (["--variants", "some"], "--variants: want one of auto"),
-        (["rms_nrm"], "operator: want one of"),
+        (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm"),
     ],
 )
 def test_the_matrix_says_what_it_wants(args: list[str], words: str) -> None:

@@ -186,11 +186,11 @@ def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
 
     asked: list[list[str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor_checks, "examine", lambda *args: iter(()))
+    monkeypatch.setattr(doctor_checks, "examine", lambda *args, **options: iter(()))
     monkeypatch.setattr(
         doctor_checks,
         "interpreted",
-        lambda samples, shown: asked.append([x.op for x in samples]) or iter(()),
+        lambda samples, *options: asked.append([x.op for x in samples]) or iter(()),
     )
     for args in ((), ("--thorough",), ("attention", "--quick")):
         status, text = invoke("doctor", *args)
@@ -211,14 +211,46 @@ def test_doctor_says_how_an_interpreter_ended(monkeypatch: pytest.MonkeyPatch) -
 
 def test_doctor_names_what_it_does_not_know() -> None:
     status, text = invoke("doctor", "retentoin")
-    assert status == 2 and "got 'retentoin'" in text
+    assert status == 2 and "no 'retentoin'; did you mean retention" in text
+    status, text = invoke("doctor", "zzz")
+    assert status == 2 and "no 'zzz'; want one of chunk_linear_attn" in text
+
+
+def test_doctor_times_operators_for_others_to_compare() -> None:
+    run = ["doctor", "rms_norm", "chunk_gla", "--bench", "--no-interpreted", "--no-checks"]
+    status, text = invoke(*run, "--json")
+    speeds = json.loads(text)["speeds"]
+    assert status == 0 and list(speeds["operators"]) == ["rms_norm", "chunk_gla"]
+    assert speeds["copy_gb_per_s"] > 0 and speeds["matmul_tflop_per_s"] > 0
+    for row in speeds["operators"].values():
+        assert row["backend"] in ("eager", "-", "triton", "sm90")
+        assert 0 < row["forward_ms"] < row["both_ms"]
+    status, text = invoke(*run)
+    assert status == 0 and "forward, ms" in text and "chunk_gla" in text
+
+
+def test_speeds_go_on_after_an_operator_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream import ops
+    from slipstream.tools import doctor_bench
+    from slipstream.tools.catalog import chosen
+
+    def broken(x: object, weight: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ops, "rms_norm", broken)
+    found = doctor_bench.speeds(chosen(["rms_norm", "swiglu"]))["operators"]
+    assert found["rms_norm"] == {"error": "RuntimeError: out of memory"}
+    assert found["swiglu"]["forward_ms"] > 0
 
 
 @needs_compiler
 def test_explain_names_kernels_tiles_and_reasons() -> None:
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_80", "--shape", "K=64,V=64")
     assert status == 0
-    assert "scalar_decay_chunk_kernel [" in text and "warps=" in text and "166912 bytes" in text
+    assert "  scalar_decay_chunk_kernel " in text and text.count("166912 bytes") == 1
+    headings = next(x.split() for x in text.splitlines() if "kernel  " in x)
+    assert headings == ["kernel", "launches", "tile", "warps", "stages", "flags"]
+    assert text.count("tile: what one program") == 1
     status, text = invoke("explain", "chunk_delta_rule", "--shape", "K=512")
     assert status == 0 and "at most 256" in text
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_91")
@@ -254,6 +286,16 @@ def test_explain_says_what_was_learnt_here(
 
 
 @needs_compiler
+def test_explain_says_each_fact_once() -> None:
+    """Two ways to call it that run the same kernels, and one with others."""
+    status, text = invoke("explain", "chunk_kda", "--arch", "sm_90", "--shape", "K=64,V=64")
+    assert status == 0 and "chunk_kda (narrow): as chunk_kda" in text
+    facts = [x for x in text.splitlines() if x.strip() and not x.startswith("    ")]
+    facts += [x for x in text.splitlines() if "known fault" in x]
+    assert len(facts) == len(set(facts)) and "232448 bytes of shared memory" in text
+
+
+@needs_compiler
 def test_explain_shows_the_plan_of_the_gradients_where_it_is_another() -> None:
     status, text = invoke("explain", "attention", "--arch", "sm_90", "--shape", "K=192,V=128")
     chosen, _, besides = text.partition("besides: triton")
@@ -268,7 +310,7 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
     half, single = (invoke(*run, "sm_80", "--dtype", x) for x in ("fp16", "fp32"))
     assert half[0] == single[0] == 0
     assert "fp16  sm_80" in half[1] and "fp32  sm_80" in single[1]
-    tiles = [[x for x in text.splitlines() if "_kernel [" in x] for _, text in (half, single)]
+    tiles = [[x for x in text.splitlines() if "_kernel " in x] for _, text in (half, single)]
     assert tiles[0] and tiles[1] and tiles[0] != tiles[1]
     reason = "rejected: sm90, it computes in float16 and bfloat16, and q is torch.float32"
     texts = [invoke(*run, "sm_90", "--dtype", x)[1] for x in ("fp16", "fp32")]
