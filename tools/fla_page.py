@@ -76,7 +76,8 @@ alone are enough: fla's operators, and with them Triton and a GPU, are not neede
 pip install --no-deps flash-linear-attention=={version} fla-core=={version} einops
 ```
 
-With `install("fla")` these models train, decode with a cache, generate and take left padding on a
+`import fla` then imports them, as fla itself does, so that they register with transformers' Auto
+classes. These models train, decode with a cache, generate and take left padding on a
 CPU: {models}. MoM runs as well; it is no function of the past alone, in fla neither. Transformer,
 Samba, BitNet and MLA want `flash_attn` beside it: `install("fla", "flash_attn")`. Layers and models
 whose operators Slipstream does not have raise an `ImportError` that names them, and do not keep the

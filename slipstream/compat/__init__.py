@@ -141,7 +141,10 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Makes a module that is imported already the one under another name too."""
+    """Makes a module that is imported already the one under another name too.
+
+    If it has a function imported_as_peer, that is what the peer's module does besides.
+    """
 
     def __init__(self, ours: str) -> None:
         self.ours = ours
@@ -151,4 +154,5 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # the import system takes what a loader leaves under the module's name
-        sys.modules[module.__name__] = sys.modules[self.ours]
+        ours = sys.modules[module.__name__] = sys.modules[self.ours]
+        getattr(ours, "imported_as_peer", lambda: None)()

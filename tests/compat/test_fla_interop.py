@@ -270,6 +270,10 @@ def test_models_are_registered_and_others_say_what_is_missing(fla: ModuleType) -
     from transformers import AutoConfig
 
     assert AutoConfig.for_model("gated_deltanet").model_type == "gated_deltanet"
+    whole = importlib.import_module("fla")
+    assert whole.GLAForCausalLM is fla.GLAForCausalLM and issubclass(
+        whole.KimiDeltaAttention, torch.nn.Module
+    )
     assert {f"{name}ForCausalLM" for name in MODELS} <= set(fla.__all__)
     with pytest.raises(ImportError, match=r"fla\.models\.NSAModel: .*Slipstream has no fla\.ops"):
         fla.NSAModel  # noqa: B018

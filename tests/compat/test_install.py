@@ -14,7 +14,9 @@ from slipstream.compat import install, uninstall
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No fla but that of `peer`, and nothing of it left behind."""
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if not (Path(x) / "fla").exists()])
     before, finders = dict(sys.modules), list(sys.meta_path)
     yield
     uninstall()
@@ -109,6 +111,17 @@ def test_layers_come_from_the_peers_files(peer: Path) -> None:
     assert importlib.import_module("fla").real
     for name in [x for x in sys.modules if x.partition(".")[0] == "fla"]:
         del sys.modules[name]
+
+
+def test_import_of_fla_has_its_layers(peer: Path) -> None:
+    with install("fla"):
+        fla = importlib.import_module("fla")
+        assert fla.First is sys.modules["fla.layers"].First
+        with pytest.raises(ImportError, match=r"Slipstream has no fla\.ops\.chunk_cyfa"):
+            fla.Second  # noqa: B018
+        assert not hasattr(fla, "Third")
+    ours = importlib.import_module("slipstream.compat.fla")
+    assert not hasattr(ours, "First")
 
 
 def test_layers_without_the_peer() -> None:

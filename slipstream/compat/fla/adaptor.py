@@ -1,5 +1,6 @@
 """A function with fla's arguments that calls one of Slipstream's."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -77,29 +78,41 @@ def adapt(row: Operator) -> Callable[..., Any]:
     """The function that a row of the table describes."""
     signature = parse_signature(row.signature)
     parameters = signature.parameters.values()
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     ours = inspect.signature(row.function).parameters
-    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    if len(known) < len(signature.parameters):
-        known |= set(ours)
+    # fla's names of arguments and ours
+    targets = {
+        p.name: row.renamed.get(p.name, p.name)
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD and p.name not in HINTS and p.name not in REFUSED
+    }
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        targets = {name: name for name in ours} | targets
     # fla's defaults where ours are others
-    defaults = {}
-    for p in parameters:
-        name = row.renamed.get(p.name, p.name)
-        if name in ours and p.default is not p.empty and p.default != ours[name].default:
-            defaults[p.name] = p.default
+    defaults = {
+        targets[p.name]: p.default
+        for p in parameters
+        if (x := ours.get(targets.get(p.name, ""))) is not None
+        and p.default is not p.empty
+        and p.default != x.default
+    }
+    activations = tuple(name for name in ACTIVATIONS if name in targets.values())
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = defaults | kwargs
         if args:
-            _add_positional(given, row.name, positional, args, kwargs)
-        given = _read(given, row.name, known)
-        for name, renamed in row.renamed.items():
-            if name in given:
-                given[renamed] = given.pop(name)
+            _check_positional(row.name, positional, args, kwargs)
+            kwargs = dict(zip(positional, args)) | kwargs
+        given = defaults.copy()
+        for name, value in kwargs.items():
+            if name in targets:
+                given[targets[name]] = value
+            elif name not in HINTS:
+                given |= _read_other(row.name, name, value, kwargs)
         if row.change is not None:
             given = row.change(given)
-        given, dtype = _with_one_dtype(given)
+        dtype = None
+        if _dtypes_differ(given, activations):
+            given, dtype = _with_one_dtype(given, activations)
         result = row.function(**given)
         if dtype is not None:
             result = _cast_output(result, dtype)
@@ -115,57 +128,59 @@ def adapt(row: Operator) -> Callable[..., Any]:
     return function
 
 
-def _add_positional(
-    given: Arguments, name: str, positional: list[str], args: tuple[Any, ...], kwargs: Arguments
+def _check_positional(
+    name: str, positional: tuple[str, ...], args: tuple[Any, ...], kwargs: Arguments
 ) -> None:
     if len(args) > len(positional):
         raise TypeError(
             f"{name}() takes {len(positional)} positional arguments but {len(args)} were given"
         )
-    for argument, value in zip(positional, args):
+    for argument in positional[: len(args)]:
         if argument in kwargs:
             raise TypeError(f"{name}() got multiple values for argument '{argument}'")
-        given[argument] = value
 
 
-def _read(given: Arguments, name: str, known: set[str]) -> Arguments:
-    """The arguments without those that mean nothing here."""
-    if "transpose_state_layout" in given:
-        if given.get("state_v_first"):
+def _read_other(function: str, name: str, value: Any, kwargs: Arguments) -> Arguments:
+    """What an argument that is no parameter of Slipstream's function stands for."""
+    if name in REFUSED:
+        if value is not REFUSED[name]:
+            raise NotImplementedError(f"{name}: Slipstream's {function} does not have it")
+    elif name == "transpose_state_layout":
+        if kwargs.get("state_v_first"):
             raise ValueError("transpose_state_layout: want one of it and state_v_first, got both")
         warnings.warn(
             "transpose_state_layout is deprecated and called state_v_first",
             DeprecationWarning,
             stacklevel=3,
         )
-        given["state_v_first"] = given.pop("transpose_state_layout")
-        known = known | {"state_v_first"}
-    if given.pop("head_first", False):
-        raise NotImplementedError("head_first: transpose the inputs to [B, T, H, ...]")
-    read = {}
-    for argument, value in given.items():
-        if argument in HINTS:
-            continue
-        if argument in REFUSED:
-            if value is not REFUSED[argument]:
-                raise NotImplementedError(f"{argument}: Slipstream's {name} does not have it")
-        elif argument in known:
-            read[argument] = value
-        else:
-            raise TypeError(f"{name}() got an unexpected keyword argument '{argument}'")
-    return read
+        return {"state_v_first": value}
+    elif name == "head_first":
+        if value:
+            raise NotImplementedError("head_first: transpose the inputs to [B, T, H, ...]")
+    else:
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+    return {}
 
 
-def _with_one_dtype(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
+def _dtypes_differ(given: Arguments, activations: tuple[str, ...]) -> bool:
+    first = None
+    for name in activations:
+        x = given.get(name)
+        if isinstance(x, Tensor):
+            if first is None:
+                first = x.dtype
+            elif x.dtype != first:
+                return True
+    return False
+
+
+def _with_one_dtype(
+    given: Arguments, activations: tuple[str, ...]
+) -> tuple[Arguments, torch.dtype]:
     """The arguments with activations of one dtype, and v's, in which fla returns o."""
-    tensors = [x for name in ACTIVATIONS if isinstance(x := given.get(name), Tensor)]
-    if not tensors or all(x.dtype == tensors[0].dtype for x in tensors):
-        return given, None
-    dtype = tensors[0].dtype
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    cast = {n: x.to(dtype) for n in ACTIVATIONS if isinstance(x := given.get(n), Tensor)}
-    return given | cast, given["v"].dtype
+    tensors = {n: x for n in activations if isinstance(x := given.get(n), Tensor)}
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors.values()))
+    return given | {n: x.to(dtype) for n, x in tensors.items()}, tensors["v"].dtype
 
 
 def _cast_output(result: Any, dtype: torch.dtype) -> Any:
