@@ -11,15 +11,6 @@ from tests.support.causality import changed_bits
 from tests.support.interpreted import PARTS, parts, run
 from tests.support.operators import LINEAR, Size
 
-WHOLE_CHUNK = (
-    "whether a chunk's decays fit exp(G) exp(-G), and the token that they are relative to, are"
-    " chosen by all gates of the chunk, also those after the token that is computed"
-)
-# operator -> why bits of the past change; one that keeps them fails here, and leaves the list
-BREAKS = dict.fromkeys(
-    ("chunk_gla", "chunk_rwkv6", "chunk_gsa", "chunk_kda", "chunk_dplr_delta_rule", "chunk_rwkv7"),
-    WHOLE_CHUNK,
-)
 # one of each kernel; the others, and gates that grow weaker, are further
 SAMPLE = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_comba", "chunk_kda")
 SIZE = Size(B=1, T=40, H=1, HV=1, K=16, V=16)
@@ -31,10 +22,7 @@ def check(part: str) -> None:
             continue
         gates = (("weak", "strong"), ("strong", "weak"), ("mixed", "mixed"))
         found = changed_bits(op, "triton", SIZE, (5, 21), gates[: 1 if part == "sample" else 3])
-        if op.name in BREAKS:
-            assert found, f"{op.name} keeps the bits of the past: take it from BREAKS"
-        else:
-            assert not found, f"{op.name}: {found}"
+        assert not found, f"{op.name}: {found}"
         print(op.name, "ok", flush=True)
 
 

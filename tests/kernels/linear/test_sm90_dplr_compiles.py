@@ -26,9 +26,9 @@ CASES = {
 }
 # the transitions, and the widths, whole; walks of segments
 SAMPLE = {False: ("kda_narrow", "dplr", "iplr"), True: ("kda",)}
-# bytes of stack a thread of dplr_intra_safe, of 64 channels: what ptxas makes before the loop over
+# bytes of stack a thread of dplr_intra_safe, of 128 channels: what ptxas makes before the loop over
 # chunks and reads once a chunk
-STACK = {"rwkv7": 72}
+STACK = {"dplr": 8}
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:

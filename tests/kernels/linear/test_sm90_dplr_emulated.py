@@ -106,10 +106,10 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
     threads._LOCAL.queue, threads._LOCAL.errors = [], []
     of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
-    of_all["PACKED"] = cu is not None
+    of_all |= {"PACKED": cu is not None, "LIMIT": 80.0, "SHIFT": 80.0}
     args = (*tensors, cu, 0.3, int(keep), T, N, HV, H)
     with np.errstate(all="ignore"):  # of strong chunks
-        threads.launch(kernels().weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated, LIMIT=80.0)
+        threads.launch(kernels().weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated)
     if gated:
         tensors[:4] = [None if x is None else emulator.Pointer(x) for x in given[:4]]
         args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
@@ -275,6 +275,31 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
     ):
         made = check(inputs(CASES[case], gates))
         assert made["strong"].nan_to_num().max() == 1
+
+
+@pytest.mark.parametrize("case", ["kda", "dplr"])
+def test_past_keeps_its_bits(case: str) -> None:
+    """Whatever the future's tokens and gates; chunks change from weak to strong and back."""
+    _, H, HV, K, V, _, *of = CASES[case]
+    size = (96, H, HV, K, V, 1, *of)
+
+    def weak(x: Tensor) -> Tensor:
+        return -0.1 * x
+
+    def strong(x: Tensor) -> Tensor:
+        return -9 * x
+
+    for gates, other, cut in ((weak, strong, 25), (strong, weak, 21), (all_kinds, all_kinds, 70)):
+        terms, future = inputs(size, gates), inputs(size, other)
+        changed = {}
+        for name in "qkvgab":
+            x, y = getattr(terms, name), getattr(future, name)
+            if x is not None:
+                changed[name] = torch.cat([x[:, :cut], y[:, cut:].flip(1)], 1)
+        pair = (terms, terms._replace(**changed))
+        got, want = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
+        assert torch.equal(got[:, :cut], want[:, :cut]), (gates.__name__, other.__name__)
+        assert not torch.equal(got[:, cut:], want[:, cut:])
 
 
 def all_kinds(x: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gat
     "odd": (150, 1, 2, 1, "reset", False, True),
     "packed": (290, 1, 2, (5, 0, 200, 1, 64), "mixed", False, True),
     "before": (140, 1, 1, 1, "mixed", True, True),
+    "strong": (70, 1, 1, 1, "strong", False, True),
+    "huge": (70, 1, 1, 1, "huge", True, False),
 }
 
 
@@ -72,6 +74,10 @@ def kernel(name: str) -> Any:
 def gates(kind: str, *shape: int) -> Tensor:
     x = torch.rand(*shape, dtype=torch.float64)
     weak = -0.3 * x
+    if kind == "strong":
+        return -5 * x
+    if kind == "huge":
+        return torch.where(x < 0.1, -1e4, weak)
     if kind == "mixed":
         return torch.where(torch.rand_like(x) < 0.02, -50 * x, weak)
     return torch.where(x < 0.01, -torch.inf, weak) if kind == "reset" else weak
@@ -150,6 +156,28 @@ def test_channel_walk_matches_reference(case: tuple) -> None:
     near(dv[:, :end], want_dv)
     near(dinitial, want_start)
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_past_keeps_its_bits(before: bool) -> None:
+    """Whatever the future's tokens and gates; the chunk of `cut` changes from weak to strong."""
+    pairs = (("weak", "strong", 25), ("strong", "weak", 40), ("mixed", "mixed", 70))
+    for kind, other, cut in pairs:
+        terms, future = (inputs((96, 1, 1, 1, x, before, True)) for x in (kind, other))
+        torch.manual_seed(1)
+        changed = {
+            name: torch.cat([getattr(terms, name)[:, :cut], torch.randn_like(x[:, cut:])], 1)
+            for name in "qkv"
+            if (x := getattr(terms, name)) is not None
+        }
+        assert terms.g is not None and future.g is not None
+        changed["g"] = torch.cat([terms.g[:, :cut], future.g[:, cut:]], 1)
+        final = torch.empty(*terms.state_shape, dtype=torch.float64)
+        got, want = (
+            walk(t, t.v, t.initial_state, final) for t in (terms._replace(**changed), terms)
+        )
+        assert torch.equal(got[:, :cut], want[:, :cut]), (kind, other)
+        assert not torch.equal(got[:, cut:], want[:, cut:])
 
 
 def edges(t: LinearInputs, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) -> Tensor:

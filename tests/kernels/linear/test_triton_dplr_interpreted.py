@@ -130,6 +130,17 @@ def check_nothing_but_final() -> None:
             assert relative_error(x, want[name]) <= 2e-6, (kind, name)
 
 
+def check_shifted() -> None:
+    """Blocks that decay further, with factors above 1, as bfloat16 has them."""
+    from slipstream.kernels.linear.triton.dplr import tiles
+
+    shift = dict(tiles.SHIFT)
+    tiles.SHIFT[torch.float32] = tiles.ANCHORED_TILES[torch.float32]
+    for kind in ("kda", "dplr"):
+        check(kind, "short", "mixed", torch.float32, True)
+    tiles.SHIFT.update(shift)
+
+
 def check_segments(part: str) -> None:
     """Cut into segments of one chunk, or two."""
     from slipstream.kernels.linear.triton.delta import plan
@@ -160,4 +171,5 @@ if __name__ == "__main__":
             print(kind, size, gate, dtype, "ok", flush=True)
         if part == "sample":
             check_nothing_but_final()
+            check_shifted()
         check_segments(part)

@@ -149,6 +149,18 @@ def check_split(part: str) -> None:
     segments.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = kept
 
 
+def check_shifted() -> None:
+    """Blocks that decay further, with factors above 1, as bfloat16 has them."""
+    from slipstream.kernels.linear.triton.vector_decay import backend
+
+    bound, shift = dict(backend.BOUND), dict(backend.SHIFT)
+    backend.BOUND[torch.float16] = backend.SHIFT[torch.float16] = 3.0
+    for form in FORMS:
+        check(form, "odd", "per token", torch.float16, True)
+    backend.BOUND.update(bound)
+    backend.SHIFT.update(shift)
+
+
 def check_operators() -> None:
     """The operators of the forms take impl="triton", with gradients."""
     from slipstream.ops import chunk_gla, chunk_gsa, chunk_rwkv6
@@ -189,4 +201,5 @@ if __name__ == "__main__":
         check_split(part)
         if part == "sample":
             check_nothing_but_final()
+            check_shifted()
             check_operators()

@@ -26,7 +26,7 @@ from slipstream.kernels.linear.triton.dplr.backend import (
     TritonDplr,
 )
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
-from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES
+from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, SHIFT
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -59,8 +59,10 @@ def launch_intra_chunk(
         "DELTA": terms.beta is not None,
         "CHANNEL": terms.decay == "channel",
         "PACKED": terms.cu_seqlens is not None,
+        "LIMIT": ANCHORED_TILES[terms.v.dtype],
+        "SHIFT": SHIFT[terms.v.dtype],
     }
-    options = {"C": CHUNK, "HAS_GATE": terms.g is not None, "LIMIT": ANCHORED_TILES[terms.v.dtype]}
+    options = {"C": CHUNK, "HAS_GATE": terms.g is not None}
     run: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
     run(*tiles, *rest, *intra, *sizes, *counts, **common, **options, **WY_OPTIONS)
     if terms.g is not None:

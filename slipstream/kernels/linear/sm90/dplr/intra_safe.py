@@ -1,8 +1,9 @@
 """Decays per channel on sm_90: what needs no state, of strong chunks.
 
-As wy.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with
-the decays of subchunk_decay.py. A row is at a level either a read, in the later half, or a write,
-so that two tiles a level have them all:
+As wy.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with the
+decays of subchunk_decay.py, where token i has decayed too far; the rows of others are made as wy.py
+makes them, for what comes after a token must not change its bits. A row is at a level either a
+read, in the later half, or a write, so that two tiles a level have them all:
 
     x = later: q, earlier: b        y = later: a, earlier: k
     qb = x x^T      ab = y x^T      qk = x y^T      ak = y y^T
@@ -18,11 +19,10 @@ from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
     END,
     LEVELS,
     LOWEST,
-    START,
     gates_seen,
     sum_gates,
 )
-from slipstream.kernels.linear.sm90.dplr.wy import LOG2E
+from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, ROUNDING, decay_operands, gates_of
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 FLAGS_PER_LOAD = gl.constexpr(16)  # marks that are looked at together
@@ -67,28 +67,40 @@ def at_level(b_e, q, a, b, k, high, low, x, y, later, DELTA: gl.constexpr):
 
 
 @gluon.jit
-def to_edges(
-    high, low, q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, p_total, scale, none, zero,
+def to_end(
+    high, low, a, b, k, b_out_ptr, k_out_ptr, o_w, none, zero,
     rows: gl.constexpr, K: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Of 64 channels q~, b^, k^ and the chunk's decay; in the place of a, what W reads."""
+    """Of 64 channels b^ and k^."""
     layout: gl.constexpr = zero.type.layout
     aa: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    b_e = sum_gates(gates_seen(64, aa, START, none, False, True), high, low, zero)
-    gl.store(p_total, gl.exp2(gl.min(b_e, 0)))
-    b_f = gl.exp2(b_e)
-    put(q_out_ptr + o_w, (q.load(layout) * (b_f * scale)).to(q.dtype), K, rows, none)
-    if not DELTA:
-        b_f = gl.exp2(zero_diagonal(b_e, high, low))
-    b_a = a.load(layout)
-    a.store((b_a * b_f).to(a.dtype))
     b_f = sum_gates(gates_seen(64, aa, END, none, False, True), high, low, zero)
     b_f = gl.exp2(b_f)
     if DELTA:
-        put(b_out_ptr + o_w, (b_a * b_f).to(a.dtype), K, rows, none)
+        put(b_out_ptr + o_w, (a.load(layout) * b_f).to(a.dtype), K, rows, none)
     else:
         put(b_out_ptr + o_w, (b.load(layout) * b_f).to(a.dtype), K, rows, none)
         put(k_out_ptr + o_w, (k.load(layout) * b_f).to(a.dtype), K, rows, none)
+
+
+@gluon.jit
+def from_start(
+    p, stride, left, none, q, a, b, k, layout: gl.constexpr, CHANNEL: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """wy.py's operands of 64 channels in place, and G + SHIFT of their lowest, by tokens."""
+    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None] + none
+    o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
+    o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
+    p += o_t * stride + o_n * CHANNEL
+    b_g = gl.load(p, mask=o_t < left + 0 * o_n, other=0.0).to(gl.float32)
+    b_g = gl.maximum(b_g * LOG2E, LOWEST)
+    b_e, _, _ = gates_of(b_g, three, SHIFT)
+    b_lowest = gl.reshape(gl.min(b_e, 2), [64])
+    decay_operands(b_e, b_e - b_g, q, a, b, k, flat, LIMIT, SHIFT, DELTA, True)
+    return gl.convert_layout(b_lowest, gl.SliceLayout(1, layout))
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
@@ -124,6 +136,8 @@ def dplr_intra_safe_sm90_kernel(
     DELTA: gl.constexpr,
     CHANNEL: gl.constexpr,
     PACKED: gl.constexpr,
+    LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr,
 ):
     """grid (any,), 4 warps. total: slots * HV."""
     some: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -139,7 +153,7 @@ def dplr_intra_safe_sm90_kernel(
                 q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
                 b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
                 cu_ptr, scale, keep, at + ahead, T, N, HV, H,
-                K, V, DELTA, CHANNEL, PACKED,
+                K, V, DELTA, CHANNEL, PACKED, LIMIT, SHIFT,
             )  # fmt: skip
         at = gl.minimum(at + ahead, at | (FLAGS_PER_LOAD - 1)) + 1
         if (
@@ -153,7 +167,7 @@ def one_chunk(
     q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr, b_out_ptr, k_out_ptr,
     u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep, pid, T, N, HV, H,
     K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
-    CHANNEL: gl.constexpr, PACKED: gl.constexpr,
+    CHANNEL: gl.constexpr, PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 64
     NK: gl.constexpr = K // 64
@@ -235,32 +249,76 @@ def one_chunk(
     none = T + pid + LEVELS >> 31 << 10
     i_a = slot * (C * C)
     put(qb_ptr + i_a, (b_qb.to(gl.float32) * scale).to(act), C, rows, none)
+    if not DELTA:
+        put(qk_ptr + i_a, (b_qk.to(gl.float32) * scale).to(act), C, rows, none)
+    gl.thread_barrier()
+    for n in range(NK):
+        if not DELTA:
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+                      highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
+        to_end(
+            highs.index(none + n), lows.index(none + n), reads.index(none + n),
+            bs.index(none + n), keys.index(none + n), b_out_ptr, k_out_ptr,
+            slot * (C * K) + n * 64, none, zero, rows, K, DELTA)  # fmt: skip
+    gl.thread_barrier()
+    finish(
+        b_ab, None if DELTA else b_ak, qs, reads, xs if DELTA else bs, keys, v_ptr, g_ptr, beta_ptr,
+        w_out_ptr, u_out_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, scale, keep, slot, token, left,
+        T + pid + LEVELS + 1 >> 31 << 10, HV, K, V, DELTA, CHANNEL, LIMIT, SHIFT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def finish(
+    b_ab, b_ak, qs, reads, writes, keys, v_ptr, g_ptr, beta_ptr, w_out_ptr, u_out_ptr, qb_ptr,
+    qk_ptr, ak_ptr, r_ptr, scale, keep, slot, token, left, none, HV,
+    K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Rows of scores as wy.py makes them, where tokens allow that; W and U of all."""
+    C: gl.constexpr = 64
+    NK: gl.constexpr = K // 64
+    GK: gl.constexpr = K**CHANNEL
+    act: gl.constexpr = qs.dtype
+    al: gl.constexpr = b_ab.type.layout
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    zero = gl.zeros([64, 64], gl.float32, al)
+    i_a = slot * (C * C)
+    b_lowest = gl.full([C], SHIFT, gl.float32, gl.SliceLayout(1, al))
+    for n in range(NK):
+        b_low = from_start(
+            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+            qs.index(none + n), reads.index(none + n), writes.index(none + n),
+            keys.index(none + n), al, CHANNEL, LIMIT, SHIFT, DELTA)  # fmt: skip
+        b_lowest = gl.minimum(b_lowest, b_low)
+    as_weak = b_lowest >= SHIFT - (2 * LIMIT + ROUNDING)
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
+    seen = o_i >= o_j
+    past = (o_i > o_j) & as_weak[:, None]
+    ready()
+    b_whole = gl.where(seen, scores(qs, writes, NK, zero, none) * scale, 0.0).to(act)
+    put(qb_ptr + i_a, b_whole, C, rows, none, as_weak)
+    if not DELTA:
+        b_whole = gl.where(seen, scores(qs, keys, NK, zero, none) * scale, 0.0).to(act)
+        put(qk_ptr + i_a, b_whole, C, rows, none, as_weak)
+        b_ak = gl.where(past, scores(reads, keys, NK, zero, none).to(act), b_ak)
+        if keep != 0:
+            put(ak_ptr + i_a, b_ak, C, rows, none)
+    b_ab = gl.where(past, scores(reads, writes, NK, zero, none), b_ab)
     if DELTA:
         o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
         b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < left, other=0.0)
         b_ab = b_ab * b_beta.to(gl.float32)[:, None]
     else:
         b_ab = -b_ab
-        put(qk_ptr + i_a, (b_qk.to(gl.float32) * scale).to(act), C, rows, none)
-        if keep != 0:
-            put(ak_ptr + i_a, b_ak, C, rows, none)
-    gl.thread_barrier()
-    for n in range(NK):
-        if not DELTA:
-            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
-                      highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
-        p_d = total_ptr + (slot * K + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, al)))
-        to_edges(
-            highs.index(none + n), lows.index(none + n), qs.index(none + n), reads.index(none + n),
-            bs.index(none + n), keys.index(none + n), q_out_ptr, b_out_ptr, k_out_ptr,
-            slot * (C * K) + n * 64, p_d, scale, none, zero, rows, K, DELTA)  # fmt: skip
     aks = qs.index(none)
     if not DELTA:
         gl.thread_barrier()
         aks.store(b_ak)
     ready()
     solve(
-        b_ab, None if DELTA else aks, reads, None, beta_ptr + token if DELTA else None,
+        b_ab, None if DELTA else aks, reads, SHIFT, beta_ptr + token if DELTA else None,
         v_ptr + token * V, w_out_ptr + slot * (C * K), u_out_ptr + slot * (V * C), r_ptr + i_a,
         keep, left, HV, K, V, DELTA, none,
     )  # fmt: skip

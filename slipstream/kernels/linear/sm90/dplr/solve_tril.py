@@ -38,24 +38,29 @@ def scores(left, right, NK: gl.constexpr, zero, none=0):
 
 
 @gluon.jit
-def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0):
-    """A tile [64, 64] at p, in rows of N, coalesced.
+def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0, wanted=None):
+    """A tile [64, 64] at p, in rows of N, coalesced; of it the rows `wanted` [64], if not all.
 
     none: 0; in a loop one that no compiler knows, or offsets would take registers all the time.
     """
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows)) + none
     o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
-    gl.store(p + o_r[:, None] * N + o_c[None, :], gl.convert_layout(b, rows))
+    p = p + o_r[:, None] * N + o_c[None, :]
+    if wanted is None:
+        gl.store(p, gl.convert_layout(b, rows))
+    else:
+        mask = gl.convert_layout(wanted, gl.SliceLayout(1, rows))[:, None] & (o_c < N)[None, :]
+        gl.store(p, gl.convert_layout(b, rows), mask=mask)
 
 
 @gluon.jit
 def solve(
-    b_a, aks, reads, factors, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep, left, HV,
-    K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, none=0,
+    b_a, aks, reads, SHIFT: gl.constexpr, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep, left,
+    HV, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, none=0,
 ):  # fmt: skip
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
 
-    reads: tiles [64, 64] of A but for factors [K / 64, 64] of its columns. aks: ak, of dplr.
+    reads: tiles [64, 64] of 2^SHIFT A. aks: ak, of dplr.
     Pointers are those of the chunk. none: as put has it.
     """
     C: gl.constexpr = 64
@@ -88,10 +93,7 @@ def solve(
         b_w = warpgroup_mma(left_low, reads.index(none + n), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma(left_high, reads.index(none + n), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        if factors is not None:
-            b_w = b_w * factors.index(none + n).load(gl.SliceLayout(0, al))[None, :]
-        if DELTA:
-            b_w = -b_w
+        b_w = b_w * (-(2.0**-SHIFT) if DELTA else 2.0**-SHIFT)
         put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)
     if not DELTA:
         b_r = warpgroup_mma(left_low, aks, zero, use_acc=False, is_async=True)

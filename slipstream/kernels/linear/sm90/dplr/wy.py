@@ -1,7 +1,7 @@
 """Decays per channel, or free a and b, on sm_90: what needs no state, but of strong chunks.
 
 As triton/dplr/wy.py, whose results these are; decays are those of triton/dplr/intra_anchored.py,
-but E comes from running sums: a thread has 16 tokens of two channels, and adds their gates up.
+but G comes from running sums: a thread has 16 tokens of two channels, and adds their gates up.
 
     A = q~ b~^T, a~ b~^T, q~ k~^T, a~ k~^T        R = (I + beta ab)^-1 or (I - ab)^-1
     W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
@@ -28,6 +28,8 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-256.0)
+# in a chunk that is not strong all tokens are above the bound, however their sums are rounded
+ROUNDING = gl.constexpr(0.125)
 
 
 @gluon.jit
@@ -36,16 +38,15 @@ def add(a, b):
 
 
 @gluon.jit
-def gates_of(b_g, three: gl.constexpr):
-    """E [4, 16, 64] of gates in base 2; early, late [1, 1, 64]."""
+def gates_of(b_g, three: gl.constexpr, SHIFT: gl.constexpr):
+    """G + SHIFT [4, 16, 64] of gates in base 2; early, late [1, 1, 64]."""
     four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     own = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
     other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     b_e = gl.associative_scan(b_g, 1, add)
     # of each block of 16 tokens, known to all threads
     b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
-    b_past = gl.where((other >= 2) & (other < own), b_all, 0.0)
-    b_base = gl.sum(gl.where((other < 2) & (other >= own), -b_all, b_past), 1)
+    b_base = gl.sum(gl.where(other < own, b_all, 0.0), 1) + SHIFT
     b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
     b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
     b_e += gl.convert_layout(b_base[:, None, :], three)
@@ -54,24 +55,19 @@ def gates_of(b_g, three: gl.constexpr):
 
 
 @gluon.jit
-def decay(
-    b_g, q, a, b, k, early, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
-    flat: gl.constexpr, DELTA: gl.constexpr,
+def decay_operands(
+    b_e, b_before, q, a, b, k, flat: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
+    DELTA: gl.constexpr, STRONG: gl.constexpr,
 ):  # fmt: skip
-    """64 channels: operands of products in place, q~, b^, k^ and the chunk's decay; how strong."""
-    three: gl.constexpr = b_g.type.layout
-    line: gl.constexpr = gl.SliceLayout(0, flat)
-    b_e, b_early, b_late = gates_of(b_g, three)
-    strong = gl.max(-gl.minimum(b_early, b_late))
-    b_early = gl.exp2(gl.convert_layout(gl.reshape(b_early, [64]), line))
-    b_late = gl.exp2(gl.convert_layout(gl.reshape(b_late, [64]), line))
-    gl.store(p_total, b_early * b_late)
-    early.store(b_early)
+    """Operands of products of 64 channels in place; those of q, b and k besides in float32."""
     b_a = a.load(flat)
     b_q = q.load(flat)
-    b_before = gl.convert_layout(gl.reshape(b_e - b_g, [64, 64]), flat)
+    b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), flat)
     b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
-    b_write = gl.exp2(-b_e)
+    b_write = -b_e
+    if STRONG:
+        b_write = gl.minimum(b_write, 2 * LIMIT + ROUNDING - SHIFT)  # finite, where none is read
+    b_write = gl.exp2(b_write)
     b_read = gl.exp2(b_e)
     if DELTA:
         b_b = b_a * b_write
@@ -81,15 +77,35 @@ def decay(
     a.store(b_a.to(a.dtype))
     b_q = b_q * b_read
     q.store(b_q.to(q.dtype))
-    gl.store(q_out_ptr + o_w, (b_q * (b_early * scale)[None, :]).to(q.dtype))
     if not DELTA:
         b_b = b.load(flat) * b_write
     b.store(b_b.to(b.dtype))
-    gl.store(b_out_ptr + o_w, (b_b * b_late[None, :]).to(b.dtype))
+    b_k = b_b
     if not DELTA:
         b_k = k.load(flat) * b_write
         k.store(b_k.to(k.dtype))
-        gl.store(k_out_ptr + o_w, (b_k * b_late[None, :]).to(k.dtype))
+    return b_q, b_b, b_k
+
+
+@gluon.jit
+def decay(
+    b_g, q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
+    flat: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """64 channels: operands of products in place, q~, b^, k^ and the chunk's decay; how strong."""
+    three: gl.constexpr = b_g.type.layout
+    line: gl.constexpr = gl.SliceLayout(0, flat)
+    START: gl.constexpr = 2.0**-SHIFT
+    b_e, b_early, b_late = gates_of(b_g, three, SHIFT)
+    strong = gl.max(-gl.minimum(b_early, b_late))
+    b_total = gl.convert_layout(gl.reshape(b_early + b_late, [64]), line)
+    gl.store(p_total, gl.exp2(b_total))
+    b_q, b_b, b_k = decay_operands(b_e, b_e - b_g, q, a, b, k, flat, LIMIT, SHIFT, DELTA, False)
+    b_end = gl.exp2(b_total + SHIFT)[None, :]
+    gl.store(q_out_ptr + o_w, (b_q * (START * scale)).to(q.dtype))
+    gl.store(b_out_ptr + o_w, (b_b * b_end).to(b.dtype))
+    if not DELTA:
+        gl.store(k_out_ptr + o_w, (b_k * b_end).to(b.dtype))
     return strong
 
 
@@ -128,6 +144,7 @@ def dplr_wy_sm90_kernel(
     CHANNEL: gl.constexpr,
     PACKED: gl.constexpr,
     LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr,
 ):
     """grid (slots * HV,), 4 warps."""
     NK: gl.constexpr = K // 64
@@ -139,7 +156,6 @@ def dplr_wy_sm90_kernel(
     act: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
     line: gl.constexpr = gl.SliceLayout(0, flat)
-    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     # the compiler gives memory on to tiles that come later
     qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
@@ -147,7 +163,6 @@ def dplr_wy_sm90_kernel(
     keys = reads
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
-    early = gl.allocate_shared_memory(gl.float32, [NK, 64], few)
     pid = gl.program_id(0)
     i_h = pid % HV
     row, left, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
@@ -187,8 +202,8 @@ def dplr_wy_sm90_kernel(
             b_g = gl.maximum(b_g * LOG2E, LOWEST)
             p_total = total_ptr + slot * K + n * 64 + o_line
             strong = decay(
-                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), early.index(n),
-                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, DELTA,
+                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n),
+                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, LIMIT, SHIFT, DELTA,
             )  # fmt: skip
             strongest = gl.maximum(strongest, strong)
         else:
@@ -235,7 +250,7 @@ def dplr_wy_sm90_kernel(
         token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     solve(
-        b_a, None if DELTA else aks, reads, early if HAS_GATE else None,
+        b_a, None if DELTA else aks, reads, SHIFT if HAS_GATE else 0.0,
         beta_ptr + token if DELTA else None, v_ptr + token * V, w_out_ptr + slot * (C * K),
         u_out_ptr + slot * (V * C), r_ptr + i_a, keep, left, HV, K, V, DELTA,
     )  # fmt: skip

@@ -196,7 +196,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
                 1, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
             (score_partition, (
                 rs, ws, xs, gs, gates, until, free, flags, p_u, full, told, ready, length, n,
-                K, C, ST, 2, LEVELS, REVERSE, HAS_U)),
+                K, C, ST, 2, LEVELS, BOUND, REVERSE, HAS_U)),
             (gate_sum_partition, (
                 gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (

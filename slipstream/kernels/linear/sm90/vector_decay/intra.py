@@ -8,7 +8,9 @@ take the place of q and k in shared memory. Where a chunk's gates add up to less
 channel it is strong, and exp(-G_j) may not fit: then w_j = k_j exp(G_C - G_j), and A is made by
 levels, as triton/vector_decay/subchunk_decay.py has it, whose spans of tokens are used here too:
 every sum of gates is a product of a matrix of zeros and ones with the gates, so that nothing
-cancels. A factor D is missing from all w_j, or from none, and the walk puts it into the state.
+cancels. Rows of A whose own gates do not add up to that are made as in chunks that are not strong,
+for what comes after a token must not change its bits. A factor D is missing from all w_j, or from
+none, and the walk puts it into the state.
 
 Where reads come before the write (u given) r_i leaves out its own gate, and A[i, i] = q_i . u k_i.
 
@@ -27,6 +29,8 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
+# no row of a chunk that is not strong is below the bound by more
+ROUNDING = gl.constexpr(0.125)
 
 
 @gluon.jit
@@ -137,6 +141,14 @@ def add_diagonal(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U
 
 
 @gluon.jit
+def read_sums(b_sum, gates, h: gl.constexpr, BEFORE: gl.constexpr):
+    """The sums of gates up to each token as reads have them, the same instructions everywhere."""
+    if BEFORE:
+        b_sum -= half(gates, h).load(b_sum.type.layout).to(gl.float32) * LOG2E
+    return b_sum
+
+
+@gluon.jit
 def weak_scores(
     r, w, gates, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
     BEFORE: gl.constexpr,
@@ -154,14 +166,15 @@ def weak_scores(
         b_sum = gate_sums(until, gates, h, C)
         b_k = half(w, h).load(al).to(gl.float32)
         half(w, h).store((b_k * gl.exp2(-b_sum)).to(w.dtype))
-        if BEFORE:
-            b_sum -= half(gates, h).load(al).to(gl.float32) * LOG2E
+        b_sum = read_sums(b_sum, gates, h, BEFORE)
         b_q = half(r, h).load(al).to(gl.float32)
         half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
     fence_async_shared()
     gl.thread_barrier()
     b_a = gl.zeros([C, C], gl.float32, al)
-    b_a = warpgroup_mma(r, w.permute((1, 0)), b_a, use_acc=False, is_async=True)
+    for h in gl.static_range(K // 64):
+        b_w = half(w, h).permute((1, 0))
+        b_a = warpgroup_mma(half(r, h), b_w, b_a, use_acc=h > 0, is_async=True)
     b_a = warpgroup_mma_wait(0, deps=(b_a,))
     out.store(gl.where(seen, b_a, b_own).to(out.dtype))
 
@@ -169,9 +182,9 @@ def weak_scores(
 @gluon.jit
 def strong_scores(
     r, w, gates, x, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
-    LEVELS: gl.constexpr, BEFORE: gl.constexpr,
+    LEVELS: gl.constexpr, BOUND: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """r, w and A of a chunk by levels; x: a free tile."""
+    """r, w and A of a chunk, the rows below the bound by levels; x: a free tile."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     zero_a = gl.zeros([C, C], gl.float32, al)
@@ -199,26 +212,41 @@ def strong_scores(
             b_xx = warpgroup_mma_wait(0, deps=(b_xx,))
             b_a += gl.where(siblings & (o_i[:, None] > o_j[None, :]), b_xx, 0.0)
             gl.thread_barrier()  # x is written anew
+    b_whole = zero_a
+    b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for h in gl.static_range(K // 64):
+        b_sum = gate_sums(until, gates, h, C)
+        b_k = half(w, h).load(al).to(gl.float32)
+        b_w = gl.exp2(gl.minimum(-b_sum, (BOUND + ROUNDING) * LOG2E))
+        x.store((b_k * b_w).to(x.dtype))
+        b_sum = read_sums(b_sum, gates, h, BEFORE)
+        b_lowest = gl.minimum(b_lowest, gl.min(b_sum, 1))
+        b_q = half(r, h).load(al).to(gl.float32)
+        half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        b_w = x.permute((1, 0))
+        b_whole = warpgroup_mma(half(r, h), b_w, b_whole, use_acc=h > 0, is_async=True)
+        b_whole = warpgroup_mma_wait(0, deps=(b_whole,))
         # adding to 0 keeps the instructions that were checked on an H200
         b_g = gl.zeros([C, 64], gl.float32, al)
         b_g += half(gates, h).load(al).to(gl.float32) * LOG2E
         b_sum = gate_sums(until.permute((1, 0)), gates, h, C) - b_g  # of the gates after it
         b_k = half(w, h).load(al).to(gl.float32)
         half(w, h).store((b_k * gl.exp2(b_sum)).to(w.dtype))
-        b_sum = gate_sums(until, gates, h, C)
-        if BEFORE:
-            b_sum -= b_g
-        b_q = half(r, h).load(al).to(gl.float32)
-        half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
-    out.store(b_a.to(out.dtype))
+        gl.thread_barrier()  # x is written anew
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
+    seen = o_i[:, None] > o_j[None, :] if BEFORE else o_i[:, None] >= o_j[None, :]
+    as_weak = b_lowest >= -(BOUND + ROUNDING) * LOG2E
+    out.store(gl.where(as_weak[:, None] & seen, b_whole, b_a).to(out.dtype))
 
 
 @gluon.jit
 def score_partition(
     rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, told, ready, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
-    LEVELS: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
+    LEVELS: gl.constexpr, BOUND: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
 ):  # fmt: skip
     """r, w and A of each chunk; clears a short chunk's rest."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -247,7 +275,7 @@ def score_partition(
             out = square(gs.index(s + none), rs.dtype, K, C)
             strong_scores(
                 rs.index(s), ws.index(s), gates.index(none), free.index(none), out,
-                until.index(none), none, u_ptr, K, C, LEVELS, HAS_U,
+                until.index(none), none, u_ptr, K, C, LEVELS, BOUND, HAS_U,
             )  # fmt: skip
         else:
             # another one: what take_gates makes with it would be kept until here

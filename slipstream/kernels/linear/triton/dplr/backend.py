@@ -34,7 +34,7 @@ from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_intra_safe_ker
 from slipstream.kernels.linear.triton.dplr.intra_safe_bwd import dplr_intra_safe_bwd_kernel
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, launch_options, tile_of
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
-from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, LIMIT
+from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, LIMIT, SHIFT
 from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.workspace import (
@@ -246,10 +246,11 @@ class TritonDplr:
         options |= launch_options(terms, tile.prepare)
         grid, gated = (intra.u.shape[0] * HV,), terms.g is not None
         run: Any = cached(dplr_wy_kernel)[grid]
-        run(*inputs, *intra, *sizes, HAS_GATE=gated, LIMIT=ANCHORED_TILES[dtype], **options)
+        options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype]}
+        run(*inputs, *intra, *sizes, HAS_GATE=gated, **options)
         if gated:
             run = cached(dplr_intra_safe_kernel)[grid]
-            run(*inputs, *intra, _ones(terms), *sizes, LIMIT=LIMIT[dtype], **options)
+            run(*inputs, *intra, _ones(terms), *sizes, **options)
 
     def _score_grads(
         self,

@@ -12,9 +12,14 @@ tokens and the pairs that have i in the later half and j in the earlier one, wit
 
 for both factors, exp(e_i) exp(e_j), both at most 1. Steps 1 to log2(C) cover all j < i. Blocks that
 decay by no more than 2^-LIMIT to and from their middle need no halving: there exp(-e) is finite,
-and all pairs of the block are one product. So the steps begin with the largest such blocks and go
-on from there as above. Chunks that are such a block in all of their channels never come here
-(intra_anchored.py).
+and all pairs of the block are one product. So the steps of the gradients begin with the largest
+such blocks and go on from there as above. Chunks that are such a block in all of their channels
+never come here (intra_anchored.py).
+
+An output has the same bits whatever comes after it. In forward, blocks of 2^BASE tokens are one
+product, relative to their start, in those channels where the gates from there to the token that
+reads allow it; steps within blocks have the other channels, if there are any, and add no more than
+zeros to reads that have none.
 """
 
 import triton
@@ -23,6 +28,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-256 is 0 in float32, and little enough for sums of it to keep the gates beside it
 LOWEST_GATE = tl.constexpr(-256.0)
+BASE = tl.constexpr(4)
 
 
 @triton.jit
@@ -62,8 +68,8 @@ def load_channel_gates(
 ):
     """Of a chunk and BK channels, what the functions below take:
 
-    where g [C, BK] is, and which of it, its sum [BK] in base 2, the first step, and where the ones
-    are (triangle). g itself would take too many registers.
+    where g [C, BK] is, and which of it, and where the ones are (triangle): g itself would take too
+    many registers; and for the gradients its sum [BK] in base 2, and the first step.
     """
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
@@ -73,7 +79,7 @@ def load_channel_gates(
     for s in tl.static_range(1, STEPS):
         first += (strongest * (1 << s) <= LIMIT).to(tl.int32)
     first = tl.where(-tl.min(b_last, 0) <= LIMIT, STEPS, first)
-    return p_g, m_g, b_last, first, ones_ptr
+    return p_g, m_g, ones_ptr, b_last, first
 
 
 @triton.jit
@@ -106,14 +112,14 @@ def sums_bwd(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def from_start(gates, o_c, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from the start of the chunk to each token, with its own gate or BEFORE it."""
-    b_seen = triangle(gates[4], o_c, BEFORE, False)
+    b_seen = triangle(gates[2], o_c, BEFORE, False)
     return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
 
 
 @triton.jit
 def to_end(gates, o_c, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from each token, without its own gate, to the end of the chunk."""
-    b_seen = triangle(gates[4], o_c, True, True)
+    b_seen = triangle(gates[2], o_c, True, True)
     return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
 
 
@@ -153,4 +159,45 @@ def at_step(
     """Decay between each token and the middle of its block, of a read or of a WRITE."""
     b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
     b_e = _sums(b_seen, gates, EXACT, PRECISION)
-    return tl.exp2(signed(b_e, o_c, step, gates[3], WRITE))
+    return tl.exp2(signed(b_e, o_c, step, gates[4], WRITE))
+
+
+@triton.jit
+def is_pair_of_step(i, j, step):
+    """Whether the pair j < i belongs to a step of forward."""
+    return ((i >> step) == (j >> step)) & (((2 * i) >> step) > ((2 * j) >> step))
+
+
+@triton.jit
+def decay_of_step(
+    gates, o_c, step, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """exp(e) of a step; BEFORE: as a read of the state before each token has it, else of writes,
+    and of reads after it; 1 at step 0."""
+    b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
+    return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
+
+
+@triton.jit
+def block_factors(
+    gates,
+    o_c,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BEFORE: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of blocks of 2^BASE tokens: decays of reads and of writes relative to their start, the first
+    step besides, and where reads are among them [C, BK]; others read with a decay of 0."""
+    i = o_c[:, None]
+    t = o_c[None, :]
+    block = (i >> BASE) == (t >> BASE)
+    b_write = _sums(block & (t <= i), gates, EXACT, PRECISION)
+    b_read = b_write
+    if BEFORE:
+        b_read = _sums(block & (t < i), gates, EXACT, PRECISION)
+    safe = b_read >= -2 * LIMIT
+    first = tl.where(tl.min(tl.min(safe.to(tl.int32), 1), 0) == 1, BASE + 1, 0)
+    b_read = tl.where(safe, tl.exp2(b_read + SHIFT), 0.0)
+    return b_read, tl.exp2(tl.minimum(-b_write - SHIFT, 2 * LIMIT - SHIFT)), first, safe

@@ -1,7 +1,9 @@
 """Per-channel decay, or free a and b: what needs no state, of strong chunks.
 
 As wy.py, which marks the chunks, does it for the others, but with scores summed step by
-step (gate_sums.py). Other programs have nothing to do.
+step (gate_sums.py) where tokens have decayed too far for that (intra_anchored.py). q exp(G), and
+rows of scores of tokens that have not, are what wy.py left; those of a, which it did not leave, are
+made once more as it makes them. Other programs have nothing to do.
 """
 
 import triton
@@ -9,23 +11,28 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.gate_sums import (
-    at_step,
-    from_start,
-    load_channel_gates,
-    pairs_of_step,
+    BASE,
+    block_factors,
+    decay_of_step,
+    is_pair_of_step,
     to_end,
+)
+from slipstream.kernels.linear.triton.dplr.intra_anchored import (
+    anchored_writes,
+    is_read_anchored,
+    load_from_start,
 )
 from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
 
 @triton.jit
 def _add_scores(b_a, p_r, b_read, p_w, b_write, o_q, m_k, seen, PRECISION: tl.constexpr):
-    """b_a + r w^T [C, C] where seen, of a read and a write times their decays."""
+    """b_a, and where seen r w^T [C, C] more, of a read and a write times their decays."""
     b_r = tl.load(p_r + o_q, mask=m_k, other=0.0)
     b_w = tl.load(p_w + o_q, mask=m_k, other=0.0)
     b_r = (b_r * b_read).to(b_r.dtype)
     b_w = (b_w * b_write).to(b_w.dtype)
-    return b_a + tl.where(seen, tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION), 0.0)
+    return tl.where(seen, b_a + tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION), b_a)
 
 
 @triton.jit
@@ -37,28 +44,40 @@ def _add_decayed(
     p_k,
     o_q,
     m_k,
+    wanted,
     gates,
     o_c,
     OWN: tl.constexpr,
     BEFORE: tl.constexpr,
     DELTA: tl.constexpr,
     STEPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds the scores of a read r with b and k, of BK channels; OWN: also those of pairs (i, i).
 
+    wanted: which tokens' reads, [C, 1].
     DELTA has b = k, and no scores with k besides.
     """
     i = o_c[:, None]
     j = o_c[None, :]
-    first = gates[3]
+    b_read, b_write, first, safe = block_factors(gates, o_c, LIMIT, SHIFT, BEFORE, EXACT, PRECISION)
+    seen = wanted & ((i >> BASE) == (j >> BASE)) & (i >= j if OWN else i > j)
+    b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
+    if not DELTA:
+        b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
     for step in range(first, STEPS + 1):
-        seen = pairs_of_step(i, j, step, first)
+        seen = is_pair_of_step(i, j, step)
         if OWN:
-            seen = seen | ((i == j) & (step == first))
-        b_read = at_step(gates, o_c, step, False, BEFORE, EXACT, PRECISION)
-        b_write = at_step(gates, o_c, step, True, False, EXACT, PRECISION)
+            seen = seen | ((i == j) & (step == 0))
+        seen = seen & wanted
+        b_write = decay_of_step(gates, o_c, step, False, EXACT, PRECISION)
+        b_read = b_write
+        if BEFORE:
+            b_read = decay_of_step(gates, o_c, step, True, EXACT, PRECISION)
+        b_read = tl.where(safe & (step <= BASE), 0.0, b_read)
         b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
         if not DELTA:
             b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
@@ -105,12 +124,14 @@ def dplr_intra_safe_kernel(
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """grid (slots * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
+    START: tl.constexpr = 2.0**-SHIFT
     KM: tl.constexpr = K != WIDE
     pid = tl.program_id(0)
     slot = pid.to(tl.int64)
@@ -128,9 +149,59 @@ def dplr_intra_safe_kernel(
     i_a = slot * (C * C)
     i_w = slot * (C * WIDE)
     o_a = i * C + j
+    p_g = g_ptr + i_g + i * (HV * GK)
+    read_ptr = k_ptr if DELTA else a_ptr
+    write_ptr = k_ptr if DELTA else b_ptr
+    b_ab = tl.zeros((C, C), tl.float32)
+    b_ak = tl.zeros((C, C), tl.float32)
+    b_lowest = tl.full((C,), SHIFT, tl.float32)
+    for n in range(WIDE // BK):
+        o_k = n * BK + tl.arange(0, BK)
+        o_q = i * (H * K) + o_k[None, :]
+        m_k = m_c[:, None]
+        if KM:
+            m_k = m_k & (o_k < K)[None, :]
+        b_e, b_before, _, _ = load_from_start(
+            g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, SHIFT, EXACT, PRECISION
+        )
+        b_lowest = tl.minimum(b_lowest, tl.min(b_e, 1))
+        b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
+        b_wide = b_a * tl.exp2(b_before)
+        b_a = b_wide.to(act)
+        tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], (b_wide * START).to(act))
+        b_write = anchored_writes(b_e, LIMIT, SHIFT)
+        b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
+        b_b = (b_b * b_write).to(act)
+        b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+        if not DELTA:
+            b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
+            b_k = (b_k * b_write).to(act)
+            b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+    anchored = is_read_anchored(b_lowest - SHIFT, LIMIT)[:, None]
+    other = anchored == 0
+    b_ab = tl.where(anchored & (i > j), b_ab, 0.0)
+    b_ak = tl.where(anchored & (i > j), b_ak, 0.0)
+
+    for n in range(WIDE // BK):
+        o_k = n * BK + tl.arange(0, BK)
+        o_q = i * (H * K) + o_k[None, :]
+        m_k = m_c[:, None]
+        if KM:
+            m_k = m_k & (o_k < K)[None, :]
+        gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
+        b_ab, b_ak = _add_decayed(
+            b_ab, b_ak, read_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,
+            False, not DELTA, DELTA, STEPS, LIMIT, SHIFT, EXACT, PRECISION,
+        )  # fmt: skip
+    solve_chunk(
+        b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
+        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + slot * (V * C),
+        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
+        V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
+    )  # fmt: skip
+
     b_qb = tl.zeros((C, C), tl.float32)
     b_qk = tl.zeros((C, C), tl.float32)
-    write_ptr = k_ptr if DELTA else b_ptr
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
         o_w = i * WIDE + o_k[None, :]
@@ -138,51 +209,17 @@ def dplr_intra_safe_kernel(
         m_k = m_c[:, None]
         if KM:
             m_k = m_k & (o_k < K)[None, :]
-        gates = load_channel_gates(
-            ones_ptr, g_ptr, i_g, HV * GK, o_c, m_k, o_k,
-            CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
-        )  # fmt: skip
-        tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(gates[2]))
+        gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
         b_qb, b_qk = _add_decayed(
-            b_qb, b_qk, q_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, gates, o_c,
-            True, False, DELTA, STEPS, EXACT, PRECISION,
+            b_qb, b_qk, q_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,
+            True, False, DELTA, STEPS, LIMIT, SHIFT, EXACT, PRECISION,
         )  # fmt: skip
-        b_e = from_start(gates, o_c, False, EXACT, PRECISION)
-        b_q = tl.load(q_ptr + i_k + o_q, mask=m_k, other=0.0).to(tl.float32)
-        tl.store(q_out_ptr + i_w + o_w, (b_q * b_e * scale).to(act))
         b_e = to_end(gates, o_c, EXACT, PRECISION)
         b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
         tl.store(b_out_ptr + i_w + o_w, (b_b * b_e).to(act))
         if not DELTA:
             b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
             tl.store(k_out_ptr + i_w + o_w, (b_k * b_e).to(act))
-    tl.store(qb_ptr + i_a + o_a, (b_qb * scale).to(act))
+    tl.store(qb_ptr + i_a + o_a, (b_qb * scale).to(act), mask=other)
     if not DELTA:
-        tl.store(qk_ptr + i_a + o_a, (b_qk * scale).to(act))
-
-    read_ptr = k_ptr if DELTA else a_ptr
-    b_ab = tl.zeros((C, C), tl.float32)
-    b_ak = tl.zeros((C, C), tl.float32)
-    for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)
-        o_q = i * (H * K) + o_k[None, :]
-        m_k = m_c[:, None]
-        if KM:
-            m_k = m_k & (o_k < K)[None, :]
-        gates = load_channel_gates(
-            ones_ptr, g_ptr, i_g, HV * GK, o_c, m_k, o_k,
-            CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
-        )  # fmt: skip
-        b_ab, b_ak = _add_decayed(
-            b_ab, b_ak, read_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, gates, o_c,
-            False, not DELTA, DELTA, STEPS, EXACT, PRECISION,
-        )  # fmt: skip
-        b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
-        b_a = (b_a * from_start(gates, o_c, not DELTA, EXACT, PRECISION)).to(act)
-        tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_a)
-    solve_chunk(
-        b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
-        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + slot * (V * C),
-        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
-        V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
-    )  # fmt: skip
+        tl.store(qk_ptr + i_a + o_a, (b_qk * scale).to(act), mask=other)

@@ -119,12 +119,12 @@ def _gradient(
     if WRITE:
         b_own = tl.load(p_own, mask=m_k, other=0.0).to(tl.float32)
         b_d *= to_end(gates, o_c, EXACT, PRECISION)
-        b_dg += sums_bwd(triangle(gates[4], o_c, True, False), b_d * b_own, EXACT, PRECISION)
+        b_dg += sums_bwd(triangle(gates[2], o_c, True, False), b_d * b_own, EXACT, PRECISION)
     else:
         b_own = tl.load(p_own, mask=m_k, other=0.0) * b_share
         b_d *= from_start(gates, o_c, BEFORE, EXACT, PRECISION)
-        b_dg += sums_bwd(triangle(gates[4], o_c, BEFORE, True), b_d * b_own, EXACT, PRECISION)
-    first = gates[3]
+        b_dg += sums_bwd(triangle(gates[2], o_c, BEFORE, True), b_d * b_own, EXACT, PRECISION)
+    first = gates[4]
     for step in range(first, STEPS + 1):
         b_e = at_step(gates, o_c, step, not WRITE, False, EXACT, PRECISION)
         b_me = (b_m * b_e).to(act)
@@ -235,7 +235,7 @@ def dplr_intra_safe_bwd_kernel(
         m_s = (o_v < V)[:, None]
         b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
         b_z += tl.sum(b_s * tl.load(dstates_ptr + o_s, mask=m_s, other=0.0), 0)
-    b_dg += (b_z * tl.exp2(gates[2]))[None, :]
+    b_dg += (b_z * tl.exp2(gates[3]))[None, :]
     i_o = (row * HV + i_h) * K
     o_o = i * (HV * K) + o_k[None, :]
     p_qb = dqb_ptr + i_a

@@ -76,8 +76,10 @@ _SAME = {
 # Chunks of which no channel decays by more than 2^-WHOLE before their middle or after it are taken
 # whole (intra_anchored.py), and in others blocks that decay by no more than 2^-LIMIT
 # (gate_sums.py): 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates
-# not lose digits.
-ANCHORED_TILES = {torch.bfloat16: 80.0, torch.float32: 32.0, torch.float16: 6.0}
+# not lose digits. Forward takes the decays of twice as much from the start of the chunk on, in 16
+# bits with float32's exponents half of it above 1, 2^SHIFT; others would lose small numbers.
+ANCHORED_TILES = {torch.bfloat16: 80.0, torch.float32: 16.0, torch.float16: 3.0}
+SHIFT = {torch.bfloat16: 80.0, torch.float32: 0.0, torch.float16: 0.0}
 LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
 
 

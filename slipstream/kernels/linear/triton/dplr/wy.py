@@ -15,7 +15,8 @@ so that x = U + W S with
 and the walk's step has neither gates nor scores to compute. One program does one chunk of a value
 head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
 scale qk in the order in which the walk reads them: chunk by chunk, K filled up with zeros. Decays
-are those of intra_anchored.py; strong chunks are marked, and intra_safe.py writes them again.
+are those of intra_anchored.py; strong chunks are marked, and intra_safe.py writes again what of
+them has decayed too far.
 
 In 16 bits R is not rounded before the products, nor U: without decay, rounding all of R, W, U and x
 puts outputs off by 6e-3, where this leaves 4.9e-3.
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import inverse, locate_chunk
-from slipstream.kernels.linear.triton.dplr.intra_anchored import load_anchored
+from slipstream.kernels.linear.triton.dplr.intra_anchored import anchored_writes, load_from_start
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 
@@ -137,12 +138,14 @@ def dplr_wy_kernel(
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
     LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """grid (slots * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
+    START: tl.constexpr = 2.0**-SHIFT
     pid = tl.program_id(0)
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
@@ -173,25 +176,24 @@ def dplr_wy_kernel(
         b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
         b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
-            b_e, _, b_early, b_late = load_anchored(
-                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, EXACT, PRECISION
+            b_e, _, b_early, b_late = load_from_start(
+                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, SHIFT, EXACT, PRECISION
             )
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
             tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(b_early + b_late))
             b_read = tl.exp2(b_e)
-            b_write = tl.exp2(-b_e)
-            b_early = tl.exp2(b_early)[None, :]
-            b_late = tl.exp2(b_late)[None, :]
+            b_write = anchored_writes(b_e, LIMIT, SHIFT)
+            b_end = tl.exp2(b_early + b_late + SHIFT)[None, :]
             b_wide = b_q * b_read
             b_q = b_wide.to(act)
-            tl.store(q_out_ptr + o_w, (b_wide * (b_early * scale)).to(act))
+            tl.store(q_out_ptr + o_w, (b_wide * (START * scale)).to(act))
             if DELTA:
                 b_wide = b_b * b_read
                 b_a = b_wide.to(act)
-                tl.store(w_out_ptr + o_w, (b_wide * b_early).to(act))
+                tl.store(w_out_ptr + o_w, (b_wide * START).to(act))
             b_wide = b_b * b_write
             b_b = b_wide.to(act)
-            tl.store(b_out_ptr + o_w, (b_wide * b_late).to(act))
+            tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
         else:
             tl.store(q_out_ptr + o_w, (b_q * scale).to(act))
             tl.store(b_out_ptr + o_w, b_b)
@@ -203,7 +205,7 @@ def dplr_wy_kernel(
             if HAS_GATE:
                 b_wide = b_k * b_write
                 b_k = b_wide.to(act)
-                tl.store(k_out_ptr + o_w, (b_wide * b_late).to(act))
+                tl.store(k_out_ptr + o_w, (b_wide * b_end).to(act))
             else:
                 tl.store(k_out_ptr + o_w, b_k)
             b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
@@ -222,18 +224,18 @@ def dplr_wy_kernel(
             b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
             b_b = tl.load(b_ptr + o_q, mask=m_k, other=0.0)
             b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
-            b_end = b_a
+            b_first = b_a
             if HAS_GATE:
-                b_e, b_before, b_early, _ = load_anchored(
-                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, EXACT, PRECISION
+                b_e, b_before, _, _ = load_from_start(
+                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, SHIFT, EXACT, PRECISION
                 )
                 b_wide = b_a * tl.exp2(b_before)
                 b_a = b_wide.to(act)
-                b_end = (b_wide * tl.exp2(b_early)[None, :]).to(act)
-                b_write = tl.exp2(-b_e)
+                b_first = (b_wide * START).to(act)
+                b_write = anchored_writes(b_e, LIMIT, SHIFT)
                 b_b = (b_b * b_write).to(act)
                 b_k = (b_k * b_write).to(act)
-            tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_end)
+            tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_first)
             b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
             b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
         b_ak = tl.where(i > j, b_ak, 0.0)

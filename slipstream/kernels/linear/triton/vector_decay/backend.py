@@ -52,6 +52,10 @@ from slipstream.runtime.launch_cache import cached
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
+# By how much the exponents of both factors are shifted to lie on both sides of 0, so that blocks
+# may decay further: where 16 bits have float32's exponents, for others would lose small numbers.
+SHIFT = {torch.bfloat16: 60.0, torch.float16: 0.0, torch.float32: 0.0}
+
 CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MAX_PAIRS_SHARE = 16
@@ -236,7 +240,7 @@ def _intra_chunk(
     inputs = (problem.q, k, g, terms.u if has_q else None)
     more = (terms.cu_seqlens, *scalar_args(problem), k.shape[2])
     part = problem.tile.prepare
-    options: dict[str, Any] = {**_options(problem, part), "K": K}
+    options: dict[str, Any] = {**_options(problem, part), "K": K, "BOUND": BOUND[k.dtype]}
     outputs = (intra.qs, intra.ke, intra.rest, intra.a, intra.decay)
     pairs = (None, None, None) if p is None else (problem.v, problem.do, p)
     cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
@@ -246,6 +250,7 @@ def _intra_chunk(
         total = HV * problem.chunks
         options |= {
             **_bound(problem),
+            "SHIFT": SHIFT[k.dtype],
             "LEVELS": C.bit_length() - 1,
             "MOST": MAX_PAIRS_SHARE,
             "num_stages": 1,
@@ -309,6 +314,7 @@ def launch_grads(
     options: dict[str, Any] = {**_options(problem, part), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](*args, *more, **options)
     options |= {"LEVELS": C.bit_length() - 1, "MOST": MAX_PAIRS_SHARE}
+    options["SHIFT"] = SHIFT[problem.k.dtype]
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](*args, total, *more, **options)
 
 

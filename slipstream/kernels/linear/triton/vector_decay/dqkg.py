@@ -43,6 +43,16 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 )
 
 
+@triton.jit
+def anchored_reads(
+    b_p, b_w, b_dqs, i, j, dtype: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """dqs + (lower triangle of P) w [C, BK], in float32."""
+    lower = i > j if BEFORE else i >= j
+    b_dr = dot_with(tl.where(lower, b_p, 0.0), b_w, dtype, PRECISION)
+    return b_dr + b_dqs
+
+
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "HK"])
 def vector_decay_dqkg_kernel(
     q_ptr,  # [tokens, HK, K]
@@ -115,10 +125,8 @@ def vector_decay_dqkg_kernel(
     b_G = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = tl.exp2(sums(prefix_span(rows, True), b_parts, PARTS, PRECISION) if BEFORE else b_G)
-    lower = i > j if BEFORE else i >= j
-    b_dr = dot_with(tl.where(lower, b_p, 0.0), b_w, b_k.dtype, PRECISION)  # [C, BK]
+    b_dr = anchored_reads(b_p, b_w, b_dq, i, j, b_k.dtype, BEFORE, PRECISION)  # [C, BK]
     b_w = b_w.to(b_k.dtype)
-    b_dr += b_dq
     if dq_ptr is not None:
         b_dq = b_dr * b_e * scale
         if u_ptr is not None:

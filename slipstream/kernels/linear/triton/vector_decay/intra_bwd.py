@@ -3,6 +3,9 @@
 By levels (subchunk_decay.py), and dg is what every exponent adds to its gates: at a level e_t what
 x_t * dx_t is, at the edges of the chunk q_i * dq_i and k_j * dk_j of the states, and for all gates
 of the chunk z. No sum here is the difference of larger ones.
+
+Without dk_ptr dq is an output (backend.py), whose bits later tokens must not change: how each read
+and channel is computed is chosen by the gates up to it (subchunk_decay.py).
 """
 
 import triton
@@ -10,14 +13,19 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
+from slipstream.kernels.linear.triton.vector_decay.dqkg import anchored_reads
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    BASE,
+    block_factors,
     block_span,
     block_span_bwd,
+    chunk_writes,
     decay,
     dot_with,
     is_block_safe,
     is_chunk_safe,
     is_in_later_half,
+    is_read_safe,
     midpoint_span,
     midpoint_span_bwd,
     prefix_span,
@@ -63,6 +71,7 @@ def vector_decay_intra_bwd_kernel(
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
+    SHIFT: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -81,11 +90,70 @@ def vector_decay_intra_bwd_kernel(
     for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(turn // NK, tl.int64)
         if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-            _grads(
-                q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-                dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
-                K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
-            )  # fmt: skip
+            if dk_ptr is None:
+                tl.static_assert(u_ptr is None)
+                _outputs(
+                    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+                    K, BK, C, LEVELS, BOUND, SHIFT, PACKED, PARTS, PRECISION,
+                )  # fmt: skip
+            else:
+                _grads(
+                    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
+                    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+                    K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _outputs(
+    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
+    SHIFT: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of BK channels of one chunk and value head, without u."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_h = (turn // NK) % HV
+    slot = turn // NK // HV
+    at = tl.cast(turn // NK, tl.int64)
+    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_k = (turn % NK) * BK + tl.arange(0, BK)
+    m_c = o_c < length - i_c * C
+    row = begin + i_c * C
+    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    i, j = rows[:, None], o_c[None, :]
+    i_k = (row * HK + i_h // (HV // HK)) * K
+    i_o = (row * HV + i_h) * K
+    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]  # read anew: it would be kept
+    p_dq = dq_ptr + i_o + o_c[:, None] * (HV * K) + o_k[None, :]
+    m_o = m_c[:, None] & (o_k < K)[None, :]
+    b_g, b_parts = split_gates(b_g, PARTS)
+    b_until = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
+    whole = is_read_safe(b_until, BOUND)
+    b_w = b_k * chunk_writes(b_until, BOUND)  # [C, BK]
+    b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, i, j, b_k.dtype, False, PRECISION)
+    b_dq = b_dq * tl.exp2(b_until) * scale
+    tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o & whole)
+    # dqs of the others is as it was, where dq is in its place
+    b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dq = b_dqs * tl.exp2(b_until)
+    b_read, b_write, first, safe = block_factors(
+        rows, b_parts, BOUND, SHIFT, False, PARTS, PRECISION
+    )
+    b_square = tl.where(same_block(rows, BASE) & (i > j), tl.load(p_p), 0.0)
+    b_dq += dot_with(b_square, b_k * b_write, b_k.dtype, PRECISION) * b_read
+    for level in range(first, LEVELS):
+        b_e = decay(midpoint_span(rows, level, False), b_parts, PARTS, PRECISION)
+        b_square = tl.where(siblings(rows, level), tl.load(p_p), 0.0)
+        b_dx = dot_with(b_square, b_k * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
+        wanted = is_in_later_half(rows, level) & ((safe & (level < BASE)) == 0)
+        b_dq += tl.where(wanted, b_dx, 0.0)
+    b_own = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+    b_dq = (b_dq + b_own[:, None] * b_k) * scale
+    tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o & (whole == 0))
 
 
 @triton.jit
@@ -97,7 +165,6 @@ def _grads(
 ):  # fmt: skip
     """BK channels of one chunk and value head."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    HAS_DK: tl.constexpr = dk_ptr is not None
     ONE: tl.constexpr = 1 if PARTS == 2 else PARTS  # 16 bits
     TWO: tl.constexpr = 2 if PARTS == 1 else PARTS
     i_h = (turn // NK) % HV
@@ -122,14 +189,13 @@ def _grads(
     b_dq = b_dq * tl.exp2(b_until)
     b_dk = tl.zeros((C, BK), tl.float32)
     b_leave = b_dq
-    if HAS_DK:
-        b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_dk = b_dk * decay(suffix_span(rows, C), b_parts, PARTS, PRECISION)
-        b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
-        b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
-        b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_k * b_dk, b_dg, ONE, PRECISION)
-        b_leave = b_q * b_dq
+    b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dk = b_dk * decay(suffix_span(rows, C), b_parts, PARTS, PRECISION)
+    b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
+    b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
+    b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_k * b_dk, b_dg, ONE, PRECISION)
+    b_leave = b_q * b_dq
     base = safe_base(b_g, LEVELS, BOUND)
     if base > 0:
         b_w_sum = b_until
@@ -143,36 +209,31 @@ def _grads(
         b_dr = dot_with(b_square, b_w, b_k.dtype, PRECISION)  # [C, BK]
         b_w = b_w.to(b_k.dtype)
         b_dq += b_dr * tl.exp2(b_r_sum)
-        if HAS_DK:
-            b_r = (b_q * tl.exp2(b_r_sum)).to(b_k.dtype)  # [C, BK]
-            b_square = tl.where(same_block(rows, base) & (i < j), b_p, 0.0)
-            b_dw = tl.dot(b_square, b_r, input_precision=PRECISION)  # [C, BK]
-            b_dk += b_dw * tl.exp2(-b_w_sum)
-            # the one difference: of the same products, so that they cancel to the last bits
-            b_gain = b_r * b_dr
-            b_enter = b_w * b_dw
-            span = block_span_bwd(rows, base, False)
-            if BEFORE:
-                before = block_span_bwd(rows, base, True)
-                b_dg = spans_to_gates_bwd(before, b_gain, b_dg, TWO, PRECISION)
-                b_dg = spans_to_gates_bwd(span, -b_enter, b_dg, TWO, PRECISION)
-            else:
-                b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, PRECISION)
-    if HAS_DK:
-        b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
+        b_r = (b_q * tl.exp2(b_r_sum)).to(b_k.dtype)  # [C, BK]
+        b_square = tl.where(same_block(rows, base) & (i < j), b_p, 0.0)
+        b_dw = tl.dot(b_square, b_r, input_precision=PRECISION)  # [C, BK]
+        b_dk += b_dw * tl.exp2(-b_w_sum)
+        # the one difference: of the same products, so that they cancel to the last bits
+        b_gain = b_r * b_dr
+        b_enter = b_w * b_dw
+        span = block_span_bwd(rows, base, False)
+        if BEFORE:
+            before = block_span_bwd(rows, base, True)
+            b_dg = spans_to_gates_bwd(before, b_gain, b_dg, TWO, PRECISION)
+            b_dg = spans_to_gates_bwd(span, -b_enter, b_dg, TWO, PRECISION)
+        else:
+            b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, PRECISION)
+    b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
     for level in range(base, LEVELS):
         b_e = decay(midpoint_span(rows, level, BEFORE), b_parts, PARTS, PRECISION)
-        b_row = b_k
-        if HAS_DK:
-            b_row = tl.where(is_in_later_half(rows, level), b_q, b_k)
+        b_row = tl.where(is_in_later_half(rows, level), b_q, b_k)
         b_square = tl.where(siblings(rows, level), b_p, 0.0)
         b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
         b_later = is_in_later_half(rows, level).to(tl.float32)
         b_dq += b_dx * b_later
-        if HAS_DK:
-            b_dk += b_dx * (1.0 - b_later)
-            span = midpoint_span_bwd(rows, level, BEFORE)
-            b_dg = spans_to_gates_bwd(span, b_row * b_dx, b_dg, ONE, PRECISION)
+        b_dk += b_dx * (1.0 - b_later)
+        span = midpoint_span_bwd(rows, level, BEFORE)
+        b_dg = spans_to_gates_bwd(span, b_row * b_dx, b_dg, ONE, PRECISION)
 
     at_o = i_o + o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]
@@ -180,13 +241,12 @@ def _grads(
     if dq_ptr is not None:
         b_dq = b_dq * scale + b_own[:, None] * b_write
         tl.store(dq_ptr + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
-    if HAS_DK:
-        b_read = b_q * b_own[:, None]
-        if u_ptr is not None:
-            tl.store(du_ptr + at * K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < K)
-        b_dk = b_dk * scale + _diagonal_factor(b_read, u_ptr, i_h, o_k, K)
-        tl.store(dk_ptr + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
-        tl.store(dg_ptr + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
+    b_read = b_q * b_own[:, None]
+    if u_ptr is not None:
+        tl.store(du_ptr + at * K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < K)
+    b_dk = b_dk * scale + _diagonal_factor(b_read, u_ptr, i_h, o_k, K)
+    tl.store(dk_ptr + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
+    tl.store(dg_ptr + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
 
 
 @triton.jit

@@ -5,8 +5,8 @@
     P[i, j] = P[j, i] = do_i . v_j for j <= i, for the gradients (dqkg.py)
 
 where u is 1 if there is none; ke may be kept in two parts, the second what the first was rounded
-by, and P in float32. Where a chunk is one safe block, A is a product of two factors; where
-not, it is made by levels in a kernel of its own, whose registers the other then does not need.
+by, and P in float32. Rows of A for which the chunk is one safe block are a product of two factors;
+the others are made in a kernel of its own, whose registers the first then does not need.
 """
 
 import triton
@@ -16,14 +16,16 @@ from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    block_span,
+    BASE,
+    block_factors,
+    chunk_writes,
     decay,
     is_block_safe,
     is_chunk_safe,
     is_in_later_half,
+    is_read_safe,
     midpoint_span,
     prefix_span,
-    safe_base,
     same_block,
     siblings,
     split_bf16,
@@ -32,9 +34,6 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     sums,
     tokens,
 )
-
-# More than any safe chunk's, in base 2, and little enough for finite factors.
-MAX_EXPONENT = tl.constexpr(96.0)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
@@ -46,7 +45,7 @@ def vector_decay_intra_fwd_kernel(
     qs_ptr,  # [tokens, HV, K]
     ke_ptr,  # [tokens, HV, K]
     rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
-    a_ptr,  # [chunks, HV, C, C]; of chunks that are not safe left to vector_decay_scores_kernel
+    a_ptr,  # [chunks, HV, C, C]; rows that are not safe are left to vector_decay_scores_kernel
     decay_ptr,  # [chunks, HV, K]
     v_ptr,  # [tokens, HX, V], for P
     do_ptr,
@@ -62,6 +61,7 @@ def vector_decay_intra_fwd_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    BOUND: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -104,14 +104,15 @@ def vector_decay_intra_fwd_kernel(
         if q_ptr is not None:
             if BEFORE:
                 b_own += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
-            b_start = b_q * decay(prefix_span(rows, BEFORE), b_parts, PARTS, PRECISION)
-            b_start = b_start.to(b_k.dtype)
+            b_until = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
+            b_w = (b_k * chunk_writes(b_until, BOUND)).to(b_k.dtype)  # [C, BK]
+            if BEFORE:
+                b_until = sums(prefix_span(rows, True), b_parts, PARTS, PRECISION)
+            b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
             tl.store(qs_ptr + o_o, b_start, mask=m_o)
-            b_back = tl.exp2(tl.minimum(-b_total, MAX_EXPONENT))  # [BK]
-            b_w = (b_end * b_back[None, :]).to(b_k.dtype)  # [C, BK]
             b_a = tl.dot(b_start, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
     if q_ptr is not None:
-        _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, C, BEFORE)
+        _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, None, C, BEFORE)
     if p_ptr is not None:
         i_x = (row * HX + i_h // (HV // HX)) * V
         b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
@@ -140,13 +141,14 @@ def vector_decay_scores_kernel(
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
+    SHIFT: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (at least total / MOST,): A of the chunks and heads that are not safe as a whole.
+    """grid (at least total / MOST,): the rows of A for which a chunk and head is not one block.
 
     total: chunks times value heads.
     """
@@ -158,7 +160,7 @@ def vector_decay_scores_kernel(
         if not is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
             _scores(
                 q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
-                K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+                K, BK, C, LEVELS, BOUND, SHIFT, BEFORE, PACKED, PARTS, PRECISION,
             )  # fmt: skip
 
 
@@ -166,9 +168,10 @@ def vector_decay_scores_kernel(
 def _scores(
     q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A of one chunk and value head."""
+    """Those rows of one chunk and value head."""
     i_h = at % HV
     slot = at // HV
     begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
@@ -180,6 +183,7 @@ def _scores(
     rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
     b_a = tl.zeros((C, C), tl.float32)
     b_own = tl.zeros((C,), tl.float32)
+    b_lowest = tl.zeros((C,), tl.float32)
     for tile in range(tl.cdiv(K, BK)):
         o_k = tile * BK + tl.arange(0, BK)
         b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
@@ -187,21 +191,24 @@ def _scores(
         b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_own += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
         b_g, b_parts = split_gates(b_g, PARTS)
-        base = safe_base(b_g, LEVELS, BOUND)
-        if base > 0:
-            b_sum = sums(block_span(rows, base, False), b_parts, PARTS, PRECISION)
-            b_w = (b_k * tl.exp2(-b_sum)).to(b_k.dtype)  # [C, BK]
-            if BEFORE:
-                b_sum = sums(block_span(rows, base, True), b_parts, PARTS, PRECISION)
-            b_r = (b_q * tl.exp2(b_sum)).to(b_q.dtype)  # [C, BK]
-            b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
-            b_a += tl.where(same_block(rows, base), b_rw, 0.0)
-        for level in range(base, LEVELS):
+        b_until = sums(prefix_span(rows, BEFORE), b_parts, PARTS, PRECISION)
+        b_lowest = tl.minimum(b_lowest, tl.min(b_until, 1))
+        b_read, b_write, first, safe = block_factors(
+            rows, b_parts, BOUND, SHIFT, BEFORE, PARTS, PRECISION
+        )
+        b_r = (b_q * b_read).to(b_q.dtype)  # [C, BK]
+        b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
+        b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
+        b_a += tl.where(same_block(rows, BASE), b_rw, 0.0)
+        for level in range(first, LEVELS):
             b_e = decay(midpoint_span(rows, level, BEFORE), b_parts, PARTS, PRECISION)
-            b_x = (tl.where(is_in_later_half(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
+            b_x = tl.where(safe & (level < BASE), 0.0, b_q)
+            b_x = (tl.where(is_in_later_half(rows, level), b_x, b_k) * b_e).to(b_q.dtype)  # [C, BK]
             b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
             b_a += tl.where(siblings(rows, level), b_xx, 0.0)
-    _store_scores(a_ptr + tl.cast(at, tl.int64) * (C * C), b_a, b_own, rows, C, True)
+    unsafe = is_read_safe(b_lowest, BOUND) == 0
+    p_a = a_ptr + tl.cast(at, tl.int64) * (C * C)
+    _store_scores(p_a, b_a, b_own, rows, unsafe[:, None], C, True)
 
 
 @triton.jit
@@ -214,14 +221,15 @@ def _diagonal(b_q, b_k, u_ptr, i_h, o_k, K: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(p_a, b_a, b_own, rows, C: tl.constexpr, APART: tl.constexpr):
-    """APART: with b_own as the diagonal."""
+def _store_scores(p_a, b_a, b_own, rows, mask, C: tl.constexpr, APART: tl.constexpr):
+    """APART: with b_own as the diagonal. mask: of rows [C, 1], or None for all."""
     o_c = tl.arange(0, C)
     i, j = rows[:, None], o_c[None, :]
     if APART:
         b_a = tl.where(i == j, b_own[:, None], b_a)
     b_a = tl.where(i >= j, b_a, 0.0)
-    tl.store(p_a + o_c[:, None] * C + o_c[None, :], b_a.to(p_a.dtype.element_ty))
+    p_a = p_a + o_c[:, None] * C + o_c[None, :]
+    tl.store(p_a, b_a.to(p_a.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "HX"])

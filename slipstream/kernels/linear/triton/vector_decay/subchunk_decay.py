@@ -21,6 +21,11 @@ Where the gates of a block of 2^base tokens add up to no less than -BOUND, whate
 exp(G_i) and exp(-G_j) from its start are safe after all: one product takes the place of `base`
 levels. Most chunks of a trained model are one such block.
 
+An output has the same bits whatever comes after it, so gates of later tokens must not choose how
+it is computed. A read i takes the whole chunk as one block while the gates up to i allow that;
+others take blocks of 2^BASE tokens, channel by channel, while the gates from the block's start to i
+do, and levels above and else. Levels that no read wants are left out: they would add zeros.
+
 Where a read sees the state before its own token's decay (BEFORE), its own gate is left out.
 """
 
@@ -28,6 +33,11 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
+
+BASE = tl.constexpr(4)
+# A chunk whose gates add up to -BOUND is one block for all of its reads, also where the sums of
+# single reads are rounded otherwise than that of the chunk.
+ROUNDING = tl.constexpr(0.125)
 
 
 @triton.jit
@@ -196,6 +206,39 @@ def is_chunk_safe(
     p_decay += (at // each).to(tl.int64)[:, None] * K + o_k[None, :]
     b_decay = tl.load(p_decay, mask=m, other=1.0)
     return tl.min(tl.min(_mild(b_decay, BOUND), 1), 0) == 1
+
+
+@triton.jit
+def is_read_safe(b_sum, BOUND: tl.constexpr):
+    """Whether reads take the whole chunk as one block, by the gates from its start to each."""
+    return b_sum >= -(BOUND + ROUNDING) * LOG2E
+
+
+@triton.jit
+def chunk_writes(b_sum, BOUND: tl.constexpr):
+    """exp(-G), and where no safe read has it, something finite: it is multiplied by zeros."""
+    return tl.exp2(tl.minimum(-b_sum, (BOUND + ROUNDING) * LOG2E))
+
+
+@triton.jit
+def block_factors(
+    rows, b_parts, BOUND: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of blocks of 2^BASE tokens: exp(G_i) and exp(-G_j), the first level besides, and which reads
+    and channels are safe, [C, BK]; other reads have a factor of 0.
+
+    SHIFT: where the exponents of both have room for it, they lie on both sides of 0.
+    """
+    b_write = sums(block_span(rows, BASE, False), b_parts, PARTS, PRECISION)
+    b_read = b_write
+    if BEFORE:
+        b_read = sums(block_span(rows, BASE, True), b_parts, PARTS, PRECISION)
+    safe = b_read >= -(BOUND + SHIFT) * LOG2E
+    first = tl.where(tl.min(tl.min(safe.to(tl.int32), 1), 0) == 1, BASE, 0)
+    b_read = tl.where(safe, tl.exp2(b_read + SHIFT * LOG2E), 0.0)
+    b_write = tl.exp2(tl.minimum(-b_write - SHIFT * LOG2E, BOUND * LOG2E))
+    return b_read, b_write, first, safe
 
 
 @triton.jit
