@@ -31,6 +31,7 @@ FOLDERS = (
     "kernels/norm",
     "kernels/pointwise",
     "kernels/primitives",
+    "kernels/selective_scan",
 )
 ROOT = Path(slipstream.__file__).parent
 

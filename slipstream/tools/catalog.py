@@ -157,6 +157,7 @@ FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
     "gate": lambda size, m: m.gate(size, 0.1),
     "narrow": lambda size, m: m.gate(size, 0.1),
     "bounded": lambda size, m: m.gate(size, 0.6),
+    "rate": lambda size, m: -m.uniform(size) - 0.1,
     "state": lambda size, m: 0.1 * m.normal(size),
     "sum": lambda size, m: m.uniform(size),
     "one": lambda size, m: 1 + 0.1 * m.normal(size),
@@ -356,6 +357,7 @@ _LONGER = "q=BTGK k=BSHK v=BSHV"
 _NORM = "x=BTD weight=D:one bias=D"
 _GATE = "x=BTD gate=BTD weight=D:one"
 _GLU = "gate=BTC up=BTC"
+_SELECTIVE = "u=BTD delta=BTD A=D4:rate B=BT4 C=BT4"
 _ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
 _LOSS = "logits=TZ target=T:targets"
 _LINEAR_LOSS = "hidden=TD weight=ZD target=T:targets"
@@ -415,6 +417,11 @@ OPERATORS = [
     _traced("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight"),
     _tested("short_convolution_update", "bias", "x=TD state=TDW weight=DW bias=D",
             options={"activation": "silu"}, written="state"),
+    Sample("selective_scan", _SELECTIVE, "ND4", options={"delta_softplus": True}),
+    _tested("selective_scan", "gated", f"{_SELECTIVE} D=D z=BTD delta_bias=D", "ND4",
+            options={"delta_softplus": True}),
+    _tested("selective_scan", "groups", "u=BTD delta=BTD:positive A=D3:rate B=BT23 C=BT23", "ND3",
+            packed=True),
     Sample("swiglu", _GLU),
     Sample("geglu", _GLU),
     Sample("sigmoid_glu", _GLU),
@@ -453,6 +460,7 @@ QUICK_OPERATORS = (
     "attention",
     "rms_norm",
     "short_convolution",
+    "selective_scan",
     "swiglu",
     "cross_entropy",
     "matmul",

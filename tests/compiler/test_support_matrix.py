@@ -352,7 +352,7 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
     from slipstream.tools.catalog import REPRESENTATIVE, chosen
 
     ops = ["retention", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
-    samples = [x for name in [*ops, "short_convolution"] for x in chosen([name])]
+    samples = [x for name in [*ops, "short_convolution", "selective_scan"] for x in chosen([name])]
     found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
     assert not found.failures
     families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}

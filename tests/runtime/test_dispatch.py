@@ -117,6 +117,7 @@ OPERATORS = (
     "matmul",
     "rms_norm",
     "short_convolution",
+    "selective_scan",
     "swiglu",
     "cross_entropy",
     "rotary_embedding",

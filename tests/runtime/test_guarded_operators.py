@@ -95,7 +95,12 @@ def unverified(
 
 
 def _forget_plans() -> None:
-    for module in ("linear.dispatch", "linear.decode", "gated_scan.dispatch"):
+    for module in (
+        "linear.dispatch",
+        "linear.decode",
+        "gated_scan.dispatch",
+        "selective_scan.dispatch",
+    ):
         importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
 
 
@@ -253,6 +258,7 @@ GUARDED = {
     ),
     "attention/latent.py": ("attention.latent",),
     "gated_scan/op.py": ("gated_scan.triton",),
+    "selective_scan/op.py": ("selective_scan.triton",),
     "norm/op.py": ("norm.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),
     "matmul/op.py": ("matmul.triton",),

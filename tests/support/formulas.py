@@ -16,6 +16,8 @@ from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.kernels.norm.reference import layer_reference, rms_reference
 from slipstream.kernels.pointwise.rotary import rotary_reference
 from slipstream.kernels.pointwise.token_shift import shift_reference
+from slipstream.kernels.selective_scan.inputs import ScanInputs
+from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.tools.catalog import Sample, flat
 
 EPS = 1e-5
@@ -93,6 +95,24 @@ def short_convolution(
     y = y if activation is None else F.silu(y)
     y = y if residual is None else y + residual
     return y, state if output_final_state else None
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
+    B, C = (x[:, :, None] if x.dim() == 3 else x for x in (B, C))
+    inputs = ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
+    return selective_scan_reference(inputs, delta_softplus)
 
 
 def short_convolution_update(

@@ -24,6 +24,7 @@ from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
+from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.ops.activation import glu_linear
 
 KERNELS = "slipstream.kernels"
@@ -75,6 +76,12 @@ def step() -> list[Tensor]:
 def scan() -> list[Tensor]:
     x, g = leaf(1, 20, 8), -torch.rand(1, 20, 8)
     return gradients(ops.chunk_hgrn(x, g)[0], x)
+
+
+def selective() -> list[Tensor]:
+    u, delta = leaf(1, 20, 8), leaf(1, 20, 8)
+    A, B, C = -torch.rand(8, 4), torch.randn(1, 20, 4), torch.randn(1, 20, 4)
+    return gradients(ops.selective_scan(u, delta, A, B, C, delta_softplus=True)[0], u, delta)
 
 
 def norm() -> list[Tensor]:
@@ -308,6 +315,14 @@ FAMILIES = [
         {
             "gated_scan.triton.launch:forward": scan_eager.scan_forward,
             "gated_scan.triton.launch:backward": scan_eager.scan_backward,
+        },
+    ),
+    Family(
+        "selective_scan.triton",
+        selective,
+        {
+            "selective_scan.triton.launch:forward": selective_eager.selective_scan_forward,
+            "selective_scan.triton.launch:backward": selective_eager.selective_scan_backward,
         },
     ),
     Family(

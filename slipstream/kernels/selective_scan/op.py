@@ -1,0 +1,170 @@
+"""The selective scan as torch.library operators, and its gradient.
+
+slipstream::selective_scan_forward gives y, the final state and the states that backward reads;
+slipstream::selective_scan_backward the gradients of the tensors it was given. `impl` names the
+implementation, or several to try in order.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.selective_scan.eager import (
+    selective_scan_backward,
+    selective_scan_forward,
+)
+from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, empty_states
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.guarded_launch import Guard
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, (delta_softplus, impl) = ScanInputs(*args[:10]), args[10:]
+    if _has_no_states(inputs):
+        return _without_states(inputs, delta_softplus)
+    with _guard(impl, inputs) as usable:
+        if usable:
+            return _triton().forward(inputs, delta_softplus)
+    return selective_scan_forward(inputs, delta_softplus)
+
+
+def _has_no_states(inputs: ScanInputs) -> bool:
+    return inputs.u.numel() == 0 or inputs.A.numel() == 0
+
+
+def _without_states(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if inputs.u.numel():  # N is 0: y = D u silu(z)
+        return selective_scan_forward(inputs, delta_softplus)
+    y, final, states = _fake_forward(*inputs)
+    state = inputs.initial_state
+    return y, final.zero_() if state is None else final.copy_(state), states
+
+
+@cache
+def _triton() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.selective_scan.triton import launch
+
+    return launch
+
+
+def kind(inputs: ScanInputs) -> KernelKey:
+    """What a verdict on the kernels holds for."""
+    dtypes = (None if x is None else x.dtype for x in inputs[:9])
+    return ("selective_scan.triton", inputs.A.shape[1], *dtypes)
+
+
+def _guard(impl: str, inputs: ScanInputs) -> Guard:
+    return Guard(impl, inputs.u.device, lambda: kind(inputs), lambda: _mismatch(inputs))
+
+
+def _mismatch(like: ScanInputs) -> str | None:
+    """The probe: two packed sequences in two groups of channels, with what the call has."""
+    device, N = like.u.device, like.A.shape[1]
+    T, D, G, cuts = 150, 40, 2, [0, 50, 150]
+    shapes = {
+        "u": (1, T, D),
+        "delta": (1, T, D),
+        "A": (D, N),
+        "B": (1, T, G, N),
+        "C": (1, T, G, N),
+        "D": (D,),
+        "z": (1, T, D),
+        "delta_bias": (D,),
+        "initial_state": (2, D, N),
+    }
+    probe_inputs: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        x = getattr(like, name)
+        if x is not None:
+            values = torch.randn(shape, device=device)
+            probe_inputs[name] = (-values.abs() if name == "A" else values).to(x.dtype)
+    cu_seqlens = torch.tensor(cuts, device=device)
+
+    def run(impl: str) -> Callable:
+        def call(tensors: dict[str, Tensor]) -> Any:
+            inputs = like._replace(cu_seqlens=cu_seqlens, **tensors)
+            return selective_scan(inputs, True, impl)
+
+        return call
+
+    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs)
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = ScanInputs(*args[:10])
+    u = inputs.u
+    final = u.new_empty(inputs.sequences, *inputs.A.shape, dtype=compute_dtype(u))
+    return u.new_empty(u.shape), final, empty_states(inputs)
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    inputs, (states, dy, dfinal, delta_softplus, impl) = ScanInputs(*args[:10]), args[10:]
+    args = (inputs, states, dy, dfinal, delta_softplus)
+    if not _has_no_states(inputs):
+        with _guard(impl, inputs) as usable:
+            if usable:
+                return [x for x in _triton().backward(*args) if x is not None]
+    return [x for x in selective_scan_backward(*args) if x is not None]
+
+
+def _fake_backward(*args: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in args[:9] if x is not None]
+
+
+_TENSORS = (
+    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+    "Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens"
+)
+_call_forward = KernelOp(
+    "selective_scan_forward",
+    f"({_TENSORS}, bool delta_softplus, str impl) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    replay=True,
+)
+_call_backward = KernelOp(
+    "selective_scan_backward",
+    f"({_TENSORS}, Tensor states, Tensor? dy, Tensor? dfinal, bool delta_softplus, str impl) "
+    "-> Tensor[]",
+    _backward,
+    _fake_backward,
+    replay=True,
+)
+
+
+class _SelectiveScan(Function):
+    operator = "slipstream::selective_scan"
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        y, final, states = _call_forward(*args)
+        ctx.save_for_backward(*args[:10], states)
+        ctx.options = args[10:]
+        ctx.set_materialize_grads(False)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None) -> Any:
+        if dy is None and dfinal is None:
+            return (None,) * 12
+        grads = iter(_call_backward(*saved, dy, dfinal, *ctx.options))
+        return (*(None if x is None else next(grads) for x in saved[:9]), None, None, None)
+
+
+_call_forward.set_gradient(_SelectiveScan.apply)
+
+
+def selective_scan(inputs: ScanInputs, delta_softplus: bool, impl: str) -> tuple[Tensor, Tensor]:
+    """y [B, T, D] in u's dtype and the final state [S, D, N], with gradients."""
+    if needs_autograd(*inputs[:9]):
+        return _SelectiveScan.apply(*inputs, delta_softplus, impl)
+    y, final, _ = _call_forward(*inputs, delta_softplus, impl)
+    return y, final

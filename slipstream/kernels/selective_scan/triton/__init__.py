@@ -1,0 +1,1 @@
+"""The selective scan in portable Triton; launch.py is imported when chosen."""
