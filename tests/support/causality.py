@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from slipstream.tools.catalog import Sample, flat
+from slipstream.tools.catalog import CPU, Sample, flat
 from tests.support.operators import Size, has_time
 
 # Of the first chunk within a sub-chunk and past its middle, of the second, and near the end.
@@ -20,22 +21,29 @@ def changed_bits(
     size: Size = SIZE,
     cuts: tuple[int, ...] = CUTS,
     gates: tuple[tuple[str, str], ...] = GATES,
+    device: torch.device = CPU,
 ) -> list[str]:
     """Where bits of the past have changed, in words."""
     found = []
+    options = {} if impl is None else {"impl": impl}
     for gate, other in gates:
         torch.manual_seed(0)
-        args = op.inputs(replace(size, gate=gate))
-        future = op.inputs(replace(size, gate=other))
+        args = op.inputs(replace(size, gate=gate), device)
+        future = op.inputs(replace(size, gate=other), device)
         with torch.no_grad():
-            before = flat(op(args, impl=impl))[0]
+            before = bits(flat(op(args, **options))[0])
             for cut in cuts:
-                after = flat(op(with_future(op, args, future, cut), impl=impl))[0]
+                after = bits(flat(op(with_future(op, args, future, cut), **options))[0])
                 same = (before[:, :cut] == after[:, :cut]).flatten(2).all(-1).all(0)
                 if not same.all():
                     first = int((~same).nonzero()[0])
                     found.append(f"token {first}, where {gate} gates are {other} from {cut} on")
     return found
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers: -0 is not 0, and what is not a number is itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def with_future(op: Sample, args: dict, future: dict, cut: int) -> dict:

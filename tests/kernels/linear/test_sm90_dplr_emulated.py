@@ -271,6 +271,8 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
     for gates in (
         lambda x: -50 * x,
         lambda x: torch.where(x < 0.05, -torch.inf, -x),
+        lambda x: torch.where(x < 0.02, -1e4, -0.1 * x),
+        lambda x: -5 * x,
         lambda x: torch.where(x < 0.3, 0.0, -9 * x),
     ):
         made = check(inputs(CASES[case], gates))

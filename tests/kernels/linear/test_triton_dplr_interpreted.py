@@ -29,6 +29,7 @@ SIZES = {
 CHANNEL_GATES = {
     **GATES,
     "zero": lambda x: torch.zeros_like(x),
+    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
     "some channels": lambda x: -torch.where(x[:, :, :, :1] < 0.3, 40 * x, 0.05 * x),
 }
 # transition, size, gate, dtype, states
@@ -49,6 +50,7 @@ CASES = {
         *(("dplr", "short", gate, "float32", False) for gate in ("zero", "reset")),
         ("iplr", "grouped", "weak", "float16", True),
         ("kda", "short", "mixed", "float16", True),
+        *((kind, "short", "huge", "float32", False) for kind in ("kda", "dplr")),
         ("kda", "packed", "some channels", "float32", True),
         *((kind, "odd", "mixed", "float32", True) for kind in ("kda", "dplr")),
         *((kind, "wide", "reset", "float32", True) for kind in ("kda", "dplr")),
