@@ -64,11 +64,10 @@ class MatrixRun:
         Args:
             anew: rows of earlier runs count for nothing.
         """
-        path = (
-            []
-            if release is None
-            else [str(install(release, compiler_state.cache_dir() / "releases"))]
-        )
+        path: list[str] = []
+        if release is not None:
+            with self.console.status(f"installing Triton {release}, once"):
+                path = [str(install(release, compiler_state.cache_dir() / "releases"))]
         about = compilers(path)
         kept, failed = RowCache(about, anew), []
         self.without, before = {}, os.times()
