@@ -203,7 +203,7 @@ def test_linear_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None
     assert all(re.search(r"fla fwd \S+, .*fla both \S+, .*fla error o", x) for x in printed)
 
 
-def test_no_backward_is_said(peers: None, capsys: pytest.CaptureFixture) -> None:
+def test_missing_backward_is_noted(peers: None, capsys: pytest.CaptureFixture) -> None:
     linear.main(["--small", "--only", "iplr"])
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("operator"))
     assert "no backward: not on this GPU" in line and "fla fwd" in line and "fla both" not in line
@@ -223,7 +223,7 @@ def test_error_is_relative_and_sees_nan(got: torch.Tensor) -> None:
     assert found == (float("inf") if got.isnan().any() else pytest.approx(0.2**0.5))
 
 
-def test_a_new_column_goes_last() -> None:
+def test_new_column_goes_last() -> None:
     harness.record("x", [{"a": 1}])
     harness.record("x", [{"b": 2, "a": 3}])
     assert [list(x.values())[3:] for x in harness.read("x")] == [["1", ""], ["3", "2"]]

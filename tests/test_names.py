@@ -97,10 +97,19 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module or ''}.{x.name}" for x in node.names)
 
 
-def test_no_test_module_imports_another() -> None:
+def test_test_modules_import_no_other() -> None:
     """What several share is in tests/support, or in a module beside them without test_ in front."""
     tests = Path(__file__).parent
     paths = sorted(tests.rglob("*.py"))
     assert len(paths) > 150
     found = [f"{path.relative_to(tests)}: {x}" for path in paths for x in _imported(path)]
     assert [x for x in found if re.search(r"[ .]test_", x.partition(":")[2])] == []
+
+
+def test_test_names_are_short() -> None:
+    """test_<function>_<property>: no sentence."""
+    paths = sorted(Path(__file__).parent.rglob("test_*.py"))
+    names = {x for p in paths for x in _defined(p) if x.startswith("test_")}
+    assert len(names) > 900
+    articles = ("test_a_", "test_an_", "test_the_", "test_what_")
+    assert [x for x in sorted(names) if x.startswith(articles) or x.count("_") > 9] == []

@@ -102,7 +102,7 @@ def test_retention_layer_in_bf16_compiles_for_volta(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_75"])
 @pytest.mark.parametrize("release", RELEASES)
-def test_what_volta_cannot_do_in_bf16_is_known_by_release(release: str, arch: str) -> None:
+def test_volta_bf16_faults_by_release(release: str, arch: str) -> None:
     """Where the compiler dies of a dot of bfloat16, there is a way that does not take it there."""
     fault = blocking(arch, release, "12.4.127", {"dot16"})
     if release in ("3.2.0", "3.3.0", "3.3.1"):
@@ -113,7 +113,7 @@ def test_what_volta_cannot_do_in_bf16_is_known_by_release(release: str, arch: st
 
 @compiles
 @pytest.mark.parametrize("release", RELEASES)
-def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> None:
+def test_retention_on_volta_by_release(release: str) -> None:
     """Kernels whose products the compiler can do, or plain torch with the reason; where the
     release is installed for `slipstream matrix`, they compile."""
     from slipstream.compiler.compile_worker import Worker
@@ -140,7 +140,7 @@ def test_retention_layer_in_bf16_on_volta_under_every_release(release: str) -> N
         worker.close()
 
 
-def test_every_release_that_is_recorded_has_retention_on_volta() -> None:
+def test_recorded_releases_have_retention_on_volta() -> None:
     """docs/SUPPORT.md has what docs/support.json says, of all architectures; none dies there."""
     from slipstream.compiler.arch import ARCHS
     from slipstream.tools import support_data
@@ -158,7 +158,7 @@ def test_every_release_that_is_recorded_has_retention_on_volta() -> None:
 
 
 @compiles
-def test_what_triton_3_3_cannot_do_is_computed_in_float32() -> None:
+def test_triton_33_computes_in_float32() -> None:
     """Attention in 16 bits: no product of 16-bit operands reaches the compiler."""
     from slipstream.compiler.trace import trace
 
@@ -172,7 +172,7 @@ def test_what_triton_3_3_cannot_do_is_computed_in_float32() -> None:
 
 
 @compiles
-def test_fp32_product_of_128_x_32_x_32_by_descriptors() -> None:
+def test_fp32_product_128x32x32_by_descriptors() -> None:
     """WGMMA type or shape is not supported: an abort under Triton 3.2, known as such."""
     from slipstream.compiler.aot import compile_kernel
 
@@ -188,7 +188,7 @@ def test_fp32_product_of_128_x_32_x_32_by_descriptors() -> None:
 
 
 @pytest.mark.parametrize(("K", "V"), WIDTHS)
-def test_attention_with_keys_and_values_of_different_widths_runs(K: int, V: int) -> None:
+def test_attention_of_two_widths_runs(K: int, V: int) -> None:
     q, k, v = (torch.randn(1, 70, 2, width, dtype=torch.float64) for width in (K, K, V))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     o = ops.attention(*inputs)
@@ -204,9 +204,7 @@ def test_attention_with_keys_and_values_of_different_widths_runs(K: int, V: int)
     ("K", "V", "backward"),
     [(128, 64, False), *(pytest.param(*x, True, marks=slow) for x in WIDTHS)],
 )
-def test_attention_with_keys_and_values_of_different_widths_compiles(
-    K: int, V: int, backward: bool
-) -> None:
+def test_attention_of_two_widths_compiles(K: int, V: int, backward: bool) -> None:
     """An sm_90 attention kernel that did not compile."""
 
     def call(device: torch.device) -> Any:
@@ -238,7 +236,7 @@ def test_token_ids_beyond_the_vocabulary(mixer: str) -> None:
         model(ids, labels=ids)
 
 
-def test_the_next_call_of_any_operator_raises_for_what_a_kernel_found(
+def test_pending_error_raises_at_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on CUDA: a kernel leaves position + 1, id, size, last length and the name's number."""

@@ -68,7 +68,7 @@ def timed(tile: Any, ms: dict[tuple[str, str], float], case: str = "A") -> list[
     ]
 
 
-def test_best_of_all_cases_is_expected_where_it_leads() -> None:
+def test_expected_tile_is_best_of_all_cases() -> None:
     family, key = cases.FAMILIES["delta"], ("sm_90", 2, 128)
     kept = family.table[key]
 
@@ -137,9 +137,7 @@ class Wavering(Stub):
         return [torch.ones(3) + 1e-5 * Stub.made * wavers]
 
 
-def test_a_tile_with_other_bits_the_second_time_is_not_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tile_with_varying_bits_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tune, "Call", Wavering)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain"])
-def test_a_command_has_a_page_that_names_its_options(name: str) -> None:
+def test_command_page_names_options(name: str) -> None:
     group: Any = typer.main.get_command(app)
     text = (ROOT / f"docs/tools/{name}.md").read_text()
     assert text.startswith(f"# slipstream {name}\n")
@@ -34,7 +34,7 @@ def test_a_command_has_a_page_that_names_its_options(name: str) -> None:
             assert any(x in text for x in names), names
 
 
-def test_the_readme_names_make_matrix() -> None:
+def test_readme_names_make_matrix() -> None:
     assert "`make matrix`" in (ROOT / "README.md").read_text()
     assert "\nmatrix: " in (ROOT / "Makefile").read_text()
 
@@ -82,7 +82,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]
         ("hang", 1, []),
     ],
 )
-def test_the_matrix_records_and_fails_where_a_compiler_died(
+def test_matrix_record_and_exit_status(
     status: str,
     exit_status: int,
     families: list[str],
@@ -131,7 +131,7 @@ def test_bar_shows_where_somebody_looks() -> None:
         assert ("1/2" in file.getvalue()) == terminal
 
 
-def test_the_matrix_records_nothing_that_is_not_whole(
+def test_matrix_records_nothing_partial(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile(self: support_page.MatrixRun, *args: Any) -> list[Row]:
@@ -153,12 +153,12 @@ def test_the_matrix_records_nothing_that_is_not_whole(
         (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm"),
     ],
 )
-def test_the_matrix_says_what_it_wants(args: list[str], words: str) -> None:
+def test_matrix_rejects_wrong_options(args: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["matrix", *args])
     assert result.exit_code == 2 and words in result.output
 
 
-def test_the_command_without_arguments_prints_help_and_with_version_its_own() -> None:
+def test_command_help_and_version() -> None:
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 0 and "train" in result.output and "doctor" in result.output
     result = CliRunner().invoke(app, ["--version"])

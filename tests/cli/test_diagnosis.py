@@ -72,7 +72,7 @@ def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1 and "FAIL chunk_retention" in text and "worst: output 0" in text
 
 
-def test_doctor_finds_what_is_missing_and_what_is_no_number() -> None:
+def test_doctor_finds_missing_and_nan() -> None:
     """An oracle's NaN agrees with nothing, a result that is not there is no result."""
     import torch
 
@@ -176,7 +176,7 @@ def test_doctor_interprets_the_kernels_where_no_gpu_is(
     assert all(x["operator"] == "swiglu" and x["ok"] and 0 < x["output"] < 1e-4 for x in checks)
 
 
-def test_doctor_interprets_one_operator_of_each_kind_and_each_sample_once(
+def test_doctor_interprets_quick_operators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
@@ -296,7 +296,7 @@ def test_explain_says_each_fact_once() -> None:
 
 
 @needs_compiler
-def test_explain_shows_the_plan_of_the_gradients_where_it_is_another() -> None:
+def test_explain_shows_gradient_backend() -> None:
     status, text = invoke("explain", "attention", "--arch", "sm_90", "--shape", "K=192,V=128")
     chosen, _, besides = text.partition("besides: triton")
     assert status == 0 and "chosen: sm90" in chosen
@@ -319,7 +319,7 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
     assert status == 2 and "--dtype: want one of" in text and "'fp64'" in text
 
 
-def test_the_page_says_where_faults_are_worked_around() -> None:
+def test_support_page_shows_workarounds() -> None:
     """Where an avoided one applies: by ptxas, not if it only costs time, not to what is refused."""
     from slipstream.tools.support_page import page
 

@@ -155,7 +155,7 @@ def torchrun(*arguments: object) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_model_of_one_with_twice_the_batch(config, tmp_path) -> None:
+def test_two_ranks_equal_twice_the_batch(config, tmp_path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     finish("train", config, f"output_dir={one}", "training.per_device_train_batch_size=4")
     status, text = torchrun("train", config, f"output_dir={two}")
@@ -174,7 +174,7 @@ def test_two_ranks_train_the_model_of_one_with_twice_the_batch(config, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_it_saves_ends_with_the_same_weights(config, trained, tmp_path) -> None:
+def test_run_killed_while_saving(config, trained, tmp_path) -> None:
     """At several moments from the first file of checkpoint-5 on."""
     for i, name in enumerate(("", "model.safetensors", "optimizer.pt", "trainer_state.json")):
         out = tmp_path / str(i)

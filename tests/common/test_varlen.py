@@ -28,7 +28,7 @@ def test_chunk_map_covers_each_sequence_in_chunks(lengths: list[int], chunk: int
         assert bool(m.last[row]) == (int(inside.max()) == int(cu[n + 1]) - 1)
 
 
-def test_chunk_map_off_the_host_has_spare_slots_and_no_sync() -> None:
+def test_chunk_map_without_sync() -> None:
     """On a device the number of chunks is an upper bound known without reading the offsets."""
     cu = torch.tensor([0, 5, 5, 12], device="meta")
     m = chunk_map(cu, 12, 4)
@@ -44,7 +44,7 @@ def test_check_cu_seqlens_values_rejects(offsets: list[int], message: str) -> No
         check_cu_seqlens_values(torch.tensor(offsets), 5)
 
 
-def test_one_offset_is_for_no_tokens() -> None:
+def test_single_offset_is_no_sequence() -> None:
     """Known by shapes, so on a device too."""
     cu = torch.zeros(1, dtype=torch.int32)
     checks.expect_cu_seqlens(cu, 1, 0)

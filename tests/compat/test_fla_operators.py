@@ -107,7 +107,7 @@ def test_packed_with_hints_equals_slipstream(row: Operator) -> None:
 
 
 @pytest.mark.parametrize("row", OPERATORS, ids=lambda row: row.name)
-def test_what_is_not_honoured_is_refused_by_name(row: Operator) -> None:
+def test_unsupported_arguments_are_refused(row: Operator) -> None:
     given, function = _inputs(row), _member(row)
     with pytest.raises(TypeError, match=rf"{row.name}\(\) got an unexpected .* 'nonsense'"):
         function(**given, nonsense=1)
@@ -246,7 +246,7 @@ def test_attn_decoding_one_step(window: int | None, scaled: bool) -> None:
         torch.testing.assert_close(got[0, n], want, rtol=1e-5, atol=1e-5)
 
 
-def test_the_package_can_be_imported_as_it_is() -> None:
+def test_package_imports_as_it_is() -> None:
     from slipstream.compat.fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
 
     from slipstream.compat.fla.ops import chunk_gdn

@@ -11,7 +11,7 @@ def test_every_row_is_its_own_device() -> None:
         assert arch.wgmma == (arch.instruction == "wgmma")
 
 
-def test_of_gives_unlisted_devices_the_limits_of_a_listed_one() -> None:
+def test_unlisted_device_limits() -> None:
     assert of((8, 7)).shared == ARCHS["sm_80"].shared
     assert of((12, 1)).name == "sm_121"
     later = of((13, 0))

@@ -57,7 +57,7 @@ worker.compile(Job(kernel, {"x_ptr": "*i32"}, {"WHAT": "hang"}, {}, 1, 1, {}, "s
 """
 
 
-def test_a_hanging_compiler_ends_with_its_parent() -> None:
+def test_hanging_compiler_ends_with_parent() -> None:
     path = os.pathsep.join(sys.path)
     parent = subprocess.Popen(
         [sys.executable, "-c", _HANGS],
@@ -111,7 +111,7 @@ def test_threads_get_the_outcome_of_their_own_job() -> None:
     assert got == ["ok", "refused"] * 16
 
 
-def test_a_child_that_cannot_start_says_nothing_of_the_job(
+def test_worker_that_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from slipstream.compiler import compile_worker as module

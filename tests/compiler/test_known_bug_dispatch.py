@@ -94,9 +94,7 @@ def plan_of(met: Met, triton: str, ptxas: str) -> TracedKernels:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_plan_refuses_kernels_with_the_fault(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selection_refuses_faulty_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And takes plain torch; by name it says why; with other compilers it takes the kernels."""
     met, fault = REFUSED[name], BY_NAME[name]
     got = plan_of(met, met.triton, met.ptxas)
@@ -145,7 +143,7 @@ def test_kernels_with_the_fault_are_not_launched(name: str) -> None:
     assert later.unusable(other) is None
 
 
-def test_no_default_precision_meets_tf32x3_on_hip() -> None:
+def test_default_precision_avoids_tf32x3_on_hip() -> None:
     """compiler/arch.py says the same as the fault."""
     fault = BY_NAME["tf32x3-on-hip"]
     for arch in ARCHS.values():
@@ -154,7 +152,7 @@ def test_no_default_precision_meets_tf32x3_on_hip() -> None:
 
 
 @pytest.mark.parametrize("name", AVOIDED)
-def test_what_is_avoided_refuses_nothing(name: str) -> None:
+def test_avoided_fault_refuses_nothing(name: str) -> None:
     fault = BY_NAME[name]
     assert not any(fault.trigger in features_of(kind) for kind in KINDS)
 
@@ -168,9 +166,7 @@ KINDS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("name", PROBED)
-def test_what_only_results_show_is_compared_though_verified(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probed_fault_is_probed_when_verified(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the first use of each kind that multiplies; not where the GPU tests have passed."""
     for variable in ("SLIPSTREAM_PROBE", "SLIPSTREAM_GUARD"):
         monkeypatch.delenv(variable, raising=False)
@@ -190,7 +186,7 @@ def test_what_only_results_show_is_compared_though_verified(
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_what_is_slow_is_marked_by_the_matrix(name: str) -> None:
+def test_slow_fault_is_marked(name: str) -> None:
     fault = BY_NAME[name]
     job = Job("module:kernel", {}, {}, {}, 4, 3, {}, fault.archs[0])
     none = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
@@ -204,9 +200,7 @@ def test_what_is_slow_is_marked_by_the_matrix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INTERPRETED_ONLY)
-def test_the_interpreter_gets_no_products_that_it_gets_wrong(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreter_fault_is_avoided(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
     assert guarded_launch.known_failure(lambda: KINDS[0], cpu) is None
@@ -219,5 +213,5 @@ def test_the_interpreter_gets_no_products_that_it_gets_wrong(
 
 
 @pytest.mark.parametrize(("later", "row"), [("sm_121", "sm_120"), ("sm_103", "sm_100")])
-def test_devices_have_the_faults_of_those_that_they_are_like(later: str, row: str) -> None:
+def test_faults_apply_to_similar_devices(later: str, row: str) -> None:
     assert applying(later, "3.2.0") == applying(row, "3.2.0") != ()

@@ -97,7 +97,7 @@ def test_kernels_have_no_pattern_that_is_avoided(arch: str, row: int) -> None:
 
 @slow
 @pytest.mark.parametrize("name", ["chunk_rwkv7", "chunk_gla", "chunk_gated_delta_rule"])
-def test_no_shape_of_a_linear_operator_has_a_pattern_that_is_avoided(name: str) -> None:
+def test_linear_operators_avoid_patterns(name: str) -> None:
     for impl in (None, "triton"):
         for shape in REPRESENTATIVE:
             has, _ = found("sm_90", row_of(name), shape, impl)

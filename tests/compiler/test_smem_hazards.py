@@ -29,12 +29,12 @@ def planted_job(both: bool, stages: int) -> Job:
 
 
 @pytest.mark.parametrize(("both", "stages", "found"), [(True, 2, 1), (False, 2, 0), (True, 1, 0)])
-def test_a_tile_that_is_overwritten_is_found(both: bool, stages: int, found: int) -> None:
+def test_overwritten_tile_is_found(both: bool, stages: int, found: int) -> None:
     """x, read by registers and the product: it gets one slot, and is loaded a turn ahead."""
     assert len(find_hazard(kernel_ir(planted_job(both, stages), gpu_too=True))) == found
 
 
-def test_a_kernel_that_overwrites_tiles_is_refused() -> None:
+def test_kernel_overwriting_tiles_is_refused() -> None:
     worker = Worker()
     try:
         refused = worker.compile(planted_job(True, 2))
@@ -45,7 +45,7 @@ def test_a_kernel_that_overwrites_tiles_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_barrier_that_is_left_behind_is_found(ended: bool) -> None:
+def test_leftover_barrier_is_found(ended: bool) -> None:
     pytest.importorskip("triton.experimental.gluon")
     name = "tests.support.planted_barriers:barrier_kernel"
     job = Job(name, {"o_ptr": "*fp32"}, {"ENDED": ended}, {}, 4, 1, {}, "sm_90")
@@ -153,7 +153,7 @@ def test_kernels_leave_no_barrier_behind(op: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", sorted({x.op for x in SAMPLES}))
-def test_no_kernel_loses_what_is_in_shared_memory(op: str) -> None:
+def test_kernels_have_no_smem_hazard(op: str) -> None:
     for impl in (None, "triton"):
         for shape in REPRESENTATIVE:
             raced = {k: x for k, x in found(op, shape, impl).items() if x}

@@ -50,7 +50,7 @@ def test_judge(arch: str, of: dict, status: str, words: str) -> None:
     assert got == status and words in reason and bool(words) == bool(reason)
 
 
-def test_a_kernel_in_gluon_chooses_its_instructions() -> None:
+def test_gluon_kernel_has_its_instructions() -> None:
     job = replace(JOB, kernel="slipstream.kernels.linear.sm90.delta.solve_tril:some_kernel")
     both, none = {"wgmma": 4, "mma.sync": 1}, {"mma.sync": 1}
     assert support_matrix.judge(job, outcome(instructions=both)) == ("ok", "")
@@ -97,7 +97,7 @@ def test_attempt_names_the_known_fault_behind_a_crash() -> None:
 
 
 @compiles
-def test_a_sample_of_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command runs it: one operator, forward, on two architectures."""
     from typer.testing import CliRunner
 
@@ -118,9 +118,7 @@ def test_a_sample_of_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @compiles
-def test_a_hang_is_tried_again_by_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrix_retries_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from slipstream.cli.commands import app
@@ -157,7 +155,7 @@ def test_page_is_that_of_the_recorded_data() -> None:
     assert support_page.page(support_data.read(support_page.DATA)) == support_page.PAGE.read_text()
 
 
-def test_the_page_says_what_runs_where() -> None:
+def test_support_page_cells() -> None:
     from slipstream.tools.support_page import page
 
     ok, slow, refused = ["ok", ""], ["slow", "spills 4096 bytes a thread"], ["refused", "too wide"]
@@ -183,7 +181,7 @@ def test_the_page_says_what_runs_where() -> None:
 @pytest.mark.parametrize(
     ("cell", "words"), [(["ok", ""], ""), (["slow", "no tensor cores"], "no tensor cores; ")]
 )
-def test_the_page_names_workarounds(cell: list[str], words: str) -> None:
+def test_support_page_names_workarounds(cell: list[str], words: str) -> None:
     """Attention in bf16 on sm_70 under Triton 3.3 computes in float32."""
     from slipstream.tools.support_page import page
 
@@ -193,7 +191,7 @@ def test_the_page_names_workarounds(cell: list[str], words: str) -> None:
     assert f"1. {words}with workarounds for rounding-mode" in text
 
 
-def test_what_stops_a_run_of_the_matrix_is_raised() -> None:
+def test_matrix_raises_errors_of_done() -> None:
     """A full disk, say: else the rows that are missing would not be missed."""
 
     def full(job: Job, row: support_matrix.Row) -> None:
@@ -257,7 +255,7 @@ def test_cover_takes_the_fewest() -> None:
     assert smallest_cover([]) == [] and smallest_cover([{1}, {1, 2}]) == [1]
 
 
-def test_cover_counts_a_type_that_is_not_the_first_tensors() -> None:
+def test_cover_counts_other_tensor_types() -> None:
     """Three dtypes, a gate of that or float32, and a bias that is there or not: three variants."""
     tensors = [
         {"x_ptr": f"*{x}", "g_ptr": f"*{g}", **({"b_ptr": f"*{x}"} if biased else {})}
@@ -275,7 +273,7 @@ def test_cover_counts_a_type_that_is_not_the_first_tensors() -> None:
 
 
 @compiles
-def test_rows_hold_until_the_kernel_or_a_compiler_changes(
+def test_rows_are_valid_until_sources_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from slipstream.tools import matrix_cache as rows
@@ -306,9 +304,7 @@ def test_rows_hold_until_the_kernel_or_a_compiler_changes(
     assert rows.RowCache(about).split([(job, ("rms_norm",))])[0] == []
 
 
-def test_a_changed_family_is_no_longer_verified(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from slipstream.tools import support_page
 
     monkeypatch.setattr(support_page, "VERIFIED", tmp_path / "verified.json")

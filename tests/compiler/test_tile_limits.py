@@ -71,7 +71,7 @@ def test_every_tile_of_the_norms_can_run(arch: Arch) -> None:
                 norm.check(tile, size, arch)
 
 
-def test_tiles_that_cannot_run_are_refused_with_the_nearest_that_can() -> None:
+def test_refused_tile_names_nearest_legal() -> None:
     """What a tuner may try: each of these would end in the compiler, or be wrong."""
     wide = tiles.Tile(64, 256, 8, 4, tma=True)
     with pytest.raises(ValueError, match=r"walk: sm_86 has no TMA; .* is Tile\(C=64, .* tma=False"):
@@ -101,7 +101,7 @@ def test_tiles_that_cannot_run_are_refused_with_the_nearest_that_can() -> None:
         norm.check(norm_tiles.Tile(1, 32768, 32, 0, 1), 2, ARCHS["gfx942"])
 
 
-def test_what_tma_and_stages_may_be() -> None:
+def test_tma_and_stage_limits() -> None:
     box = TileRequirements(2, 4, 2, boxes=((64, 512),))
     assert "5 dimensions of up to 256" in (violation(box, ARCHS["sm_90"]) or "")
     assert "multiples of 16 bytes" in (
@@ -133,9 +133,7 @@ def products() -> Iterator[Any]:
 
 @compiles
 @pytest.mark.parametrize(("arch", "rows", "warps"), [*products()])
-def test_the_compiler_takes_the_instruction_that_is_foretold(
-    arch: Arch, rows: int, warps: int
-) -> None:
+def test_instruction_is_as_predicted(arch: Arch, rows: int, warps: int) -> None:
     tensors = {"x_ptr": "*bf16", "y_ptr": "*bf16", "o_ptr": "*fp32"}
     constants = {"M": rows, "N": 64}
     job = Job(

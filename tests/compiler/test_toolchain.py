@@ -49,7 +49,7 @@ def test_select_ptxas_leaves_what_would_break(other: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("given", ["/nowhere/ptxas", ""])
-def test_a_path_that_does_not_run_is_told_and_replaced(
+def test_broken_ptxas_path_is_replaced(
     other: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     """Triton itself would take its own without a word, or fail."""
@@ -61,9 +61,7 @@ def test_a_path_that_does_not_run_is_told_and_replaced(
     monkeypatch.delenv(toolchain.VARIABLE)
 
 
-def test_a_path_for_blackwell_that_does_not_run_is_told(
-    other: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_blackwell_ptxas_path_warns(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(toolchain.BLACKWELL, "/nowhere/ptxas")
     with pytest.warns(RuntimeWarning, match=r"BLACKWELL_PATH: '/nowhere/ptxas' does not run"):
         toolchain.select_ptxas(("sm_100",))
@@ -80,7 +78,7 @@ def test_ptxas_path_and_version(other: Path) -> None:
     assert toolchain.ptxas_version("/nowhere/ptxas") is None
 
 
-def test_a_toolkit_will_do_if_its_ptxas_is_new_enough(
+def test_toolkit_ptxas_if_new_enough(
     other: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.undo()

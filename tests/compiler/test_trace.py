@@ -55,7 +55,7 @@ def test_trace_leaves_gradients_out_if_told() -> None:
     assert "delta_chunk_fwd_kernel" in names and "delta_dqkg_kernel" not in names
 
 
-def test_trace_of_plain_torch_says_so_and_puts_everything_back() -> None:
+def test_trace_of_plain_torch() -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     from slipstream.compiler.trace import PlainTorch, trace
@@ -93,7 +93,7 @@ def test_cached_says_whether_a_first_call_would_compile(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_a_call_of_no_sequences_can_be_planned(arch: str) -> None:
+def test_trace_of_no_sequences(arch: str) -> None:
     """Every chunked operator: how many programs there are divides nothing."""
     from slipstream.compiler.trace import trace
     from slipstream.tools.catalog import SAMPLES, Sample, Shape
@@ -108,7 +108,7 @@ def test_a_call_of_no_sequences_can_be_planned(arch: str) -> None:
 
 
 @pytest.mark.parametrize("H", [1, 2])
-def test_a_state_is_copied_that_is_not_contiguous(H: int) -> None:
+def test_trace_copies_strided_state(H: int) -> None:
     from slipstream.compiler.trace import trace
 
     def call(device: torch.device) -> Any:

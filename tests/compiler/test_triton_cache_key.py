@@ -59,7 +59,7 @@ def test_digest_follows_the_files(triton: Any, name: str) -> None:
     assert "2" not in triton.fresh()
 
 
-def test_digest_that_cannot_be_read_or_kept_is_computed(triton: Any, tmp_path: Path) -> None:
+def test_unreadable_digest_is_computed(triton: Any, tmp_path: Path) -> None:
     want = triton.fresh()
     (tmp_path / "cache/triton_digest.json").write_text("{")
     assert triton.fresh() == want

@@ -33,7 +33,7 @@ def _metadata(version: str) -> str:
     return f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n"
 
 
-def test_a_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
+def test_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
     # Neither imported nor looked for: setuptools would leave distutils alone from then on, and warn
     # later, when torch's inductor imports it, that distutils was there before.
     if not any(x.name == "pip" for x in distributions()):
@@ -51,9 +51,7 @@ def test_a_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
-def test_the_matrix_compiles_under_another_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrix_under_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a child that finds it before the one that is here: the same code, of another version."""
     from typer.testing import CliRunner
 
@@ -83,7 +81,7 @@ def test_the_matrix_compiles_under_another_release(
 
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton")
-def test_what_stops_every_kernel_of_a_release_is_said_of_each_operator() -> None:
+def test_blocking_fault_is_the_reason_of_each_operator() -> None:
     from slipstream.tools.backend_query import find_kernels
     from slipstream.tools.catalog import REPRESENTATIVE, chosen
 

@@ -74,7 +74,7 @@ def program(given: Any, to: Any, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_ordered_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detector_finds_unordered_accesses(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_WAIT", 1.0)
     x, y = np.arange(4.0 * N).reshape(2 * N, 2), np.zeros((2 * N, 2))
     given, to = (threads.Descriptor(z, (2, 2)) for z in (x, y))

@@ -31,7 +31,7 @@ def cache_of(D: int, DV: int, page: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("window", [(-1, -1), (100, 0)], ids=["all", "window"])
 @pytest.mark.parametrize(("T", "page"), [(1, 0), (3, 16), (1, 96), (2, 30)])
 @pytest.mark.parametrize(("D", "DV"), [(64, 64), (128, 128), (80, 80), (192, 128)])
-def test_a_cache_grows_and_is_read(
+def test_cache_grows_and_is_read(
     D: int, DV: int, T: int, page: int, window: tuple[int, int], interleaved: bool
 ) -> None:
     cos, sin = rotary_tables(torch.arange(S), D // 2)

@@ -176,7 +176,7 @@ def flash_calls() -> dict[str, tuple[Callable[[], Any], Any]]:
 
 
 @pytest.mark.parametrize("name", ["func", "varlen", "paged"])
-def test_flash_attn_does_not_sync_and_repeats_its_bits(name: str) -> None:
+def test_flash_attn_no_sync_same_bits(name: str) -> None:
     call, leaves = flash_calls()[name]
 
     def run() -> list[Tensor]:

@@ -33,7 +33,7 @@ def weights(impl: str, device: str) -> Tensor:
     return softmax(terms, AttentionOptions(1.0, dropout=0.3), impl)[0][0]
 
 
-def test_a_seed_drops_the_same_weights_everywhere() -> None:
+def test_dropout_seed_is_portable() -> None:
     want = weights("eager", "cpu")
     for impl in ("eager", "triton"):
         got = weights(impl, "cuda").cpu()

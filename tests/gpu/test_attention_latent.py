@@ -59,7 +59,7 @@ def test_latent_attention_matches_reference(name: str, dtype: torch.dtype) -> No
 
 
 @every_call
-def test_latent_attention_does_not_sync_and_follows_lengths_in_a_graph(name: str) -> None:
+def test_latent_attention_in_cuda_graph(name: str) -> None:
     q, latent, lengths, table, width = on_gpu(name)
 
     def run() -> Tensor:

@@ -53,7 +53,7 @@ def test_kernels_match_reference(call: Call, D: int) -> None:
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
+def test_packed_nan_stays_in_its_sequence(D: int) -> None:
     from slipstream.kernels.attention.sm90 import launch
 
     call = Call("pair", B=2, T=333, S=333, H=2, HKV=2, right=0)

@@ -205,7 +205,7 @@ def test_linear_cross_entropy_takes_little_memory(N: int, V: int) -> None:
 
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_wrong_target_is_found_by_the_next_call(linear: bool, reduction: str) -> None:
+def test_wrong_target_raises_at_next_call(linear: bool, reduction: str) -> None:
     logits = torch.randn(5000, 40, device="cuda").requires_grad_()
     weight = torch.randn(60, 40, device="cuda").requires_grad_()
     V = 60 if linear else 40
@@ -234,7 +234,7 @@ def test_a_wrong_target_is_found_by_the_next_call(linear: bool, reduction: str) 
     raise_pending()
 
 
-def test_no_features_and_no_rows() -> None:
+def test_blocks_of_no_features_or_rows() -> None:
     for shape in ((0, 64), (3, 0, 64)):
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
         w = torch.ones(64, device="cuda", dtype=torch.bfloat16).requires_grad_()

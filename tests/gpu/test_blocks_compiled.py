@@ -75,7 +75,7 @@ def test_update_moves_the_pool_on_under_compile() -> None:
 
 
 @pytest.mark.parametrize("impl", [None, "eager"])
-def test_token_shift_on_cuda_is_exact_with_nan_around(impl: str | None) -> None:
+def test_token_shift_with_nan_around(impl: str | None) -> None:
     x = torch.randn(1, 3000, 1500, device="cuda", dtype=torch.bfloat16)
     x[:, 700:800] = torch.nan
     cu = torch.tensor([0, 0, 700, 800, 801, 3000, 3000], device="cuda")
@@ -88,7 +88,7 @@ def test_token_shift_on_cuda_is_exact_with_nan_around(impl: str | None) -> None:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
-def test_glu_linear_on_cuda_has_the_gradients_of_its_parts(activation: str) -> None:
+def test_glu_linear_gradients_on_cuda(activation: str) -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 

@@ -58,7 +58,7 @@ def test_chosen_kernels_never_wait_for_the_device(op: Sample, size: str) -> None
 @pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
 # the graph is captured on another stream than the one that made the leaves, which is idle
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_chosen_kernels_in_a_cuda_graph_follow_new_packed_lengths(op: Sample) -> None:
+def test_chosen_kernels_in_cuda_graph_new_lengths(op: Sample) -> None:
     args, inputs = leaves(on_cuda(op.inputs(replace(SIZES["packed"], dtype=torch.bfloat16))))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -76,7 +76,7 @@ def test_chosen_kernels_in_a_cuda_graph_follow_new_packed_lengths(op: Sample) ->
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_step_in_a_cuda_graph_follows_new_slots_and_never_waits() -> None:
+def test_step_in_cuda_graph_new_slots() -> None:
     N, H, D, slots = 5, 4, 128, 9
     make: Any = {"device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(N, 1, H, D, **make) for _ in range(3))

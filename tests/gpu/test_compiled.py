@@ -58,7 +58,7 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
 @every_operator
 # the graph is captured on another stream than the one that made the leaves, which is idle
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_backward_in_a_cuda_graph_follows_new_packed_lengths(op: Sample) -> None:
+def test_backward_in_cuda_graph_new_lengths(op: Sample) -> None:
     args, inputs = leaves(on_cuda(op.inputs(replace(SIZES["packed"], dtype=torch.bfloat16))))
 
     def step() -> list[Tensor]:

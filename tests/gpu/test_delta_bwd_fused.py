@@ -76,7 +76,7 @@ def test_backward_in_one_walk_matches_reference(
     expect(lambda: run(backend, terms, do, dfinal), want, {}, 2 * LIMIT)
 
 
-def test_a_graph_that_stays_keeps_the_states_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_graph_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Played from a record, too: the same bits each time."""
     from slipstream.kernels.linear.sm90.delta import backend, bwd_schedule
 

@@ -127,7 +127,7 @@ def test_matmul_goes_on_with_what_follows(impl: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
-def test_the_tile_of_128x32x32_runs_in_float32(precision: str) -> None:
+def test_matmul_tile_128x32x32_in_float32(precision: str) -> None:
     config = MatmulConfig(block_m=128, block_n=32, block_k=32)
     for turned in (False, True):
         a, b = drawn(300, 96, FP32, False), drawn(96, 80, FP32, turned)

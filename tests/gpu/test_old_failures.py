@@ -44,7 +44,7 @@ def test_retention_layer_in_bf16() -> None:
 
 
 @pytest.mark.parametrize(("K", "V"), WIDTHS)
-def test_attention_with_keys_and_values_of_different_widths(K: int, V: int) -> None:
+def test_attention_of_two_widths(K: int, V: int) -> None:
     q, k, v = (torch.randn(2, 300, 4, width) for width in (K, K, V))
     want = ops.attention(q.double(), k.double(), v.double())
     got = ops.attention(*(x.cuda().bfloat16() for x in (q, k, v)))
@@ -158,7 +158,7 @@ def test_check_sync_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.embedding(torch.tensor([0, 9], device="cuda"), torch.randn(5, 4, device="cuda"))
 
 
-def test_the_process_survives() -> None:
+def test_process_survives() -> None:
     """And so does one that never looks."""
     code = """
 import torch

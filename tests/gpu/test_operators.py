@@ -73,7 +73,7 @@ def test_operator_on_cuda_matches_reference(
 @pytest.mark.parametrize(
     "op", [x for x in LINEAR if x.name.startswith("chunk_")], ids=lambda op: op.name
 )
-def test_portable_kernels_give_the_same_bits_on_a_full_card(op: Sample, size: str) -> None:
+def test_portable_kernels_same_bits_under_load(op: Sample, size: str) -> None:
     """Tiles that a loop overwrites while products read them show in other bits, now and then."""
     args = on_cuda(op.inputs(replace(FULL[size], dtype=torch.bfloat16, gate="mixed")))
     chosen = supported(op, args, "triton")
@@ -103,7 +103,7 @@ def test_operator_on_cuda_never_waits_for_the_device(op: Sample, impl: str, size
 
 
 @every_operator
-def test_operator_in_a_cuda_graph_follows_new_packed_lengths(op: Sample) -> None:
+def test_operator_in_cuda_graph_new_lengths(op: Sample) -> None:
     size = SIZES["packed"]
     args = on_cuda(op.inputs(replace(size, dtype=torch.bfloat16)))
     flat(op(args, impl="triton"))

@@ -118,7 +118,7 @@ def test_replay_is_the_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gated", "kda"])
-def test_a_graph_takes_new_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_takes_new_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(call_replay, "ENABLED", False)
     terms = inputs(kind, True)

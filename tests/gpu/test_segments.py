@@ -78,7 +78,7 @@ def test_segments_match_reference(
 
 
 @pytest.mark.parametrize("form", ["kda", "dplr"])
-def test_a_long_sequence_is_as_if_it_were_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_equal_whole_sequence(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.linear.sm90.dplr import backend
 
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ pytestmark = [
 # of linear layers with a bias, torch's own among them
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
-def test_model_sharded_over_one_gpu_equals_the_whole_one(which: str) -> None:
+def test_model_sharded_over_one_gpu(which: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -179,7 +179,7 @@ def test_top_k_attention_sees_the_keys_selected(kind: str, blocks: bool) -> None
     torch.testing.assert_close(got, want)
 
 
-def test_sinks_of_each_query_take_part_in_the_softmax() -> None:
+def test_sinks_take_part_in_softmax() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8)
     sinks = torch.randn(2, 4, 5, 1)
     got = ours.slipstream_attention(torch.nn.Identity(), q, k, v, None, sinks=sinks)[0]

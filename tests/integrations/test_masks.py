@@ -50,7 +50,7 @@ def dense(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("static", [False, True])
-def test_mask_lets_through_what_the_mask_function_does(name: str, static: bool) -> None:
+def test_mask_equals_mask_function(name: str, static: bool) -> None:
     causal = "bidirectional" not in name
     for (T, S, q0, k0), kind in itertools.product(SHAPES, PADDINGS):
         padding = padding_of(kind, k0 + S)
@@ -76,7 +76,7 @@ def test_mask_lets_through_what_the_mask_function_does(name: str, static: bool) 
     not hasattr(hf, "remap_positions_for_packed_sequence"), reason="not in this transformers"
 )
 @pytest.mark.parametrize("name", ["causal", "causal window", "bidirectional window"])
-def test_packed_mask_lets_through_what_the_mask_function_does(name: str) -> None:
+def test_packed_mask_equals_mask_function(name: str) -> None:
     at = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0]]).expand(ROWS, -1)
     function = hf.and_masks(
         hf.remap_positions_for_packed_sequence(FUNCTIONS[name], at),

@@ -131,7 +131,7 @@ def test_bfloat16_is_as_exact_as_transformers(name: str) -> None:
     assert error() <= 1.5 * theirs
 
 
-def test_patch_names_what_it_replaced_once_and_unpatch_puts_it_back() -> None:
+def test_patch_and_unpatch() -> None:
     module = modeling_qwen3_next
     before = dict(vars(module)), module.Qwen3NextRMSNormGated.forward
     names = patch()
@@ -186,7 +186,7 @@ def tiny_class(name: str):
     return getattr(transformers, name)
 
 
-def test_what_ours_does_not_take_goes_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
+def test_patch_leaves_the_rest_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
     patching._say_theirs.cache_clear()
     theirs = modeling_qwen3_next.causal_conv1d_fn
     x, weight = torch.randn(2, 4, 6), torch.randn(4, 3)

@@ -121,7 +121,7 @@ def test_generation_matches_eager(name: str, cache: str, padded: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_prompt_in_parts_matches_eager(name: str, static: bool) -> None:
+def test_prompt_in_parts_matches_eager(name: str, static: bool) -> None:
     """Several queries on a cache, padded on the left."""
     eager, slip = make(name)
     ids, mask = torch.randint(1, 61, (2, 40)), torch.ones(2, 40, dtype=torch.int64)
@@ -151,7 +151,7 @@ def test_holes_go_through_a_dense_mask(caplog: pytest.LogCaptureFixture) -> None
     assert [x.name for x in caplog.records].count(ours.__name__) == 1
 
 
-def test_a_dense_mask_of_the_users_is_taken() -> None:
+def test_user_mask_is_taken() -> None:
     mask = torch.rand(2, 1, 12, 12) < 0.6
     mask |= torch.eye(12, dtype=torch.bool)
     added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
@@ -181,7 +181,7 @@ def test_bidirectional_attention_matches_eager() -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_function_of_unknown_make_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_mask_function_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_say_dense", lambda: None)
     every: Callable = lambda batch, head, q, k: (q + k) % 2 == 0  # noqa: E731
     mask = ours.slipstream_mask(2, 5, 5, mask_function=every)
@@ -216,7 +216,7 @@ def test_model_compiles(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_step_on_a_static_cache_compiles(padded: bool) -> None:
+def test_static_cache_step_compiles(padded: bool) -> None:
     """As generate does it: the mask is made outside of the graph."""
     torch._dynamo.reset()
     eager, slip = make("gemma2")

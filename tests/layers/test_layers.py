@@ -225,7 +225,7 @@ def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
         torch.testing.assert_close(y, layer(x, **options)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_rwkv7_takes_the_first_value_from_the_first_such_layer() -> None:
+def test_rwkv7_first_value() -> None:
     first, second = make("RWKV7", layer_idx=2), make("RWKV7", layer_idx=3)
     x = torch.randn(1, 5, D)
     y, _, v = first(x, output_value=True)

@@ -25,7 +25,7 @@ def in_process(rank: int, file: str, cases: list[tuple[str, bool | None]], mixer
 # of linear layers with a bias, torch's own among them
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
-def test_model_sharded_over_one_process_equals_the_whole_one(which: str) -> None:
+def test_model_sharded_over_one_process(which: str) -> None:
     """Its parameters are DTensors all the same."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -59,7 +59,7 @@ def test_shards_from_the_meta_device_are_initialised() -> None:
 
 
 @pytest.mark.slow
-def test_model_sharded_over_two_processes_equals_the_whole_one(tmp_path: Path) -> None:
+def test_model_sharded_over_two_processes(tmp_path: Path) -> None:
     choices = ("root", "blocks", "ends", "mixers", "tied", "everything")
     cases = [(which, reentrant) for which in choices for reentrant in (None, True, False)]
     mp.spawn(in_process, (str(tmp_path / "store"), cases, EVERY_MIXER), nprocs=RANKS)

@@ -221,7 +221,7 @@ def test_model_rejects_ids_outside_vocabulary(ids: list) -> None:
         model("hybrid")(torch.tensor(ids))
 
 
-def test_model_loss_is_the_cross_entropy_of_the_next_token() -> None:
+def test_model_loss_is_next_token_cross_entropy() -> None:
     m, ids = model("hybrid"), tokens(2, 9)
     labels = ids.clone()
     labels[0, :4] = -100
@@ -273,7 +273,7 @@ def test_model_head_is_the_embedding_only_if_tied() -> None:
 
 
 @torch.no_grad()
-def test_model_state_of_a_recurrent_model_does_not_grow() -> None:
+def test_recurrent_model_state_size() -> None:
     m = model("gated_deltanet")
     sizes = {m(tokens(1, n), use_cache=True).past_key_values.bytes() for n in (8, 64)}
     assert len(sizes) == 1

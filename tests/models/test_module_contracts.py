@@ -83,7 +83,7 @@ def test_model_applies_a_hook_on_the_embedding(tied: bool) -> None:
     torch.testing.assert_close(m(ids, labels=ids).loss, want)
 
 
-def test_model_with_frozen_weights_has_gradients_of_its_inputs() -> None:
+def test_model_input_gradients_with_frozen_weights() -> None:
     """As adapters under reentrant checkpointing need."""
     m, ids = model("gated_deltanet").requires_grad_(False), tokens(2, 9)
     assert not m(ids).logits.requires_grad
@@ -315,7 +315,7 @@ def test_model_initialises_what_a_checkpoint_lacks(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["mla", "hybrid"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_model_with_weights_offloaded_to_the_cpu_is_the_same(name: str, tied: bool) -> None:
+def test_model_with_cpu_offload(name: str, tied: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
     m, ids = model(name, tie_word_embeddings=tied).eval(), tokens(2, 9)
     with torch.no_grad():

@@ -61,7 +61,7 @@ def test_packed_rows_equal_separate_sequences(mixers: list[str], start: int) -> 
 
 
 @torch.no_grad()
-def test_sequence_begins_only_where_positions_do_not_go_on() -> None:
+def test_packing_boundaries_from_positions() -> None:
     m = model(HYBRID)
     first, second = row_of((3, 4))
     ids = torch.cat([first, second], 1)

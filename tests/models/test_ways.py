@@ -315,7 +315,7 @@ def test_model_trained_by_processes_is_the_same(ranks: int, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.slow) for n in MODELS]
 )
-def test_model_calls_a_linear_with_a_forward_of_its_own(name: str) -> None:
+def test_model_calls_overridden_linear(name: str) -> None:
     """As it calls layers whose inputs are rounded by hooks, and weights by a parametrization."""
     ids = torch.arange(18).mul(7).remainder(VOCAB).view(2, 9)
     own, by_hooks, plain = make(name), make(name), make(name)

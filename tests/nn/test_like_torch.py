@@ -49,7 +49,7 @@ if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # torch 2.13
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_module_loads_torchs_state_dict_and_gives_its_numbers(case: tuple) -> None:
+def test_module_loads_torch_state_dict(case: tuple) -> None:
     _, theirs, ours, inputs = case
     torchs, mine, given = theirs(), ours(), inputs()
     for p in torchs.parameters():
@@ -69,13 +69,13 @@ def test_module_loads_torchs_state_dict_and_gives_its_numbers(case: tuple) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_rms_norm_without_eps_is_torchs_for_small_numbers(dtype: torch.dtype) -> None:
+def test_rms_norm_default_eps(dtype: torch.dtype) -> None:
     x = (rows(5) / 1024).to(dtype)
     theirs, ours = torch.nn.RMSNorm(D, dtype=dtype), nn.RMSNorm(D, dtype=dtype)
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_what_torch_has_elsewhere_is_not_taken_by_place() -> None:
+def test_further_arguments_are_keyword_only() -> None:
     """Where torch's module has an argument that ours has not, none of ours moves up."""
     for make in (lambda: nn.Embedding(9, D, 0), lambda: nn.CrossEntropyLoss(torch.ones(D))):  # pyright: ignore
         with pytest.raises(TypeError, match="positional argument"):
@@ -119,7 +119,7 @@ def test_gated_mlp_is_its_three_layers(activation: str, bias: bool) -> None:
     }  # fmt: skip
 
 
-def test_gated_mlp_calls_what_somebody_put_around_its_last_layer() -> None:
+def test_gated_mlp_calls_wrapped_last_layer() -> None:
     x, seen = rows(5), []
     hooked = nn.SwiGLU(D, 20)
     hooked.down_proj.register_forward_hook(lambda *given: seen.append(given[1][0].shape))
@@ -251,7 +251,7 @@ def test_norms_of_sums_and_gates_are_the_operators() -> None:
         nn.LayerNorm((3, D))
 
 
-def test_rotary_turns_q_and_k_of_packed_sequences_alike() -> None:
+def test_rotary_of_packed_q_and_k() -> None:
     turn = nn.RotaryEmbedding(8, xpos=16.0)
     q, k = torch.randn(1, 9, 2, 10), torch.randn(1, 9, 1, 10)
     offsets = torch.tensor([0, 4, 9])

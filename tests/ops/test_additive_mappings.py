@@ -34,7 +34,7 @@ def positive() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("fn", both("linear_attn"))
 @pytest.mark.parametrize("v_first", [False, True])
-def test_linear_attn_normalize_divides_by_the_sum_of_weights(fn: Callable, v_first: bool) -> None:
+def test_linear_attn_normalize_divides_by_sum(fn: Callable, v_first: bool) -> None:
     args, kv, z = positive(), randn(B, HV, K, V), randn(B, 1, HV, K).exp()
     numerator, want_kv = trace(linear_attn(**args, S=kv))
     q, k = grouped(args["q"], args["k"])
@@ -53,7 +53,7 @@ def test_linear_attn_normalize_divides_by_the_sum_of_weights(fn: Callable, v_fir
     near(got_z, sums[:, -1:])
 
 
-def test_linear_attn_normalize_defaults_are_those_of_its_two_forms() -> None:
+def test_linear_attn_normalize_defaults() -> None:
     args = positive()
     _, state = ops.chunk_linear_attn(**args, output_final_state=True)
     assert isinstance(state, tuple)
@@ -133,7 +133,7 @@ def test_lightning_attn_rejects_layers_out_of_range(layer_idx: int, num_layers: 
 
 
 @pytest.mark.parametrize("fn", both("simple_gla"))
-def test_simple_gla_gamma_is_a_decay_for_all_tokens(fn: Callable) -> None:
+def test_simple_gla_gamma_is_constant_decay(fn: Callable) -> None:
     args = qkv()
     gamma = log_decay(HV).requires_grad_()
     wide = gamma.detach().expand(B, T, HV).clone().requires_grad_()

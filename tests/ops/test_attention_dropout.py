@@ -56,7 +56,7 @@ def test_weights_are_dropped_at_the_rate_asked_for() -> None:
     assert not torch.equal(p[0], p[1]) and not torch.equal(p[:, :128], p[:, 128:256])
 
 
-def test_seed_repeats_a_call_and_the_next_call_differs() -> None:
+def test_dropout_follows_the_seed() -> None:
     q, k, v = inputs(200)
     first = dropped(1, q, k, v, dropout_p=0.5)
     second = attention(q, k, v, dropout_p=0.5)
@@ -87,7 +87,7 @@ def test_checkpointing_changes_no_gradient(reentrant: bool) -> None:
         assert torch.equal(got, want)
 
 
-def test_everything_dropped_is_zero_and_lse_is_as_without() -> None:
+def test_dropout_of_everything() -> None:
     q, k, v = inputs()
     o, lse = attention(q, k, v, dropout_p=1.0, return_lse=True)
     assert not o.any()

@@ -56,7 +56,7 @@ def test_attention_feature_compiles_fullgraph(options: dict[str, Any]) -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_attention_over_two_halves_of_the_keys_joins_by_lse() -> None:
+def test_attention_lse_joins_two_halves() -> None:
     q, k, v = qkv()
     o, lse = attention(q, k, v, causal=False, return_lse=True)
     halves = [
@@ -69,7 +69,7 @@ def test_attention_over_two_halves_of_the_keys_joins_by_lse() -> None:
     torch.testing.assert_close(torch.stack([x for _, x in halves]).logsumexp(0), lse)
 
 
-def test_attention_gate_is_a_product_of_what_is_kept() -> None:
+def test_attention_gate_is_a_product() -> None:
     """One key far back, all scores 0: its weight is exp of the gates after it."""
     q, k = torch.zeros(1, 6, 1, 4), torch.zeros(1, 6, 1, 4)
     v = torch.eye(6)[None, :, None]
@@ -80,7 +80,7 @@ def test_attention_gate_is_a_product_of_what_is_kept() -> None:
         torch.tensor([0, 0, 0, 0, 1.0, 1.0])) / (1 + torch.tensor(-0.5).exp()))  # fmt: skip
 
 
-def test_attention_that_sees_nothing_has_no_lse_and_no_gradient() -> None:
+def test_attention_of_no_keys() -> None:
     q, k, v = (x.requires_grad_() for x in (*qkv(3)[:2], torch.randn(1, 3, 2, 6)))
     o, lse = attention(q, k, v, return_lse=True)
     assert torch.equal(lse[..., :17], torch.full((1, 4, 17), -torch.inf))

@@ -31,7 +31,7 @@ from tests.support.recurrences import (
 
 
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "comba"])
-def test_operator_l2_norm_in_kernel_is_the_norm_outside(name: str) -> None:
+def test_operator_l2_norm_in_kernel(name: str) -> None:
     args = arguments(name)
     for key in ("q", "k", "p"):
         if key in args:
@@ -45,7 +45,7 @@ def test_operator_l2_norm_in_kernel_is_the_norm_outside(name: str) -> None:
         near(fn(**args, use_qk_l2norm_in_kernel=True)[0], fn(**outside)[0])
 
 
-def test_delta_rule_beta_is_optional_and_by_column_token_by_token() -> None:
+def test_fused_recurrent_delta_rule_beta_shapes() -> None:
     args = qkv(unit)
     one = ops.fused_recurrent_delta_rule(**args)[0]
     near(one, ops.chunk_delta_rule(**args, beta=torch.ones(*SCALAR).double())[0])
@@ -80,7 +80,7 @@ def test_kda_gate_in_kernel_is_the_gate_outside(
     near(got, fn(**args, g=g)[0])
 
 
-def test_kda_gate_in_kernel_does_without_rate_or_bias() -> None:
+def test_kda_gate_in_kernel_without_rate_or_bias() -> None:
     args, raw = {**qkv(unit), "beta": beta(*SCALAR)}, randn(*CHANNEL)
     got, _ = ops.chunk_kda(**args, g=raw, use_gate_in_kernel=True, lower_bound=-5.0)
     near(got, ops.chunk_kda(**args, g=-5 * raw.sigmoid())[0])
@@ -89,7 +89,7 @@ def test_kda_gate_in_kernel_does_without_rate_or_bias() -> None:
     near(got, ops.chunk_kda(**args, g=-A_log.exp()[:, None] * F.softplus(raw))[0])
 
 
-def test_kda_safe_gate_is_a_promise_and_is_checked() -> None:
+def test_kda_safe_gate_is_checked() -> None:
     args = {**qkv(unit), "beta": beta(*SCALAR), "g": log_decay(*CHANNEL)}
     plain, _ = ops.chunk_kda(**args)
     near(ops.chunk_kda(**args, safe_gate=True)[0], plain)
@@ -120,9 +120,7 @@ def test_operator_sigmoid_in_kernel_is_the_sigmoid_outside(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
-def test_operator_sigmoid_in_kernel_has_the_bits_of_the_sigmoid_outside(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_operator_sigmoid_in_kernel_bits(name: str, dtype: torch.dtype) -> None:
     args = {x: y.to(dtype) for x, y in arguments(name).items()}
     raw = (4 * randn(*SCALAR)).to(dtype)
     for fn in both(name):
@@ -171,7 +169,7 @@ def test_comba_erases_what_was_there_before_the_decay(fn: Callable, impl: str, l
 
 
 @pytest.mark.parametrize("name", ["dplr_delta_rule", "rwkv7"])
-def test_operator_bounded_gate_is_a_promise_and_is_checked(name: str) -> None:
+def test_operator_bounded_gate_is_checked(name: str) -> None:
     args = arguments(name)
     fn = both(name)[0]
     near(fn(**args, safe_gate=True, lower_bound=-9.0)[0], fn(**args)[0])
@@ -194,13 +192,13 @@ def test_gated_delta_product_goes_without_decay(fn: Callable) -> None:
 
 
 @pytest.mark.parametrize("fns", list(zip(both("gated_delta_product"), both("gated_delta_rule"))))
-def test_gated_delta_product_of_one_is_the_gated_delta_rule(fns: tuple) -> None:
+def test_gated_delta_product_of_one_step(fns: tuple) -> None:
     args = arguments("gated_delta_rule")
     near(fns[0](**args, num_householder=1)[0], fns[1](**args)[0])
 
 
 @pytest.mark.parametrize("fn", both("gated_delta_product"))
-def test_gated_delta_product_reverse_keeps_the_order_within_a_token(fn: Callable) -> None:
+def test_gated_delta_product_reverse_step_order(fn: Callable) -> None:
     args = householder(True)
 
     def turn(x: Tensor, n: int) -> Tensor:
@@ -213,7 +211,7 @@ def test_gated_delta_product_reverse_keeps_the_order_within_a_token(fn: Callable
     same(got, (K**-0.5 * want.flip(1), state), 1e-11)
 
 
-def test_gated_delta_product_takes_the_number_of_steps_in_place() -> None:
+def test_gated_delta_product_positional_steps() -> None:
     args = householder(True)
     near(
         ops.chunk_gated_delta_product(*args.values(), 3)[0],

@@ -27,7 +27,7 @@ def test_embedding_rejects_an_id_outside_the_vocabulary(bad: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_embedding_rejects_an_id_outside_the_vocabulary_when_compiled() -> None:
+def test_compiled_embedding_rejects_wrong_ids() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(embedding, fullgraph=True, dynamic=True, backend="aot_eager")
     weight = torch.randn(5, 3)

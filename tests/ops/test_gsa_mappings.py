@@ -80,7 +80,7 @@ def test_gsa_without_gate_refuses_what_it_cannot_continue() -> None:
         ops.chunk_gsa(**args, cu_seqlens=torch.tensor([0, T]))
 
 
-def test_gsa_rejects_heads_and_states_that_do_not_fit() -> None:
+def test_gsa_rejects_wrong_heads_and_states() -> None:
     args, g = slots(), log_decay(B, T, H, M)
     with pytest.raises(ValueError, match="heads of q: want a multiple of heads of k = 2, got 3"):
         ops.chunk_gsa(**{**args, "q": randn(B, T, 3, K)}, g=g)

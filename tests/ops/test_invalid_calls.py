@@ -296,12 +296,12 @@ def _fuzz(data: st.DataObject) -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(st.data())
-def test_operator_refuses_what_is_wrong_at_any_size(data: st.DataObject) -> None:
+def test_operator_refuses_wrong_arguments(data: st.DataObject) -> None:
     _fuzz(data)
 
 
 @pytest.mark.slow
 @settings(max_examples=5000, deadline=None, derandomize=True, database=None)
 @given(st.data())
-def test_operator_refuses_what_is_wrong_at_any_size_often(data: st.DataObject) -> None:
+def test_operator_refuses_wrong_arguments_often(data: st.DataObject) -> None:
     _fuzz(data)

@@ -23,7 +23,7 @@ def test_losses_match_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, **options), want)
 
 
-def test_linear_cross_entropy_does_not_depend_on_its_chunks(monkeypatch: Any) -> None:
+def test_linear_cross_entropy_chunk_independence(monkeypatch: Any) -> None:
     hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
     target = torch.randint(0, 30, (50,))
 
@@ -38,7 +38,7 @@ def test_linear_cross_entropy_does_not_depend_on_its_chunks(monkeypatch: Any) ->
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_losses_of_ignored_rows_are_zero_whatever_they_hold(reduction: str) -> None:
+def test_losses_of_ignored_rows_are_zero(reduction: str) -> None:
     hidden = torch.full((3, 4), torch.inf, requires_grad=True)
     target = torch.full((3,), 7)
     weight = torch.randn(9, 4)
@@ -62,7 +62,7 @@ def test_cross_entropy_takes_logits_of_minus_infinity() -> None:
     assert grad.isfinite().all()
 
 
-def test_linear_cross_entropy_makes_no_gradients_that_nobody_wants(monkeypatch: Any) -> None:
+def test_linear_cross_entropy_skips_unused_gradients(monkeypatch: Any) -> None:
     wanted = []
     original = eager.linear_rows
 
@@ -91,7 +91,7 @@ def test_linear_cross_entropy_passes_opcheck(grads: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 4), (2, 3, 0), (0,)])
-def test_linear_cross_entropy_of_no_rows_or_no_features(shape: tuple[int, ...]) -> None:
+def test_linear_cross_entropy_empty(shape: tuple[int, ...]) -> None:
     hidden, weight = torch.randn(shape).requires_grad_(), torch.randn(6, shape[-1])
     target = torch.randint(0, 6, shape[:-1])
     loss = linear_cross_entropy(hidden, weight, target)

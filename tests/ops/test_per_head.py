@@ -15,7 +15,7 @@ def doubled(h: Tensor, by: float) -> Tensor:
     return h * by
 
 
-def test_a_formula_is_asked_once_for_each_option_and_dtype() -> None:
+def test_per_head_formula_is_cached() -> None:
     v = torch.zeros(1, 3, 5, 4)
     MADE.clear()
     first, again = per_head(v, doubled, 2.0), per_head(v.clone(), doubled, 2.0)
@@ -26,7 +26,7 @@ def test_a_formula_is_asked_once_for_each_option_and_dtype() -> None:
     assert MADE == [2.0, 2.0, 3.0, 2.0]
 
 
-def test_a_fake_tensor_leaves_none() -> None:
+def test_per_head_cache_skips_fake_tensors() -> None:
     MADE.clear()
     with FakeTensorMode():
         assert isinstance(per_head(torch.zeros(1, 3, 7, 4), doubled, 2.0), FakeTensor)
@@ -34,7 +34,7 @@ def test_a_fake_tensor_leaves_none() -> None:
     assert not isinstance(real, FakeTensor) and MADE == [2.0, 2.0]
 
 
-def test_made_in_inference_mode_it_takes_part_in_autograd() -> None:
+def test_per_head_made_in_inference_mode() -> None:
     given = [torch.randn(1, 3, 11, 4) for _ in range(3)]
     with torch.inference_mode():
         ops.chunk_lightning_attn(*given, 1, 4)

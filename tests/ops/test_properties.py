@@ -158,7 +158,7 @@ def test_operator_gives_the_same_bits_again(op: Sample) -> None:
 
 @every_operator
 @pytest.mark.parametrize("impl", [None, "reference"])
-def test_operator_past_keeps_its_bits_when_the_future_changes(op: Sample, impl: str | None) -> None:
+def test_operator_is_causal_bitwise(op: Sample, impl: str | None) -> None:
     assert not changed_bits(op, impl)
 
 

@@ -66,6 +66,6 @@ def test_block_matches_reference_at_any_size(data: st.DataObject) -> None:
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None, derandomize=True, database=None)
 @given(st.data())
-def test_operator_and_block_match_reference_at_any_size_often(data: st.DataObject) -> None:
+def test_reference_at_random_sizes_often(data: st.DataObject) -> None:
     _operator(data)
     _block(data)

@@ -48,7 +48,7 @@ def test_rotary_keeps_lengths_and_what_does_not_turn() -> None:
     assert torch.equal(y[:, 0], x[:, 0])
 
 
-def test_rotary_tables_by_position_or_by_token_are_the_same() -> None:
+def test_rotary_tables_by_position_or_token() -> None:
     x, at = torch.randn(2, 5, 3, 8), torch.randint(0, 20, (2, 5))
     by_position = rotary_embedding(x, *rotary_tables(torch.arange(20), 8), positions=at)
     assert torch.equal(by_position, rotary_embedding(x, *rotary_tables(at, 8)))

@@ -64,7 +64,7 @@ PERMITTED: dict[str, str] = {
 }
 
 
-def test_the_table_of_permitted_refusals_names_rows() -> None:
+def test_permitted_refusals_name_rows() -> None:
     assert PERMITTED.keys() <= {case.name for case in CASES}
     assert {case.name for case in CASES} >= SAMPLE
 
@@ -154,7 +154,7 @@ def test_gradients_under_autocast_are_those_of_16_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize("keep_h", [False, True], ids=["h dropped", "h returned"])
-def test_second_derivative_of_a_norm_that_saves_no_input(
+def test_norm_second_derivative_without_input(
     keep_h: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels' Function, by plain torch: it saves x + residual, and there is no weight."""
@@ -169,7 +169,7 @@ def test_second_derivative_of_a_norm_that_saves_no_input(
             torch.autograd.grad(first.sum() + loss, given, retain_graph=True)
 
 
-def test_a_graph_of_gradients_that_is_not_differentiated() -> None:
+def test_create_graph_without_second_derivative() -> None:
     """create_graph=True alone: the gradients may be read, and changed in place."""
     x, weight = torch.randn(2, 5, 6, requires_grad=True), torch.randn(6, requires_grad=True)
     loss = ops.rms_norm(x, weight).pow(2).sum()
@@ -214,7 +214,7 @@ def test_transforms_within_each_other_refuse_by_name() -> None:
             call()
 
 
-def test_transforms_of_what_is_around_an_operator_are_right() -> None:
+def test_transforms_around_an_operator() -> None:
     """Its own inputs are constants to them."""
     q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
     fixed = ops.chunk_retention(q, k, v)[0]
@@ -226,7 +226,7 @@ def test_transforms_of_what_is_around_an_operator_are_right() -> None:
     torch.testing.assert_close(torch.func.jvp(value, (v,), (q,))[1], (q * fixed).sum())
 
 
-def test_every_function_has_the_common_base_and_reads_what_it_saved_once() -> None:
+def test_functions_share_a_base() -> None:
     root = Path(slipstream.__file__).parent
     readers: list[str] = []
     # the base itself, and the operators alone

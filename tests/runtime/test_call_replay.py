@@ -81,7 +81,7 @@ def test_replay_matches_call() -> None:
     agree(Toy(doubled_sum), want, lambda: (torch.randn(4, 3).mT, torch.randn(3, 1), 2.0))
 
 
-def test_one_tensor_twice_is_not_for_ever() -> None:
+def test_replay_forgets_aliased_tensors() -> None:
     toy, x = Toy(lambda x, y: x - y), torch.randn(5)
     for _ in range(3):
         assert not toy.run(x, x).any()
@@ -219,7 +219,7 @@ def test_operations_are_played_with_tensors_anywhere() -> None:
     agree(Toy(body), want, lambda: (torch.randn(4), torch.randn(4)))
 
 
-def test_what_the_host_sees_is_not_recorded() -> None:
+def test_replay_skips_host_reads() -> None:
     def item(x: Tensor) -> Tensor:
         return x + x.sum().item()
 
@@ -253,7 +253,7 @@ def test_many_launches_pay_for_more_operations() -> None:
     agree(Toy(body), want, lambda: (torch.randn(3),))
 
 
-def test_nothing_is_recorded_where_somebody_looks() -> None:
+def test_replay_off_under_observers() -> None:
     toy, x = Toy(lambda x: x + 1), torch.randn(3)
     with FlopCounterMode(display=False):
         for _ in range(3):
@@ -280,7 +280,7 @@ def test_threads_record_their_own() -> None:
     assert not errors
 
 
-def test_a_launch_that_nobody_told_of_is_noticed() -> None:
+def test_replay_notices_untold_launch() -> None:
     def body(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         knobs.runtime.launch_enter_hook(None)
@@ -300,7 +300,7 @@ def test_autocast_does_not_reach_operations() -> None:
         assert toy.run(x, x).dtype == torch.float32
 
 
-def test_what_follows_is_compiled_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_compiles_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple] = []
     monkeypatch.setattr(parallel_compile, "compile_kernels", lambda call, args: call(*args))
 

@@ -57,7 +57,7 @@ WITHOUT_KERNEL = (
 )
 
 
-def test_a_call_on_a_gpu_in_plain_torch_is_reported_once_for_each_reason(on_gpu: Given) -> None:
+def test_fallback_warns_once_per_reason(on_gpu: Given) -> None:
     with pytest.warns(
         plan.FallbackWarning, match=r"conv runs in plain torch.*triton: K is too wide"
     ):
@@ -68,9 +68,7 @@ def test_a_call_on_a_gpu_in_plain_torch_is_reported_once_for_each_reason(on_gpu:
             choose(WITHOUT_KERNEL, call, None, family, on_gpu)
 
 
-def test_a_call_that_a_kernel_takes_or_that_names_plain_torch_is_not_reported(
-    on_gpu: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fallback_silent_when_not_needed(on_gpu: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plan.FALLBACK, "error")
     taken = (Candidate("triton", "a kernel"), Candidate("eager", "plain torch"))
     assert choose(taken, "K", None, "conv", on_gpu).impl == "triton"
@@ -79,9 +77,7 @@ def test_a_call_that_a_kernel_takes_or_that_names_plain_torch_is_not_reported(
     assert choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu).impl == "eager"
 
 
-def test_a_fallback_is_an_error_where_the_variable_says_so(
-    on_gpu: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fallback_variable_raises(on_gpu: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plan.FALLBACK, "error")
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"conv: no kernel takes .* K is too wide"):

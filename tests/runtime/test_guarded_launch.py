@@ -76,7 +76,7 @@ def test_attempt_falls_back_says_so_once_and_remembers(
     assert attempt(lambda: "ran") == "ran"
 
 
-def test_a_verdict_is_on_these_kernels(
+def test_verdict_is_per_kernel_kind(
     here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.demote(KIND, "it dies")
@@ -84,7 +84,7 @@ def test_a_verdict_is_on_these_kernels(
     assert make(monkeypatch).unusable(KIND) is None
 
 
-def test_attempt_never_replaces_what_was_asked_for_by_name(
+def test_attempt_keeps_named_impl(
     here: guarded_launch.CompilerState,
 ) -> None:
     with pytest.raises(NotImplementedError, match=r"linear\.triton .*: planted_.*impl=None"):
@@ -124,7 +124,7 @@ def test_probe_runs_once_and_demotes_a_mismatch(
         make(monkeypatch)
 
 
-def test_a_probe_leaves_random_numbers_and_modes_alone(here: guarded_launch.CompilerState) -> None:
+def test_probe_keeps_rng_and_modes(here: guarded_launch.CompilerState) -> None:
     def probe() -> str | None:
         x = torch.randn(3, requires_grad=True)
         (grad,) = torch.autograd.grad(x.sum(), x)
@@ -139,7 +139,7 @@ def test_a_probe_leaves_random_numbers_and_modes_alone(here: guarded_launch.Comp
     assert torch.equal(torch.rand(1), want)
 
 
-def test_a_probe_that_cannot_run_decides_nothing(here: guarded_launch.CompilerState) -> None:
+def test_failed_probe_decides_nothing(here: guarded_launch.CompilerState) -> None:
     def probe() -> str | None:
         raise torch.OutOfMemoryError("no memory")
 
@@ -162,7 +162,7 @@ def test_a_probe_that_cannot_run_decides_nothing(here: guarded_launch.CompilerSt
         ("sm_80", "12.8.93", []),
     ],
 )
-def test_a_mismatch_names_the_faults_it_may_come_from(
+def test_mismatch_names_known_faults(
     here: guarded_launch.CompilerState,
     monkeypatch: pytest.MonkeyPatch,
     arch: str,
@@ -186,7 +186,7 @@ def test_a_mismatch_names_the_faults_it_may_come_from(
     assert all(x in (found.unusable(KIND) or "") for x in known)
 
 
-def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guarded_launch.CompilerState) -> None:
+def test_probe_leaves_wrong_ids_to_the_caller(here: guarded_launch.CompilerState) -> None:
     def probe() -> str | None:
         raise guarded_launch.WrongId(
             "input_ids: id 9 at position (0,) is outside the vocabulary of 5"
@@ -198,7 +198,7 @@ def test_a_wrong_id_found_during_a_probe_is_the_callers(here: guarded_launch.Com
     assert attempt(lambda: "ran") == "ran"
 
 
-def test_scaled_fp8_products_are_not_tried_where_they_are_wrong(
+def test_scaled_fp8_is_not_tried_where_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
@@ -247,7 +247,7 @@ def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_kernels_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; Triton 3.2 dies of any product on sm_120, and of nothing else."""
     old = guarded_launch.CompilerState("sm_70", "3.6.0", "13.0.88", passive=True)
     assert "ptxas13-volta" in (old.unusable(("norm.triton",)) or "")
@@ -256,7 +256,7 @@ def test_what_a_fault_blocks_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> No
     assert new.unusable(("norm.triton",)) is None and not new.quiet
 
 
-def test_products_are_of_float32_where_the_compiler_can_do_no_others(
+def test_products_in_float32_where_16_bits_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """bf16 under Triton 3.3 on sm_70 and sm_75: an LLVM error."""
@@ -270,7 +270,7 @@ def test_products_are_of_float32_where_the_compiler_can_do_no_others(
     assert not guarded_launch.needs_fp32_operands(torch.empty(1, dtype=torch.bfloat16))
 
 
-def test_a_cpu_has_no_compiler_to_guard() -> None:
+def test_cpu_has_no_compiler_state() -> None:
     assert guarded_launch.compiler_state(CPU) is None
     assert attempt(lambda: "ran", None) == "ran"
 
@@ -278,7 +278,7 @@ def test_a_cpu_has_no_compiler_to_guard() -> None:
 @pytest.mark.parametrize(
     ("capability", "name"), [((12, 1), "sm_121"), ((8, 7), "sm_87"), ((6, 1), "sm_61")]
 )
-def test_an_unlisted_gpu_is_guarded_under_its_own_name(
+def test_unlisted_gpu_keeps_its_name(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
 ) -> None:
     watched: list[tuple[str, Any]] = []
@@ -299,7 +299,7 @@ def test_an_unlisted_gpu_is_guarded_under_its_own_name(
     assert found is not None and found.guards and watched == [(name, (0,))]
 
 
-def test_an_amd_gpu_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_gpu_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """And gfx942's limits and faults: the child compiles for what is there."""
     properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -310,7 +310,7 @@ def test_an_amd_gpu_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tf32x3-on-hip" in {x.name for x in applying("gfx90a", "3.6.0")}
 
 
-def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_hook_without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to Triton 3.3 it is an attribute of JITFunction."""
     if not HAVE_TRITON:
         pytest.skip("wants Triton")
@@ -336,7 +336,7 @@ def test_the_guard_finds_its_hook_before_triton_had_knobs(monkeypatch: pytest.Mo
         assert seen.count == 0
 
 
-def test_the_guard_asks_the_hook_that_was_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_calls_earlier_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     where = SimpleNamespace(hook=lambda **told: told["stop"])
     monkeypatch.setattr(triton_hooks, "compile_hook", lambda: (where, "hook"))
     told: list[bool] = []
@@ -368,7 +368,7 @@ for i in range(30):
 """
 
 
-def test_processes_that_learn_at_once_keep_all_of_it(
+def test_verdicts_of_concurrent_processes(
     here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [sys.executable, "-W", "ignore", "-c", _LEARNS]
@@ -402,7 +402,7 @@ def jitting(
 @pytest.mark.parametrize(
     ("what", "words"), [("abort", "SIGABRT"), ("kill", "SIGKILL"), ("hang", "had not finished")]
 )
-def test_a_dying_compiler_leaves_the_process_alive(
+def test_process_survives_dying_compiler(
     here: guarded_launch.CompilerState,
     jitting: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -415,7 +415,7 @@ def test_a_dying_compiler_leaves_the_process_alive(
         assert attempt(lambda: jitting(what)) == "eager"
 
 
-def test_a_missing_child_falls_back_and_is_not_remembered(
+def test_missing_child_falls_back(
     here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def absent() -> str:
@@ -436,7 +436,7 @@ def test_a_missing_child_falls_back_and_is_not_remembered(
     assert not (tmp_path / "verdicts.json").exists()
 
 
-def test_a_kernel_that_does_not_work_is_an_error_if_no_fallback_is_wanted(
+def test_failing_kernel_raises_without_fallback(
     here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_FALLBACK", "error")
@@ -467,9 +467,7 @@ def test_caches_have_a_place_without_a_home(
         compiler_state.cache_dir()
 
 
-def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unwritable_cache_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -115,7 +115,7 @@ def results(family: Family) -> list[Tensor]:
     [(dies, "SIGABRT"), (refuses, "PassManager"), (wrong, "wrong result: .* is off by .*")],
     ids=["dies", "refuses", "wrong"],
 )
-def test_a_failing_kernel_gives_way_to_plain_torch(
+def test_failing_kernel_falls_back(
     family: Family,
     fate: Callable,
     words: str,
@@ -145,7 +145,7 @@ def test_a_failing_kernel_gives_way_to_plain_torch(
 
 
 @every_family
-def test_sound_kernels_are_probed_once_and_then_only_launched(
+def test_sound_kernels_are_probed_once(
     family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
@@ -171,7 +171,7 @@ def test_sound_kernels_are_probed_once_and_then_only_launched(
 
 
 @every_family
-def test_a_verified_machine_looks_at_nothing(
+def test_verified_machine_skips_checks(
     family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = frozenset(compiler_state.families())
@@ -187,7 +187,7 @@ def test_a_verified_machine_looks_at_nothing(
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x.call is attention], ids=["attention"])
 @pytest.mark.parametrize("dying", ["forward", "backward"])
 @pytest.mark.parametrize("portable", [lambda plain: plain, dies], ids=["sound", "dies too"])
-def test_the_kernels_after_those_of_sm_90_are_the_portable_ones(
+def test_sm90_falls_back_to_portable(
     family: Family,
     dying: str,
     portable: Callable,

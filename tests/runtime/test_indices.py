@@ -81,7 +81,7 @@ def test_kernels_find_what_the_cpu_refuses() -> None:
     run(script="tests.runtime.test_indices")
 
 
-def test_what_was_looked_at_is_looked_at_again_once_it_changes() -> None:
+def test_indices_are_checked_again_when_changed() -> None:
     x, lengths = torch.tensor([0, 3]), torch.tensor([4, 4])
     looked = token_ids._looked_at
     assert [looked("table", x, 5, lengths) for _ in range(3)] == [False, True, True]

@@ -136,7 +136,7 @@ def test_launches_what_triton_would(gpu: list[tuple]) -> None:
     assert asked < 120
 
 
-def test_a_profiler_sees_every_launch(gpu: list[tuple]) -> None:
+def test_profiler_sees_every_launch(gpu: list[tuple]) -> None:
     args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
     remembering, seen = CachedKernel(toy_kernel), []
     for _ in range(2):
@@ -183,7 +183,7 @@ def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
         assert played[0][4][1] == played[1][4][0]
 
 
-def test_launches_in_a_row_are_made_by_one_call(gpu: list[tuple]) -> None:
+def test_launch_batch_is_one_call(gpu: list[tuple]) -> None:
     """The stream is asked for once, and a profiler still sees each of them."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None
     assert len(gpu) == 2 and state.all()
 
 
-def test_sources_are_read_one_at_a_time_in_order(gpu: list[tuple]) -> None:
+def test_sources_are_read_in_order(gpu: list[tuple]) -> None:
     def call(x: torch.Tensor) -> None:
         for width in (16, 32, 64, 128):
             remembering[1,](x, x, None, 0.5, 5, 1, W=width, FLAG=True)

@@ -82,7 +82,7 @@ def test_config_says_what_may_be_meant(path, override: str, message: str) -> Non
         load(path, [override])
 
 
-def test_config_takes_one_file_as_a_string_and_names_a_file_that_is_no_yaml(path, tmp_path) -> None:
+def test_config_files(path, tmp_path) -> None:
     assert load(path, ["data.files=text"]).data.files == ("text",)
     (tmp_path / "bad.yaml").write_text("data: {files: [\noutput_dir: x")
     with pytest.raises(ValueError, match=r"bad\.yaml: cannot be read as YAML: .*line 2"):

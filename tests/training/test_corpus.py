@@ -100,7 +100,7 @@ def test_fingerprint_changes_with_the_files(tree) -> None:
         ('{"text": 3}', "text: want text, got 3"),
     ],
 )
-def test_a_wrong_line_is_named_by_file_and_number(tmp_path, line: str, words: str) -> None:
+def test_corpus_names_wrong_line(tmp_path, line: str, words: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"text": "a"}}\n\n{{"text": "b"}}\n{line}\n')
     side, file = Corpus((File(path, "x.jsonl"),)), File(path, "x.jsonl")

@@ -22,7 +22,7 @@ def test_running_mean(demo: Any) -> None:
     assert demo.running_mean([4.0, 2.0, 3.0, 7.0], 2) == [4.0, 3.0, 2.5, 5.0]
 
 
-def test_plot_has_the_mean_and_says_of_how_many_rows(demo: Any, tmp_path: Path) -> None:
+def test_plot_labels(demo: Any, tmp_path: Path) -> None:
     log: list[dict[str, float]] = [{"step": i, "bits_per_byte": 4 - i / 10} for i in range(1, 9)]
     log += [{"step": 8, "eval_bits_per_byte": 3.2}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))

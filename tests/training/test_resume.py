@@ -79,9 +79,7 @@ def stopped(whole: Path, tmp_path: Path) -> Path:
     return out
 
 
-def test_a_resumed_run_has_the_weights_and_the_log_of_a_whole_one(
-    whole: Path, stopped: Path
-) -> None:
+def test_resumed_run_equals_whole_run(whole: Path, stopped: Path) -> None:
     go(stopped)
     assert same(weights(whole), weights(stopped))
     assert log(stopped) == log(whole)
@@ -103,7 +101,7 @@ def truncated(path: Path) -> None:
         ("trainer_state.json", truncated),
     ],
 )
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+def test_resume_skips_damaged_checkpoint(
     whole: Path, stopped: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(stopped / "checkpoint-4" / name)
@@ -116,14 +114,14 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     assert same(weights(whole), weights(stopped))
 
 
-def test_a_run_with_damaged_checkpoints_alone_does_not_begin_again(stopped: Path) -> None:
+def test_resume_refuses_damaged_checkpoints_alone(stopped: Path) -> None:
     for step in (2, 4):
         (stopped / f"checkpoint-{step}" / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match="no whole checkpoint left"):
         go(stopped)
 
 
-def test_a_run_whose_first_save_was_interrupted_begins_again(whole: Path, stopped: Path) -> None:
+def test_resume_after_interrupted_first_save(whole: Path, stopped: Path) -> None:
     shutil.rmtree(stopped / "checkpoint-4")
     (stopped / "checkpoint-2" / "trainer_state.json").unlink()
     go(stopped)
@@ -141,16 +139,14 @@ def test_a_run_whose_first_save_was_interrupted_begins_again(whole: Path, stoppe
         ("tokenizer", "vocab_size", 301),
     ],
 )
-def test_a_resume_refuses_what_it_could_not_honour(
-    stopped: Path, section: str, key: str, value: Any
-) -> None:
+def test_resume_refuses_changed_config(stopped: Path, section: str, key: str, value: Any) -> None:
     before = (stopped / "run.yaml").read_text()
     with pytest.raises(ValueError, match=rf"{section}\.{key}: differs from the run in"):
         go(stopped, **{section: {key: value}})
     assert (stopped / "run.yaml").read_text() == before
 
 
-def test_a_resume_takes_its_steps_and_files_from_the_config(stopped: Path) -> None:
+def test_resume_takes_changeable_options(stopped: Path) -> None:
     changed = {"max_steps": 7, "save_steps": 3, "logging_steps": 2, "learning_rate": 1e-3}
     assert go(stopped, training=changed).step == 7
     assert {p.name for p in stopped.glob("checkpoint-*")} >= {"checkpoint-6", "checkpoint-7"}
@@ -159,7 +155,7 @@ def test_a_resume_takes_its_steps_and_files_from_the_config(stopped: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "null", "{", "- 1"])
-def test_a_run_yaml_that_is_none_is_named(stopped: Path, text: str) -> None:
+def test_resume_names_unreadable_run_yaml(stopped: Path, text: str) -> None:
     (stopped / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"run\.yaml"):
         go(stopped)
@@ -168,7 +164,7 @@ def test_a_run_yaml_that_is_none_is_named(stopped: Path, text: str) -> None:
     assert go(stopped, training={"max_steps": 1}).step == 1  # nothing was there to continue
 
 
-def test_a_result_that_cannot_be_read_is_made_again(whole: Path, tmp_path: Path) -> None:
+def test_unreadable_result_is_made_again(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     before = json.loads((whole / "result.json").read_text())
     (tmp_path / "run" / "result.json").write_text('{"step"')
@@ -188,7 +184,7 @@ def full(*args: Any, **options: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_an_error_that_leaves_the_run_as_it_was(
+def test_full_disk_keeps_the_run(
     whole: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -201,7 +197,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_run_as_it_was(
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_write_text_leaves_the_old_file_where_it_fails(
+def test_write_text_keeps_old_file_on_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     path = tmp_path / "x.json"
@@ -215,7 +211,7 @@ def test_write_text_leaves_the_old_file_where_it_fails(
     assert path.read_text() == "new" and oct(path.stat().st_mode & 0o600) == "0o600"
 
 
-def test_every_small_file_of_a_run_is_replaced_whole() -> None:
+def test_run_files_are_replaced_whole() -> None:
     for module in (run_module, trainer_module):
         assert ".write_text(" not in Path(str(module.__file__)).read_text()
 

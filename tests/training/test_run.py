@@ -50,7 +50,7 @@ def test_search_finds_the_newest_whole_checkpoint(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
 @pytest.mark.parametrize("size", [None, 0, 39])
-def test_a_checkpoint_without_all_of_a_file_is_damaged(tmp_path, name: str, size: int) -> None:
+def test_checkpoint_with_cut_file_is_damaged(tmp_path, name: str, size: int) -> None:
     folder = planted(tmp_path, 3)
     expect_whole(folder)
     if size is None:
@@ -62,7 +62,7 @@ def test_a_checkpoint_without_all_of_a_file_is_damaged(tmp_path, name: str, size
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"stateful_callbacks": {}}'])
-def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path, text: str | None) -> None:
+def test_checkpoint_without_last_file_is_incomplete(tmp_path, text: str | None) -> None:
     folder = planted(tmp_path, 3)
     (folder / "trainer_state.json").unlink()
     if text is not None:
@@ -71,7 +71,7 @@ def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path, text: str | 
         expect_whole(folder)
 
 
-def test_interrupt_notes_the_first_signal_and_lets_the_second_act(request) -> None:
+def test_interrupt_of_two_signals(request) -> None:
     # a shell starts what it runs in the background with SIGINT ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
@@ -83,7 +83,7 @@ def test_interrupt_notes_the_first_signal_and_lets_the_second_act(request) -> No
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_train_asked_to_stop_while_it_prepares_does_not_begin(tmp_path) -> None:
+def test_train_stopped_while_preparing(tmp_path) -> None:
     interrupt = Interrupt()
     interrupt.requested = signal.SIGTERM
     result = train(from_dict(raw(tmp_path)), interrupt, Console(quiet=True))

@@ -65,18 +65,18 @@ def test_attention_with_a_window_compiles(D: int) -> None:
     check(call_of(D, AttentionOptions(0.1, 100, 20), packed=False))
 
 
-def test_the_forward_without_a_mask_compiles() -> None:
+def test_forward_without_mask_compiles() -> None:
     check(call_of(64, AttentionOptions(0.1), packed=False), only="fwd")
 
 
 @pytest.mark.slow
-def test_the_forward_of_two_widths_compiles() -> None:
+def test_forward_of_two_widths_compiles() -> None:
     check(call_of(192, AttentionOptions(0.1, -1, 0), packed=False, DV=128), only="fwd_sm90")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "right"), [("forward", 0), ("forward", -1)])
-def test_what_is_tried_compiles(part: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_tiles_compile(part: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for tile in TUNING_TILES[64][part][1:]:
         monkeypatch.setitem(TILES, 64, TILES[64]._replace(**{part: tile}))
         check(call_of(64, AttentionOptions(0.1, -1, right), packed=False), only="fwd")

@@ -71,7 +71,7 @@ def test_hopper_says_why_it_refuses(
 
 
 @pytest.mark.usefixtures("on_sm_90")
-def test_gradients_of_two_widths_are_planned_for_the_portable_kernels(
+def test_mixed_width_gradients_take_portable_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ways: list[tuple[Any, ...]] = []

@@ -40,7 +40,7 @@ def test_kernels_match_reference(call: Call, D: int) -> None:
 
 
 @pytest.mark.parametrize("D", [16, 256])
-def test_a_sequence_does_not_see_its_neighbours_nan(D: int) -> None:
+def test_packed_nan_stays_in_its_sequence(D: int) -> None:
     call = Call("pair", B=2, T=150, S=140, H=2, HKV=2, D=D, DV=D, right=0)
     terms, options = call.terms(torch.float64), call.options
     do, dlse = incoming(terms)

@@ -25,7 +25,7 @@ MODULES = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_forward_leaves_backward_takes(name: str) -> None:
+def test_backward_takes_saved_tensors(name: str) -> None:
     """Forward of one implementation, backward of the next: it gets nothing that it does not know.
 
     The delta rule's raised a TypeError where its kernels in Gluon gave way between the two.
@@ -54,7 +54,7 @@ def test_capabilities_are_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta_rule", "gated"])
-def test_the_portable_backward_follows_a_forward_in_gluon(kind: str) -> None:
+def test_portable_backward_after_gluon_forward(kind: str) -> None:
     def call(device: torch.device) -> None:
         terms = make(kind, (8192,), 32, device)
         o, _, checkpoints, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, 1, save=True)
@@ -67,7 +67,7 @@ def test_the_portable_backward_follows_a_forward_in_gluon(kind: str) -> None:
     assert any("sm90" in x for x in names) and "delta_chunk_dstate_kernel" in names
 
 
-def test_slots_that_no_chunk_has_add_nothing_to_the_gradient_of_u(
+def test_unused_slots_add_nothing_to_u_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Packed sequences have room for more chunks than there are, of which no walk on sm_90 writes

@@ -42,7 +42,7 @@ def packings(T: int, N: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_there_is_room_for_all_parts_and_segments(shape: tuple[int, int, int, int, int]) -> None:
+def test_schedule_has_room_for_segments(shape: tuple[int, int, int, int, int]) -> None:
     from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule
 
     B, T, _, HV, N = shape
@@ -66,7 +66,7 @@ def test_there_is_room_for_all_parts_and_segments(shape: tuple[int, int, int, in
             assert max(taken) < room
 
 
-def test_segments_are_as_many_as_there_are_multiprocessors_for() -> None:
+def test_segments_follow_multiprocessors() -> None:
     """And no longer than that for the sake of parts."""
     from slipstream.kernels.linear import segments
     from slipstream.kernels.linear.sm90.delta import bwd_schedule
@@ -100,9 +100,7 @@ def test_parts_are_short_where_memory_is_wanted() -> None:
     [((1, 4096, 2, 8, 0), 128), ((1, 100, 1, 2, 0), 128), ((1, 32768, 2, 8, 0), 64)],
     ids=str,
 )
-def test_few_heads_of_little_go_back_in_two_kernels(
-    shape: tuple[int, int, int, int, int], V: int
-) -> None:
+def test_few_heads_take_two_backward_kernels(shape: tuple[int, int, int, int, int], V: int) -> None:
     from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule
 
     assert choose_schedule(terms(shape, V)) is None

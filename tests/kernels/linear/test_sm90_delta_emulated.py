@@ -115,7 +115,7 @@ def test_walk_leaves_states_before_every_so_many_chunks(case: tuple, segment: in
                 near(got, states[place(n, begin, C) + i * every])
 
 
-def test_walks_leave_states_of_no_tokens_where_they_are() -> None:
+def test_chunk_kernels_keep_states_of_no_tokens() -> None:
     terms = inputs(CASES["wide"])
     state = torch.randn(*terms.state_shape, dtype=torch.float64)
     do = torch.randn_like(terms.v)

@@ -20,7 +20,7 @@ CASES = [(0, 5, 5, 330, 394), (70, 70, 320), (0, 64, 128), ("batch", 2, 200)]
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_segments_meet_what_those_before_them_leave_when_interpreted() -> None:
+def test_segments_receive_states_interpreted() -> None:
     run(script="tests.kernels.linear.test_sm90_delta_state_passing")
 
 

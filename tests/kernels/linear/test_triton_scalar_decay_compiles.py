@@ -70,7 +70,7 @@ def test_every_kernel_compiles(arch: str, shape: str, operator: str) -> None:
         check(job, SHAPES[shape])
 
 
-def test_walks_of_free_a_and_b_have_room_for_wide_keys() -> None:
+def test_dplr_fits_wide_keys() -> None:
     """They load a tile more than kda's, whose row of the table they take."""
     for job in jobs("chunk_dplr_delta_rule", NARROW, "sm_90"):
         if job.name == "dplr_chunk_fwd_kernel":
@@ -78,7 +78,7 @@ def test_walks_of_free_a_and_b_have_room_for_wide_keys() -> None:
 
 
 @pytest.mark.parametrize("operator", ["chunk_simple_gla", "chunk_gla", "chunk_kda"])
-def test_wide_float32_is_not_for_the_least_shared_memory(operator: str) -> None:
+def test_wide_float32_needs_shared_memory(operator: str) -> None:
     shape = Shape(B=1, T=170, H=2, K=130, V=64, dtype=torch.float32)
     with pytest.raises(NotImplementedError, match="more shared memory than sm_75 has"):
         jobs(operator, shape, "sm_75")

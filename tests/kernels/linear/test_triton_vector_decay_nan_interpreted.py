@@ -66,7 +66,7 @@ def check(form: str, gate: str, token: int, channels: Any, value: float) -> None
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_gates_of_no_number_reach_all_results_when_interpreted():
+def test_nan_gates_reach_results_interpreted():
     run(script="tests.kernels.linear.test_triton_vector_decay_nan_interpreted")
 
 

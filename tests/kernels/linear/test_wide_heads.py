@@ -73,7 +73,7 @@ def differentiable(terms: LinearInputs) -> LinearInputs:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_heads_are_cut_as_wide_as_kernels_take_them(width: int) -> None:
+def test_wide_heads_are_cut(width: int) -> None:
     groups = groups_of(make("delta", 16, width))
     assert (groups.columns, groups.V) == WIDTHS[width]
     assert groups.rows == 1
@@ -126,7 +126,7 @@ def test_kernels_take_values_of_512_channels(name: str, arch: str) -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("name", CHUNKS)
-def test_kernels_take_keys_of_512_channels_where_nothing_is_erased(name: str) -> None:
+def test_additive_kernels_take_512_channels(name: str) -> None:
     erases = name not in ("retention", "gla", "gsa")
     if not erases:
         assert compiled(f"chunk_{name}", 512, 128, "sm_90")
@@ -149,14 +149,14 @@ def step_jobs(K: int, V: int, impl: str | None = None) -> list[Job]:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize(("K", "V"), [(128, 2000), (300, 64), (1024, 64)], ids=str)
-def test_one_step_is_a_kernel_at_any_width_of_values(K: int, V: int) -> None:
+def test_step_kernel_takes_any_value_width(K: int, V: int) -> None:
     (job,) = step_jobs(K, V)
     assert job.name == "linear_decode_kernel"
     assert job.compile().shared <= ARCHS["sm_90"].shared
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_one_step_is_plain_torch_where_registers_do_not_hold_a_column() -> None:
+def test_step_of_wide_keys_is_plain_torch() -> None:
     with pytest.raises(NotImplementedError, match="K may be at most 1024"):
         step_jobs(1025, 64, "triton")
 

@@ -185,7 +185,7 @@ def test_span_ops_pass_opcheck() -> None:
     )
 
 
-def test_gradients_of_a_state_in_16_bits_are_rounded_once() -> None:
+def test_state_gradients_are_rounded_once() -> None:
     """Between spans they are in float32."""
     x = torch.randn(1, 256, 1, 8)
     state = torch.randn(1, 1, 8, 8).bfloat16()

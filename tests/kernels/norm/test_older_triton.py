@@ -26,7 +26,7 @@ def test_norm_kernels_have_nothing_that_triton_33_refuses() -> None:
     assert refused(Path(spec.origin).with_name("norm.py").read_text()) == []
 
 
-def test_what_is_refused_is_found() -> None:
+def test_refused_patterns_are_found() -> None:
     for step in ("b = None", "b, c = (None, load(x))", "b = c = load(x)"):
         assert refused(f"for i in range(3):\n    {step}") == [step]
     assert refused("b = None\nfor i in range(3):\n    b, c = load(x), load(y)") == []
