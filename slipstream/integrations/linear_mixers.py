@@ -17,13 +17,10 @@ from torch import Tensor
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from slipstream.ops.hgrn import chunk_hgrn
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.recurrent_step import recurrent_step
+from slipstream.ops.selective_scan import selective_scan
 from slipstream.ops.simple_gla import chunk_simple_gla
-
-# entries of Mamba-1's states that are kept at a time if no gradient is wanted
-SCAN_ENTRIES = 1 << 24
 
 
 class Sequences(threading.local):
@@ -228,14 +225,13 @@ def selective_state_update(
     """The next token of Mamba-2, hidden_states [B, H, P]; state [B, H, P, N] moves on in place.
 
     dt [B, H, P], A [H, P, N], dt_bias and D [H, P] are a number a head, expanded; B, C [B, G, N].
+    If they are a number a channel, or there are no heads as in Mamba-1, the selective scan does it.
     """
     x = hidden_states
-    if x.dim() != 3 or any(A.stride()[1:]) or dt.stride(-1):
-        raise NotImplementedError("a decay of each channel and state (Mamba-1)")
-    if dt_bias is not None:
-        if dt_bias.stride(-1):
-            raise NotImplementedError("dt_bias of each channel")
-        dt_bias = dt_bias[:, 0]
+    a_channel = x.dim() != 3 or any(A.stride()[1:]) or dt.stride(-1)
+    if a_channel or (dt_bias is not None and dt_bias.stride(-1)):
+        return _scan_token(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    dt_bias = None if dt_bias is None else dt_bias[:, 0]
     step = _step_size(dt[..., 0], dt_bias, dt_softplus)  # [B, H]
     v = (_wide(x) * step[..., None]).to(x.dtype)
     y = recurrent_step(
@@ -243,6 +239,39 @@ def selective_state_update(
         g=(step * _wide(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
     )[:, 0]  # fmt: skip
     return _skip_and_gate(y, x, D, z)
+
+
+def _scan_token(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+) -> Tensor:
+    """x, dt, z [B, ...], A [..., N], D, dt_bias [...], state [B, ..., N]; B, C [B, N] or
+    [B, G, N]."""
+    u, delta = x.flatten(1)[:, None], dt.flatten(1)[:, None]
+    y, final = selective_scan(
+        u,
+        delta,
+        A.flatten(0, -2),
+        B[:, None],
+        C[:, None],
+        None if D is None else D.flatten(),
+        None if z is None else z.flatten(1)[:, None],
+        None if dt_bias is None else dt_bias.flatten(),
+        dt_softplus,
+        initial_state=_wide(state).flatten(1, -2),
+        output_final_state=True,
+    )
+    assert final is not None
+    state.copy_(final.detach().view(state.shape))
+    return y.view(x.shape)
 
 
 def selective_scan_fn(
@@ -260,40 +289,21 @@ def selective_scan_fn(
     use_associative_scan: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Mamba-1: hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T], D [D] -> [B, D, T], and
-    the last states [B, D, N].
+    """Mamba-1: hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T] or [B, G, N, T], D [D]
+    -> [B, D, T], and the last states [B, D, N]."""
+    if A.is_complex() or B.dim() < 3 or C.dim() < 3:
+        raise NotImplementedError("A, B, C: complex states, or B and C that are of no token")
+    u = hidden_states.mT
+    B, C = (x.movedim(-1, 1) for x in (B, C))
+    tensors = (u, dt.mT, B, C) if z is None else (u, dt.mT, B, C, z.mT)
 
-    Every pair of a channel and a state is one of HGRN's channels: h_t = exp(A dt_t) h_{t-1} +
-    dt_t B_t x_t. The states of all tokens are kept if a gradient is wanted.
-    """
-    if B.dim() != 3 or C.dim() != 3 or A.is_complex():
-        raise NotImplementedError("B and C with groups, or complex A")
-    x = hidden_states.mT  # [B, T, D]
-    step = _step_size(dt.mT, delta_bias, delta_softplus)
-    rows, T, channels = x.shape
-    N = A.shape[1]
-    seq_idx = sequences_of(kwargs, rows, T)
-    starts = None
-    if seq_idx is not None:
-        starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))[..., None]
-    B, C, A = _wide(B.mT), _wide(C.mT), _wide(A)
-    pieces, state = [], None
-    length = max(16, SCAN_ENTRIES // max(rows * channels * N, 1))
-    for begin in range(0, T, length):
-        here = slice(begin, begin + length)
-        decay = (step[:, here, :, None] * A).flatten(2)
-        if starts is not None:
-            decay = decay.masked_fill(starts[:, here], float("-inf"))
-        new = ((step * x)[:, here, :, None] * B[:, here, None]).flatten(2)
-        h, state = chunk_hgrn(new, decay, initial_state=state, output_final_state=True)
-        h = h.unflatten(2, (channels, N))
-        pieces.append((h @ C[:, here, :, None]).squeeze(-1))
-    y = torch.cat(pieces, 1).to(x.dtype)
-    y = _skip_and_gate(y, x, D, None if z is None else z.mT).mT
-    if return_last_state:
-        assert state is not None
-        return y, state.unflatten(1, (channels, N))
-    return y
+    def scan(
+        u: Tensor, delta: Tensor, B: Tensor, C: Tensor, z: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, **options)
+
+    y, state = _run(scan, tensors, None, return_last_state, sequences_of(kwargs, *u.shape[:2]))
+    return (y.mT, state) if return_last_state else y.mT
 
 
 def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:

@@ -55,6 +55,32 @@ def test_patched_gives_what_transformers_gives(name: str) -> None:
         assert difference(_static(ours, inputs), static) == ""
 
 
+@pytest.mark.parametrize(
+    "name", every(("MambaForCausalLM",), ("FalconMambaForCausalLM", "JambaForCausalLM"))
+)
+def test_mamba_runs_the_selective_scan(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a prompt and for the tokens after it, and nothing on transformers' own functions."""
+    patching._say_theirs.cache_clear()
+    cls, config, weights, inputs, _ = tiny(name)
+    tokens: list[int] = []
+    scan = linear_mixers.selective_scan
+    monkeypatch.setattr(
+        linear_mixers,
+        "selective_scan",
+        lambda u, *args, **options: tokens.append(u.shape[1]) or scan(u, *args, **options),
+    )
+    patch()
+    model = build(cls, config, NAME, weights)
+    with caplog.at_level(logging.WARNING, logger=patching.__name__):
+        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert "own" not in caplog.text
+    layers = sum(x.endswith("A_log") for x in model.state_dict())
+    prompt = inputs["input_ids"].shape[1]
+    assert tokens == layers * [prompt] + 2 * layers * [1]
+
+
 def _trained(model, inputs) -> dict:
     model.train()
     logits = model(**inputs, use_cache=False).logits
