@@ -25,7 +25,7 @@ from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.ops.activation import glu_linear
+from slipstream.tools.catalog import OPERATORS, Shape
 
 KERNELS = "slipstream.kernels"
 
@@ -52,19 +52,31 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
+SMALL = Shape(B=1, T=20, H=2, K=8, V=8, Z=10, dtype=torch.float32)
+
+
+def sampled(name: str) -> Callable[[], list[Tensor]]:
+    """A small call of a row of the catalogue: outputs and gradients."""
+    (sample,) = (x for x in OPERATORS if x.name == name)
+
+    def call() -> list[Tensor]:
+        args = sample.inputs(SMALL)
+        leaves = [
+            x.requires_grad_()
+            for n, x in args.items()
+            if x.is_floating_point() and n not in sample.fixed.split()
+        ]
+        outs = sample.call(args)
+        given = [torch.randn_like(x) for x in outs]
+        grads = torch.autograd.grad(outs, leaves, given, allow_unused=True)
+        return [*outs, *(x for x in grads if x is not None)]
+
+    call.__name__ = name
+    return call
+
+
 def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
-
-
-def chunk() -> list[Tensor]:
-    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
-    return gradients(ops.chunk_retention(q, k, v)[0], q, k, v)
-
-
-def delta() -> list[Tensor]:
-    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
-    k = torch.nn.functional.normalize(k, dim=-1)
-    return gradients(ops.chunk_delta_rule(q, k, v, torch.rand(1, 20, 2))[0], q, v)
 
 
 def step() -> list[Tensor]:
@@ -73,67 +85,15 @@ def step() -> list[Tensor]:
     return [ops.recurrent_step(q, k, v, state=state), state]
 
 
-def scan() -> list[Tensor]:
-    x, g = leaf(1, 20, 8), -torch.rand(1, 20, 8)
-    return gradients(ops.chunk_hgrn(x, g)[0], x)
-
-
 def selective() -> list[Tensor]:
     u, delta = leaf(1, 20, 8), leaf(1, 20, 8)
     A, B, C = -torch.rand(8, 4), torch.randn(1, 20, 4), torch.randn(1, 20, 4)
     return gradients(ops.selective_scan(u, delta, A, B, C, delta_softplus=True)[0], u, delta)
 
 
-def norm() -> list[Tensor]:
-    x, weight, bias = leaf(5, 8), leaf(8), leaf(8)
-    return gradients(ops.layer_norm(x, weight, bias), x, weight, bias)
-
-
-def conv() -> list[Tensor]:
-    x, weight = leaf(1, 20, 8), leaf(8, 4)
-    return gradients(ops.short_convolution(x, weight, activation="silu")[0], x, weight)
-
-
 def conv_update() -> list[Tensor]:
     x, state, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
     return [ops.short_convolution_update(x, state, weight), state]
-
-
-def loss() -> list[Tensor]:
-    logits = leaf(6, 10)
-    return gradients(ops.cross_entropy(logits, torch.randint(0, 10, (6,))), logits)
-
-
-def linear_loss() -> list[Tensor]:
-    hidden, weight = leaf(6, 8), leaf(10, 8)
-    target = torch.randint(0, 10, (6,))
-    return gradients(ops.linear_cross_entropy(hidden, weight, target), hidden, weight)
-
-
-def glu() -> list[Tensor]:
-    gate, up = leaf(5, 8), leaf(5, 8)
-    return gradients(ops.swiglu(gate, up), gate, up)
-
-
-def joined() -> list[Tensor]:
-    gate, up, weight = leaf(5, 8), leaf(5, 8), leaf(3, 8)
-    return gradients(glu_linear(gate, up, weight), gate, up, weight)
-
-
-def shift() -> list[Tensor]:
-    x = leaf(1, 6, 8)
-    return gradients(ops.token_shift(x)[0], x)
-
-
-def turn() -> list[Tensor]:
-    x = leaf(1, 6, 2, 8)
-    cos, sin = ops.rotary_tables(torch.arange(6), 8)
-    return gradients(ops.rotary_embedding(x, cos, sin), x)
-
-
-def attention() -> list[Tensor]:
-    q, k, v = (leaf(1, 20, 2, 8) for _ in range(3))
-    return gradients(ops.attention(q, k, v, causal=True), q, k, v)
 
 
 def decode() -> list[Tensor]:
@@ -204,16 +164,6 @@ def householder_rows() -> list[Tensor]:
     return [rows, gates, late, out, sums]
 
 
-def product() -> list[Tensor]:
-    a, b = leaf(5, 8), leaf(8, 6)
-    return gradients(ops.matmul(a, b), a, b)
-
-
-def kl() -> list[Tensor]:
-    hidden, weight, teacher = leaf(6, 8), leaf(10, 8), torch.randn(6, 8)
-    return gradients(ops.linear_kl_div(hidden, weight, teacher, torch.randn(10, 8)), hidden, weight)
-
-
 def shards() -> list[Tensor]:
     logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
     terms, part = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
@@ -275,13 +225,13 @@ FAMILIES = [
     ),
     Family(
         "matmul.triton",
-        product,
+        sampled("matmul"),
         {"matmul.triton.launch:matmul": lambda t, config: matmul_eager.matmul(t)},
         ("slipstream.kernels.matmul.op",),
     ),
     Family(
         "linear_kl_div.triton",
-        kl,
+        sampled("linear_kl_div"),
         {"loss.triton.kl_launch:linear_rows": _kl_rows},
         ("slipstream.ops.distill",),
     ),
@@ -293,12 +243,12 @@ FAMILIES = [
     ),
     Family(
         "linear.triton none",
-        chunk,
+        sampled("chunk_retention"),
         {f"linear.triton.scalar_decay.backend:{k}": v for k, v in LINEAR.items()},
     ),
     Family(
         "linear.triton delta",
-        delta,
+        sampled("chunk_delta_rule"),
         {f"linear.triton.delta.backend:{k}": v for k, v in LINEAR.items()},
     ),
     Family(
@@ -311,7 +261,7 @@ FAMILIES = [
     ),
     Family(
         "gated_scan.triton",
-        scan,
+        sampled("chunk_hgrn"),
         {
             "gated_scan.triton.launch:forward": scan_eager.scan_forward,
             "gated_scan.triton.launch:backward": scan_eager.scan_backward,
@@ -327,7 +277,7 @@ FAMILIES = [
     ),
     Family(
         "norm.triton",
-        norm,
+        sampled("layer_norm"),
         {
             "norm.triton.launch:forward": norm_plain.forward,
             "norm.triton.launch:backward": norm_plain.backward,
@@ -336,7 +286,7 @@ FAMILIES = [
     ),
     Family(
         "conv.triton",
-        conv,
+        sampled("short_convolution"),
         {
             "conv.triton.launch:forward": conv_plain.forward,
             "conv.triton.launch:backward": conv_plain.backward,
@@ -349,11 +299,11 @@ FAMILIES = [
         {"conv.triton.launch:update": conv_plain.update},
         ("slipstream.ops.conv",),
     ),
-    Family("cross_entropy.triton", loss, LOSS, ("slipstream.ops.loss",)),
-    Family("cross_entropy.triton", linear_loss, LOSS, ("slipstream.ops.loss",)),
+    Family("cross_entropy.triton", sampled("cross_entropy"), LOSS, ("slipstream.ops.loss",)),
+    Family("cross_entropy.triton", sampled("linear_cross_entropy"), LOSS, ("slipstream.ops.loss",)),
     Family(
         "glu.triton",
-        glu,
+        sampled("swiglu"),
         {
             "pointwise.triton.glu:glu": activation._eager,
             "pointwise.triton.glu:glu_backward": activation._eager_backward,
@@ -362,7 +312,7 @@ FAMILIES = [
     ),
     Family(
         "glu_bwd_recompute.triton",
-        joined,
+        sampled("glu_linear"),
         {
             "pointwise.triton.glu:glu": activation._eager,
             "pointwise.triton.glu:glu_backward": activation._eager_backward,
@@ -372,19 +322,19 @@ FAMILIES = [
     ),
     Family(
         "token_shift.triton",
-        shift,
+        sampled("token_shift"),
         {"pointwise.triton.token_shift:shift": token_shift._eager},
         ("slipstream.kernels.pointwise.token_shift",),
     ),
     Family(
         "rotary.triton",
-        turn,
+        sampled("rotary_embedding"),
         {"pointwise.triton.rotary:rotate": rotary._eager},
         ("slipstream.ops.rotary",),
     ),
     Family(
         "attention.triton",
-        attention,
+        sampled("attention"),
         {
             "attention.triton.launch:forward": eager.forward,
             "attention.triton.launch:backward": eager.backward,
