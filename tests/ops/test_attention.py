@@ -19,22 +19,6 @@ def test_attention_matches_torch() -> None:
     torch.testing.assert_close(attention(q, k, v), want.transpose(1, 2))
 
 
-def test_attention_packed_equals_separate_in_both_ways() -> None:
-    q, k, v = qkv()
-    offsets = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-    want = torch.cat([attention(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in ((0, 7), (7, 20))], 1)
-    torch.testing.assert_close(attention(q, k, v, cu_seqlens=offsets), want)
-
-
-def test_attention_decodes_from_a_cache_of_uneven_lengths() -> None:
-    q, k, v = qkv(2, 1, 9)
-    lengths = torch.tensor([4, 9])
-    got = attention(q, k, v, key_lengths=lengths)
-    for n, length in enumerate((4, 9)):
-        want = attention(q[n : n + 1], k[n : n + 1, :length], v[n : n + 1, :length])
-        torch.testing.assert_close(got[n : n + 1], want)
-
-
 def test_attention_window_of_one_is_the_value_itself() -> None:
     q, k, v = qkv()
     got = attention(q, k, v, window_size=1)

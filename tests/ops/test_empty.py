@@ -92,8 +92,6 @@ def test_block_takes_empty_inputs(name: str) -> None:
 
 
 EMPTY_SIZES = {
-    "no batch": Size(B=0),
-    "no tokens": Size(T=0),
     "no sequences": packed(Size()),
     "empty sequences": packed(Size(), 0, 5, 0),
     "no keys": Size(T=9, K=0),

@@ -1,4 +1,7 @@
-"""The scan h_t = exp(g_t) h_{t-1} + x_t: its blocks and spans, packing, gradients, registration."""
+"""The scan h_t = exp(g_t) h_{t-1} + x_t: its blocks and spans, packing, registration.
+
+What holds for every operator is in tests/ops/test_properties.py and test_compile.py.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.gated_scan import eager
 from slipstream.kernels.gated_scan import op as scan_op
-from slipstream.ops import chunk_hgrn, fused_recurrent_hgrn
+from slipstream.ops import chunk_hgrn
 
 C = eager.BLOCK
 # around one block, two, where blocks begin to be used, and with tokens past the last block
@@ -83,32 +86,6 @@ def test_hgrn_packed_starts_from_zero_without_initial_state() -> None:
     near([got, dgot], [want, dwant[:2]])
 
 
-@pytest.mark.parametrize("fn", [chunk_hgrn, fused_recurrent_hgrn])
-@pytest.mark.parametrize("cut", [1, C, 2 * C + 9])
-def test_hgrn_split_equals_whole(fn: Any, cut: int) -> None:
-    args = inputs()
-    whole = fn(**args, output_final_state=True)
-    head = {n: args[n][:, :cut] for n in ("x", "g")}
-    tail = {n: args[n][:, cut:] for n in ("x", "g")}
-    first, state = fn(**head, initial_state=args["initial_state"], output_final_state=True)
-    second, state = fn(**tail, initial_state=state, output_final_state=True)
-    near([[torch.cat([first, second], dim=1), state]], [whole])
-
-
-@pytest.mark.parametrize("T", [7, 2 * C + 3])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_hgrn_gradcheck(T: int, is_packed: bool) -> None:
-    cu_seqlens = torch.tensor([0, 3, 3, T]) if is_packed else None
-    args = inputs(B=1, T=T, D=2, N=3 if is_packed else None)
-    leaves = [x.requires_grad_() for x in args.values()]
-
-    def call(x: Tensor, g: Tensor, state: Tensor) -> Any:
-        options = {"output_final_state": True, "cu_seqlens": cu_seqlens}
-        return chunk_hgrn(x, g, initial_state=state, **options)
-
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=T > C)
-
-
 @pytest.mark.parametrize("part", [0, 1], ids=["h", "final state"])
 def test_hgrn_takes_a_gradient_of_one_output_alone(part: int) -> None:
     args = [x.requires_grad_() for x in inputs(T=3 * C).values()]
@@ -171,15 +148,6 @@ def test_hgrn_sequences_do_not_see_one_another() -> None:
     assert torch.equal(h[::2], both[::2])
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4, 3), (2, 4, 0)])
-def test_hgrn_takes_nothing(shape: tuple[int, int, int]) -> None:
-    B, T, D = shape
-    (h, final), grads = run(inputs(B, T, D))
-    assert h.shape == shape
-    assert final.shape == (B, D)
-    assert [x.shape for x in grads] == [shape, shape, (B, D)]
-
-
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 def test_hgrn_ops_pass_opcheck(is_packed: bool) -> None:
     cu_seqlens = torch.tensor([0, 9, 9, 150]) if is_packed else None
@@ -191,39 +159,3 @@ def test_hgrn_ops_pass_opcheck(is_packed: bool) -> None:
             torch.library.opcheck(
                 scan_op._call_backward.overload, (g, x, given, cu_seqlens, dh, dfinal, "eager")
             )
-
-
-# torch's own while it traces an autograd.Function
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-def test_hgrn_compiles_fullgraph_without_recompiling(is_packed: bool) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(chunk_hgrn, fullgraph=True, dynamic=True, backend="aot_eager")
-    for n, T in enumerate([50, 3 * C, 77]):
-        args = inputs(B=1 if is_packed else 2, T=T, N=2 if is_packed else None)
-        leaves = [x.requires_grad_() for x in args.values()]
-        options = {"output_final_state": True, "reverse": is_packed}
-        if is_packed:
-            options["cu_seqlens"] = torch.tensor([0, 20 + n, T])
-        want = chunk_hgrn(**args, **options)
-        with torch._dynamo.config.patch(error_on_recompile=n > 0):
-            got = compiled(**args, **options)
-        grads = [torch.autograd.grad(o.sum() + s.sum(), leaves) for o, s in (got, want)]
-        near([got, grads[0]], [want, grads[1]])
-
-
-def test_hgrn_rejects_what_does_not_fit() -> None:
-    args = inputs()
-    x, g = args["x"], args["g"]
-    with pytest.raises(ValueError, match=r"x: want 3 dimensions \[B, T, D\]"):
-        chunk_hgrn(x[0], g)
-    with pytest.raises(ValueError, match="g: want shape"):
-        chunk_hgrn(x, g[..., :1])
-    with pytest.raises(ValueError, match="initial_state: want shape"):
-        chunk_hgrn(x, g, initial_state=args["initial_state"][:1])
-    with pytest.raises(TypeError, match="g: want a floating dtype"):
-        chunk_hgrn(x, g.long())
-    with pytest.raises(ValueError, match=r"cu_seqlens: .* batch size 1, got 2"):
-        chunk_hgrn(x, g, cu_seqlens=torch.tensor([0, x.shape[1]]))
-    with pytest.raises(TypeError, match="positional"):
-        chunk_hgrn(x, g, args["initial_state"])  # type: ignore
