@@ -1,5 +1,6 @@
 """The Python of the documentation runs as it stands. `make docs` checks the links."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -24,3 +25,13 @@ def test_snippets_run(page: str) -> None:
     names: dict = {}
     for i, snippet in enumerate(SNIPPET.findall((DOCS / page).read_text())):
         exec(compile(snippet, f"{page}, snippet {i + 1}", "exec"), names)
+
+
+def test_reference_has_every_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `make docs`, which takes minutes, what a new operator breaks."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(DOCS.parent / "tools"))
+    reference = importlib.import_module("reference")
+    reference.write(tmp_path)
+    text = (tmp_path / "ops.rst").read_text()
+    assert all(f"   {name}\n" in text for name, _ in reference.public("slipstream.ops"))

@@ -20,6 +20,7 @@ GROUPS = {
         "gated_delta_rule gated_delta_product kda comba iplr_delta_rule dplr_delta_rule rwkv7"
     ),
     "Decoding with a pool of states": "recurrent_step",
+    "State-space models": "selective_scan",
     "Softmax attention": "attention latent_attention flash_attn",
     "Normalisation": "norm",
     "Convolution and token shift": "conv causal_conv1d token_shift",
