@@ -10,9 +10,9 @@ from slipstream.kernels.gated_scan.dispatch import run
 def chunk_hgrn(
     x: Tensor,
     g: Tensor,
-    *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     impl: str | None = None,
@@ -48,9 +48,9 @@ def chunk_hgrn(
 def fused_recurrent_hgrn(
     x: Tensor,
     g: Tensor,
-    *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     impl: str | None = None,

@@ -11,7 +11,6 @@ _NAMES = {"q": "r", "g": "w"}
 
 @checks.operator
 def chunk_rwkv6(
-    *,
     r: Tensor,
     k: Tensor,
     v: Tensor,
@@ -20,6 +19,7 @@ def chunk_rwkv6(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    *,
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -31,8 +31,8 @@ def chunk_rwkv6(
         o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T r_t
         S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
 
-    Arguments have to be named: r, w, k, v and r, k, v, w are both in use, and mixing them up
-    goes unnoticed.
+    By place the order is r, k, v, w, u, not that of chunk_rwkv7: better name them, since mixing
+    them up goes unnoticed.
 
     Args:
         r, k: receptances and keys [B, T, H, K].
@@ -70,7 +70,6 @@ def chunk_rwkv6(
 
 @checks.operator
 def fused_recurrent_rwkv6(
-    *,
     r: Tensor,
     k: Tensor,
     v: Tensor,
@@ -79,6 +78,7 @@ def fused_recurrent_rwkv6(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    *,
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,

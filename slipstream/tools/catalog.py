@@ -186,7 +186,8 @@ class Sample:
     options: further arguments. variant: what tells it from the operator's other rows. grouped:
     takes more heads of v than of q. packed: whatever the shape says. fixed: names of arguments
     that get no gradient; written: of those that it writes into, and gets a copy of. traced: the
-    matrix compiles it and doctor runs it. tested: the tests hold it against the reference.
+    matrix compiles it and doctor runs it, unless it is random: two calls then differ. tested: the
+    tests hold it against the reference.
     """
 
     op: str
@@ -199,6 +200,7 @@ class Sample:
     fixed: str = ""
     written: str = ""
     traced: bool = True
+    random: bool = False
     tested: bool = True
 
     @property
@@ -370,6 +372,8 @@ OPERATORS = [
     _traced("attention", f"{_ATTENTION} g=BTG:gate sinks=G", variant="gated"),
     _traced("attention", _ATTENTION, variant="both sides",
             options={"window_size": (60, 9), "causal": False}),
+    # tests/ops/test_attention_dropout.py holds both back ends against each other
+    _traced("attention", _ATTENTION, variant="dropout", options={"dropout_p": 0.1}, random=True),
     _tested("attention", "full", _LONGER, options={"causal": False}),
     _tested("attention", "longer", _LONGER),
     _tested("attention", "window", _LONGER, options={"window_size": 3}),
