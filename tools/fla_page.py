@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import slipstream.compat.fla as compat
+import slipstream.ops
 from slipstream.compat.fla.adaptor import HINTS, REFUSED
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.fla.paths import FUNCTIONS, MISSING
@@ -118,9 +119,8 @@ def code(names: Iterator[str]) -> str:
 
 def operators() -> Iterator[str]:
     for row in sorted(OPERATORS, key=lambda row: (row.path, row.name)):
-        module = row.function.__module__
         ours = f"`{row.function.__name__}`"
-        if not module.startswith("slipstream.ops"):
+        if not hasattr(slipstream.ops, row.function.__name__):
             ours = "`fused_recurrent_rwkv7` with a = -kk, b = kk a"
         notes = [row.note, *(f"`{a}` is `{b}`" for a, b in row.renamed.items())]
         yield f"| `fla.{row.path}.{row.name}` | {ours} | {'; '.join(filter(None, notes))} |"

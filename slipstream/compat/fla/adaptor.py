@@ -21,7 +21,6 @@ HINTS = frozenset(
 REFUSED: Mapping[str, Any] = {
     "cp_context": None,
     "output_attentions": False,
-    "return_intermediate_states": False,
 }
 # of one dtype in Slipstream; fla promotes
 ACTIVATIONS = ("q", "r", "k", "v", "p", "a", "b", "s")

@@ -9,7 +9,7 @@ import torch
 
 from slipstream import ops
 from slipstream.compat.fla.adaptor import Arguments, Operator
-from slipstream.compat.fla.functions import fused_additive_gate, mul_recurrent_rwkv7
+from slipstream.compat.fla.functions import chunk_kda, fused_additive_gate, mul_recurrent_rwkv7
 
 # parameters that several operators have
 STATE = "scale=None, initial_state=None, output_final_state=False"
@@ -165,13 +165,14 @@ OPERATORS = (
         "x, g, initial_state=None, output_final_state=False, cu_seqlens=None",
     ),
     Operator(
-        "ops.kda.chunk", "chunk_kda", ops.chunk_kda,
+        "ops.kda.chunk", "chunk_kda", chunk_kda,
         f"q, k, v, g, beta, {STATE}, use_qk_l2norm_in_kernel=False, "
         "use_gate_in_kernel=False, "
         "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, "
         "lower_bound=None, disable_recompute=False, return_intermediate_states=False, "
         "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, "
         "use_graph=False, max_num_seqs=None, **kwargs",
+        note="return_intermediate_states, without gradients, takes a call a chunk",
     ),
     Operator(
         "ops.kda.fused_recurrent", "fused_recurrent_kda", ops.fused_recurrent_kda,
