@@ -15,10 +15,7 @@ from slipstream.kernels.linear.sm90.dplr import dqkg_launch
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.dqkg_launch import supports_dqkg
-from slipstream.kernels.linear.sm90.dplr.intra_safe import (
-    FLAGS_PER_LOAD,
-    dplr_intra_safe_sm90_kernel,
-)
+from slipstream.kernels.linear.sm90.dplr.intra_safe import dplr_intra_safe_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import (
     ChunkStates,
@@ -67,9 +64,7 @@ def launch_intra_chunk(
     run(*tiles, *rest, *intra, *sizes, *counts, **common, **options, **WY_OPTIONS)
     if terms.g is not None:
         most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
-        run = cached(dplr_intra_safe_sm90_kernel)[
-            (min(most, -(-programs // FLAGS_PER_LOAD.value)),)
-        ]
+        run = cached(dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
         run(*rows, *rest, *intra, *sizes, programs, *counts, **common, **SAFE_OPTIONS)
 
 

@@ -139,27 +139,24 @@ def dplr_intra_safe_sm90_kernel(
     LIMIT: gl.constexpr,
     SHIFT: gl.constexpr,
 ):
-    """grid (any,), 4 warps. total: slots * HV."""
+    """grid (any,), 4 warps: every num_programs-th chunk a program, so that all have something to do
+    where chunks are few and all of them strong. total: slots * HV."""
     some: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, FLAGS_PER_LOAD, some)
-    at = gl.program_id(0) * FLAGS_PER_LOAD
+    at = gl.program_id(0)
     while at < total:  # a chunk needs all registers: one number, `at`, is what outlives it
-        b_at = at + o_m
-        m = (b_at < total) & (b_at // FLAGS_PER_LOAD == at // FLAGS_PER_LOAD)
-        b_strong = gl.load(strong_ptr + b_at, mask=m, other=0)
+        b_at = at + o_m * gl.num_programs(0)
+        b_strong = gl.load(strong_ptr + b_at, mask=b_at < total, other=0)
         ahead = gl.min(gl.where(b_strong > 0, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
             one_chunk(
                 q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
                 b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
-                cu_ptr, scale, keep, at + ahead, T, N, HV, H,
+                cu_ptr, scale, keep, at + ahead * gl.num_programs(0), T, N, HV, H,
                 K, V, DELTA, CHANNEL, PACKED, LIMIT, SHIFT,
             )  # fmt: skip
-        at = gl.minimum(at + ahead, at | (FLAGS_PER_LOAD - 1)) + 1
-        if (
-            at % FLAGS_PER_LOAD == 0
-        ):  # these marks are through; with 0, so that the step is made here
-            at += (gl.num_programs(0) - 1 + (T + at >> 31)) * FLAGS_PER_LOAD
+        # with 0, so that the step is made here
+        at += (gl.minimum(ahead + 1, FLAGS_PER_LOAD) + (T + at >> 31)) * gl.num_programs(0)
 
 
 @gluon.jit
