@@ -1,0 +1,79 @@
+"""Decodes with a small model that guesses ahead: python examples/speculative_decoding.py
+
+The draft model guesses a few tokens one by one, the target model checks them in one call. A state
+cannot forget its last tokens, so after a wrong guess both read the right ones again from before.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models.cache import CACHE
+
+WORDS, GUESSES = 16, 4
+
+
+class Reader:
+    """A model, and its state after the tokens that it has read."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.cache = model, None
+
+    def read(self, tokens: list[int]) -> Tensor:
+        """Returns what it takes for the next token, after each of these."""
+        out = self.model(torch.tensor([tokens]), cache=self.cache, use_cache=True)
+        self.cache = out[CACHE]
+        return out.logits[0].argmax(-1)
+
+
+@torch.no_grad()
+def speculative(target: Any, draft: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
+    """The tokens that the target takes for likeliest, and how many of them a call of it gives."""
+    readers, calls = (Reader(target), Reader(draft)), 1
+    first, _ = (int(x.read(prompt)[-1]) for x in readers)
+    tokens = [*prompt, first]
+    while len(tokens) < len(prompt) + count:
+        before = [copy.deepcopy(x.cache) for x in readers]
+        guesses: list[int] = []
+        while len(guesses) < GUESSES:
+            guesses.append(int(readers[1].read([tokens[-1], *guesses][-1:])[-1]))
+        wanted = readers[0].read([tokens[-1], *guesses]).tolist()
+        right = next((i for i, x in enumerate(guesses) if x != wanted[i]), GUESSES)
+        for reader, state in zip(readers, before):
+            reader.cache = state
+            reader.read([tokens[-1], *guesses[:right]])
+        tokens += [*guesses[:right], wanted[right]]
+        calls += 1
+    return tokens[: len(prompt) + count], count / calls
+
+
+def trained(mixer: str, width: int, steps: int) -> Any:
+    """A model that counts: token after token, in a circle."""
+    sizes: dict[str, Any] = {"hidden_size": width, "num_heads": 2, "vocab_size": WORDS}
+    model = SlipstreamForCausalLM(SlipstreamConfig(mixers=[mixer], **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        ids = (torch.randint(WORDS, (8, 1)) + torch.arange(24)) % WORDS
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def main(steps: int = 40) -> float:
+    """Returns how many tokens a call of the target model gives; at most GUESSES + 1."""
+    torch.manual_seed(0)
+    # the draft model has learnt little, so that some of its guesses are wrong
+    target, draft = trained("gated_deltanet", 64, steps), trained("retention", 32, 2)
+    tokens, each = speculative(target, draft, [3, 4, 5], 40)
+    alone = target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=40, do_sample=False)
+    assert tokens == alone[0].tolist()
+    print(f"{each:.1f} tokens a call, the same as without the draft model")
+    return each
+
+
+if __name__ == "__main__":
+    main()
