@@ -13,6 +13,7 @@ import slipstream.ops
 from slipstream.compat.fla.adaptor import HINTS, REFUSED
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.fla.paths import FUNCTIONS, MISSING
+from slipstream.models import MIXERS
 
 ROOT = compat.__name__
 # in our modules, but not in fla's
@@ -74,7 +75,7 @@ everywhere).
 alone are enough: fla's operators, and with them Triton and a GPU, are not needed.
 
 ```bash
-pip install --no-deps flash-linear-attention=={version} fla-core=={version} einops
+pip install --no-deps flash-linear-attention=={version} einops
 ```
 
 `import fla` then imports them, as fla itself does, so that they register with transformers' Auto
@@ -83,6 +84,16 @@ CPU: {models}. MoM runs as well; it is no function of the past alone, in fla nei
 Samba, BitNet and MLA want `flash_attn` beside it: `install("fla", "flash_attn")`. Layers and models
 whose operators Slipstream does not have raise an `ImportError` that names them, and do not keep the
 others from being imported.
+
+## Layers of Slipstream's own
+
+| fla.layers | slipstream.layers | mixer of a config |
+|---|---|---|
+{layers}
+
+Parameters have other names, and projections of one input are one matrix; with fla's weights in
+place the results are the same, but for `KimiDeltaAttention` (fla's output gate has a bias),
+`MultiScaleRetention` (fla's norm has a weight) and `Comba` (fla normalises p).
 
 ## What is different
 
@@ -106,6 +117,22 @@ others from being imported.
 | fla | Slipstream | difference |
 |---|---|---|
 """
+# fla's layer of each mixer of a config
+LAYERS = {
+    "comba": "Comba",
+    "delta_net": "DeltaNet",
+    "gated_deltanet": "GatedDeltaNet",
+    "gated_deltaproduct": "GatedDeltaProduct",
+    "gla": "GatedLinearAttention",
+    "gsa": "GatedSlotAttention",
+    "hgrn": "HGRNAttention",
+    "hgrn2": "HGRN2Attention",
+    "kda": "KimiDeltaAttention",
+    "mamba2": "Mamba2",
+    "retention": "MultiScaleRetention",
+    "rwkv6": "RWKV6Attention",
+    "rwkv7": "RWKV7Attention",
+}
 MODELS = (
     "Comba, DeltaNet, Forgetting Transformer, GLA, GSA, Gated DeltaNet, Gated DeltaProduct, HGRN, "
     "HGRN-2, KDA, LightNet, linear attention, Mamba, Mamba-2, RWKV-6, RWKV-7, Raven, RetNet and "
@@ -164,6 +191,9 @@ def page() -> str:
         models=MODELS,
         hints=code(iter(sorted(HINTS))),
         refused=", ".join(refused),
+        layers="\n".join(
+            f"| `{theirs}` | `{MIXERS[mixer]}` | `{mixer}` |" for mixer, theirs in LAYERS.items()
+        ),
     )
     lines = [
         *operators(),

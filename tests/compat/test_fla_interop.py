@@ -23,6 +23,7 @@ from torch.nn.functional import normalize
 
 import slipstream.compat
 import slipstream.compat.fla.ops as ours
+import slipstream.layers
 
 for name in ("einops", "transformers"):
     pytest.importorskip(name)
@@ -277,3 +278,94 @@ def test_models_are_registered_and_others_say_what_is_missing(fla: ModuleType) -
     assert {f"{name}ForCausalLM" for name in MODELS} <= set(fla.__all__)
     with pytest.raises(ImportError, match=r"fla\.models\.NSAModel: .*Slipstream has no fla\.ops"):
         fla.NSAModel  # noqa: B018
+
+
+# Slipstream's layers beside fla's, with fla's weights
+
+
+def weights_of(layer: torch.nn.Module) -> dict[str, Tensor]:
+    """Random ones, by name with _ for the dots."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    return {name.replace(".", "_"): p.detach() for name, p in layer.named_parameters()}
+
+
+def _same(p: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {f"{n}_proj.weight": p[f"{n}_proj_weight"] for n in names}
+
+
+def _convolved(p: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        "qkv_proj.weight": torch.cat([p[f"{n}_proj_weight"] for n in "qkv"]),
+        "conv.weight": torch.cat([p[f"{n}_conv1d_weight"] for n in "qkv"]).squeeze(1),
+    }
+
+
+def _rwkv6(p: dict[str, Tensor]) -> dict[str, Tensor]:
+    rank = p["x_proj_0_linear_weight"].shape[0] // 5
+    return {
+        **{f"{n}_proj.weight": p[f"{n}_proj_linear_weight"] for n in "rkvg"},
+        "o_proj.weight": p["o_proj_weight"],
+        "w_lora.down": p["w_proj_linear_lora_0_weight"].T,
+        "w_lora.up": p["w_proj_linear_lora_2_weight"].T,
+        "w_lora.bias": p["w_proj_linear_lora_2_bias"],
+        "mix_base": p["x_proj_0_mu"],
+        "mix": p["x_bias"],
+        "mix_down": p["x_proj_0_linear_weight"].T,
+        "mix_up": p["x_proj_2_weight"].view(-1, 5, rank).permute(1, 2, 0),
+        "bonus": p["bonus"],
+        "norm_weight": p["g_norm_weight"],
+        "norm_bias": p["g_norm_bias"],
+    }
+
+
+# fla's class and options, ours, and our weights from fla's
+LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any], Any]]] = {
+    "delta_net": (
+        "DeltaNet", {"num_heads": 4, "use_gate": True}, "DeltaNet",
+        {"num_heads": 4, "use_gate": True},
+        lambda p: _convolved(p) | _same(p, "b", "g", "o") | {"norm_weight": p["o_norm_weight"]},
+    ),
+    "gated_deltaproduct": (
+        "GatedDeltaProduct",
+        {"num_heads": 4, "head_dim": 16, "expand_v": 1, "num_householder": 3,
+         "allow_neg_eigval": True},
+        "GatedDeltaProduct", {"num_heads": 4, "num_householder": 3},
+        lambda p: _convolved(p) | _same(p, "a", "b", "o") | {
+            "z_proj.weight": p["g_proj_weight"], "norm_weight": p["o_norm_weight"],
+            "A_log": p["A_log"], "dt_bias": p["dt_bias"],
+        },
+    ),
+    "hgrn": (
+        "HGRNAttention", {}, "HGRN", {},
+        lambda p: _same(p, "i", "f", "g", "o") | {"norm_weight": p["g_norm_weight"]},
+    ),
+    "hgrn2": (
+        "HGRN2Attention", {"expand_ratio": 16}, "HGRN2", {"num_heads": 4},
+        lambda p: _same(p, "q", "f", "i", "o") | {"norm_weight": p["g_norm_weight"]},
+    ),
+    "gsa": (
+        "GatedSlotAttention", {"num_heads": 4, "num_slots": 8}, "GatedSlotAttention",
+        {"num_heads": 4, "num_slots": 8},
+        lambda p: _same(p, "q", "k", "v", "f", "o") | {"norm_weight": p["g_norm_weight"]},
+    ),
+    "rwkv6": (
+        "RWKV6Attention",
+        {"num_heads": 4, "expand_k": 1.0, "proj_low_rank_dim": 8, "gate_low_rank_dim": 16},
+        "RWKV6", {"num_heads": 4, "mix_low_rank_dim": 8, "decay_low_rank_dim": 16}, _rwkv6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_equals_fla_with_its_weights(fla: ModuleType, name: str) -> None:
+    theirs_name, their_options, ours_name, our_options, convert = LAYERS[name]
+    torch.manual_seed(0)
+    module = importlib.import_module("fla.layers")
+    theirs = getattr(module, theirs_name)(hidden_size=64, layer_idx=0, **their_options)
+    ours = getattr(slipstream.layers, ours_name)(64, **our_options)
+    ours.load_state_dict(convert(weights_of(theirs)))
+    x = torch.randn(2, 70, 64)
+    torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-4, atol=1e-5)

@@ -158,6 +158,12 @@ def test_model_gradient_checkpointing_changes_nothing(name: str) -> None:
 
 
 @every_model
+# seconds each; these are mixed as others are
+@pytest.mark.sample(
+    which=lambda name: (
+        name not in ("comba", "gated_deltaproduct", "hgrn", "hgrn2", "lightning_attn")
+    )
+)
 # dynamo instantiates autograd functions itself
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_model_training_step_compiles_fullgraph(name: str) -> None:

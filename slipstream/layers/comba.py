@@ -1,0 +1,115 @@
+"""Comba: a decay, and an erase under a key of its own, with a corrected read."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    NormalLinear,
+    ShortConvolution,
+    State,
+    expect_divisor,
+    new_state,
+    past,
+    reset_decay,
+)
+from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
+from slipstream.ops.norm import l2_norm, rms_norm_gated
+
+
+class Comba(Mixer):
+    """Comba behind short convolutions, with a gated norm after it.
+
+        q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
+        p = sigmoid(erase) k;  q = q - correction k
+        g = -exp(A_log) softplus(x W_a + dt_bias);  beta = sigmoid(x W_b)
+        y = (rms_norm_per_head(comba(q, k, v, p, g, beta)) * sigmoid(x W_z)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H, heads of queries and keys.
+        num_v_heads: HV, heads of values, a multiple of H; None is H.
+        head_dim: K; None is D / H.
+        head_v_dim: V; None is K.
+        conv_size: taps of the convolution.
+        correction: what the factor of each head begins with.
+        norm_eps: of the norm, whose weight [V] the heads share.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
+    Source: Hu et al., Comba, 2025. fla's layer normalises p, which takes out the factor of the
+    erase, and corrects q before it is normalised.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_v_heads: int | None = None,
+        head_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        correction: float = 1.0,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.initial_correction, self.norm_eps = correction, norm_eps
+        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
+        self.z_proj = NormalLinear(hidden_size, self.values)
+        self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
+        self.o_proj = NormalLinear(self.values, hidden_size)
+        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
+        self.erase = nn.Parameter(torch.empty(num_heads))
+        self.correction = nn.Parameter(torch.empty(num_heads))
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.erase)
+        nn.init.constant_(self.correction, self.initial_correction)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
+        a = a if a.dtype == torch.float64 else a.float()
+        comba = fused_recurrent_comba if self.recurrent(x) else chunk_comba
+        o, recurrent = comba(
+            q=q - self.correction.to(k.dtype)[:, None] * k,
+            k=k,
+            v=v,
+            p=self.erase.sigmoid().to(k.dtype)[:, None] * k,
+            g=-self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype)),
+            beta=b.sigmoid(),
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        z = self.z_proj(x).view_as(o)
+        o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)

@@ -1,0 +1,127 @@
+"""Gated DeltaProduct: several steps of the delta rule for each token."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    NormalLinear,
+    ShortConvolution,
+    State,
+    expect_divisor,
+    new_state,
+    past,
+    reset_decay,
+)
+from slipstream.ops.gated_delta_product import (
+    chunk_gated_delta_product,
+    fused_recurrent_gated_delta_product,
+)
+from slipstream.ops.norm import l2_norm, rms_norm_gated
+
+
+class GatedDeltaProduct(Mixer):
+    """Gated DeltaNet with n keys, values and steps a token, of which the first decays.
+
+        q, k_1 .. k_n, v_1 .. v_n = silu(conv(x W_qkv));  beta = 2 sigmoid(x W_b)
+        g = -exp(A_log) softplus(x W_a + dt_bias)
+        y = (rms_norm_per_head(gated_delta_product(q, k, v, g, beta)) * silu(x W_z)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H, heads of queries and keys.
+        num_v_heads: HV, heads of values, a multiple of H; None is H.
+        head_dim: K; None is D / H.
+        head_v_dim: V; None is K.
+        num_householder: n.
+        conv_size: taps of the convolution.
+        allow_neg_eigval: beta in (0, 2), else (0, 1).
+        norm_eps: of the norm, whose weight [V] the heads share.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, HV, K, V] and conv [N, H K + n (H K + HV V), W].
+    Source: Siems et al., DeltaProduct, 2025, section 3.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_v_heads: int | None = None,
+        head_dim: int | None = None,
+        head_v_dim: int | None = None,
+        num_householder: int = 2,
+        conv_size: int = 4,
+        allow_neg_eigval: bool = True,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        if num_householder < 1:
+            raise ValueError(f"num_householder: want at least 1, got {num_householder}")
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.num_householder, self.allow_neg_eigval = num_householder, allow_neg_eigval
+        self.norm_eps = norm_eps
+        n, keys, values = num_householder, num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        self.sizes = [keys, n * keys, n * values]
+        self.qkv_proj = NormalLinear(hidden_size, sum(self.sizes))
+        self.a_proj = NormalLinear(hidden_size, self.num_v_heads)
+        self.b_proj = NormalLinear(hidden_size, n * self.num_v_heads)
+        self.z_proj = NormalLinear(hidden_size, values)
+        self.o_proj = NormalLinear(values, hidden_size)
+        self.conv = ShortConvolution(sum(self.sizes), conv_size)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        q = l2_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))
+        k = l2_norm(self._steps(k, (self.num_heads, self.head_dim)))  # [B, T n, H, K]
+        v = self._steps(v, (self.num_v_heads, self.head_v_dim))
+        beta = self._steps(self.b_proj(x), (self.num_v_heads,)).sigmoid()
+        a = self.a_proj(x)
+        a = a if a.dtype == torch.float64 else a.float()
+        g = -self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype))
+        is_recurrent = self.recurrent(x)
+        product = fused_recurrent_gated_delta_product if is_recurrent else chunk_gated_delta_product
+        o, recurrent = product(
+            q,
+            k,
+            v,
+            g,
+            2 * beta if self.allow_neg_eigval else beta,
+            self.num_householder,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        z = self.z_proj(x).view_as(o)
+        o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def _steps(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """[B, T, n * ...] -> [B, T n, ...]"""
+        return x.unflatten(-1, (self.num_householder, *sizes)).flatten(1, 2)
