@@ -188,6 +188,7 @@ def beside_fla(case: Case, report: Report) -> dict[str, object]:
     if report.options.peer == "fla":
         try:
             providers["fla "] = Provider(fla(case.sample), given)
+            row["fla tuned"] = "full"  # by itself, now or when the cache was filled
         except ImportError as e:
             row["fla"] = str(e)[:60]
     forward, both = {}, {}

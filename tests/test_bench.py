@@ -1,10 +1,12 @@
 """bench/: every script runs at tiny sizes on a CPU, and rows go where the README says."""
 
+import datetime
 import importlib
 import io
 import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +139,38 @@ def test_compilers(capsys: pytest.CaptureFixture) -> None:
     printed = capsys.readouterr().out
     assert all(x["verdict"] == "agrees" for x in rows(printed)) and rows(printed)
     assert "chunk_kda ran" in printed
+
+
+def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows as the scripts write them today, behind those that are there."""
+    monkeypatch.syspath_prepend(str(BENCH.parent / "tools"))
+    tables: Any = importlib.import_module("performance_tables")
+    for path in (BENCH / "results").glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    # small runs record too
+    monkeypatch.setattr(harness.Report, "keeps", property(lambda x: True, lambda x, y: None), False)
+    for name, arguments in {
+        "linear": "--only ^gla",
+        "attention": "--only ^4,4096,16,128|packed|cache|latent",
+        "blocks": "--only token_shift",
+        "matmul": "--only 256x",
+        "decode": "--only kda",
+        "host": "",
+        "memory": "--only gla",
+    }.items():
+        script(name).main(["--small", *arguments.split()])
+    tables.read.cache_clear()
+    try:
+        made = tables.tables()
+    finally:
+        tables.read.cache_clear()
+    today = datetime.date.today().isoformat()
+    for name in ("attention", "packed_attention", "cache_attention", "blocks", "matmul", "steps"):
+        assert today in {x.get("date") for x in made[name].used}, name
+    assert today in {x.get("date") for x in made["memory"].used}
+    # fla is not here: the row beside it counts
+    assert today not in {x.get("date") for x in made["linear"].used}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

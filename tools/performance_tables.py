@@ -111,7 +111,7 @@ def place(row: Row, column: str) -> str:
 
 def ratio(above: Cell, below: Cell) -> Cell:
     """How many times `below` goes into `above`, from the numbers as they stand in the table."""
-    if not above.text or not below.text:
+    if not above.text or not below.text or not float(below.text):
         return Cell("")
     value = f"{float(above.text) / float(below.text):.2f}"
     return Cell(value, (*above.sources, *below.sources))
@@ -180,9 +180,10 @@ def linear_row(operator: str, shape: str) -> Row:
 
 
 def tuning(row: Row) -> str:
-    """How many configurations fla's autotuner tried in that run."""
-    if not is_number(row.get("fla fwd")):
-        return ""
+    """How many configurations fla's autotuner tried in that run; older rows do not say so, but a
+    first call that tried all of them took long."""
+    if not is_number(row.get("fla fwd")) or row.get("fla tuned"):
+        return row.get("fla tuned")
     first = row.get("fla first_s")
     return "few" if is_number(first) and float(first) < FULLY_TUNED_S else "full"
 
