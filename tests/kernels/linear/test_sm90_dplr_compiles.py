@@ -26,9 +26,9 @@ CASES = {
 }
 # the transitions, and the widths, whole; walks of segments
 SAMPLE = {False: ("kda_narrow", "dplr", "iplr"), True: ("kda",)}
-# bytes of stack a thread of dplr_intra_safe, of 128 channels: what ptxas makes before the loop over
-# chunks and reads once a chunk
-STACK = {"dplr": 8}
+# bytes of stack a thread of dplr_intra_safe with free a and b, whose scores of four kinds wait in
+# registers while the levels are made
+STACK = {"dplr": 88, "rwkv7": 88}
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:

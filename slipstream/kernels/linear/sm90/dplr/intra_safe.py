@@ -2,8 +2,10 @@
 
 As wy.py, which marks the chunks, does it for the others, but pairs (i, j) by levels, with the
 decays of subchunk_decay.py, where token i has decayed too far; the rows of others are made as wy.py
-makes them, for what comes after a token must not change its bits. A row is at a level either a
-read, in the later half, or a write, so that two tiles a level have them all:
+makes them, for what comes after a token must not change its bits. Pairs within 16 tokens are, too,
+relative to the first of these, unless token i has decayed too far since that one; if none has, the
+levels within 16 tokens are left out. A row is at a level either a read, in the later half, or a
+write, so that two tiles a level have them all:
 
     x = later: q, earlier: b        y = later: a, earlier: k
     qb = x x^T      ab = y x^T      qk = x y^T      ak = y y^T
@@ -22,10 +24,11 @@ from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
     gates_seen,
     sum_gates,
 )
-from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, ROUNDING, decay_operands, gates_of
+from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, ROUNDING, add, decay_operands, gates_of
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 FLAGS_PER_LOAD = gl.constexpr(16)  # marks that are looked at together
+BLOCK = gl.constexpr(4)  # levels within 16 tokens
 
 
 @gluon.jit
@@ -84,11 +87,34 @@ def to_end(
 
 
 @gluon.jit
+def load_tiles(
+    q_ptr, k_ptr, a_ptr, b_ptr, begin, stride, left, none, qs, reads, bs, keys, NK: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """Rows of `stride` from element `begin` on."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
+    o_q = begin + o_r * stride + gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
+    m_r = o_r < left
+    for j in gl.static_range(NK):
+        qs.index(none + j).store(gl.load(q_ptr + o_q + j * 64, mask=m_r, other=0.0))
+        p_a = (k_ptr if DELTA else a_ptr) + o_q + j * 64
+        reads.index(none + j).store(gl.load(p_a, mask=m_r, other=0.0))
+        if not DELTA:
+            bs.index(none + j).store(gl.load(b_ptr + o_q + j * 64, mask=m_r, other=0.0))
+            keys.index(none + j).store(gl.load(k_ptr + o_q + j * 64, mask=m_r, other=0.0))
+    ready()
+
+
+@gluon.jit
 def from_start(
     p, stride, left, none, q, a, b, k, layout: gl.constexpr, CHANNEL: gl.constexpr,
-    LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr, BLOCK: gl.constexpr = False,
 ):  # fmt: skip
-    """wy.py's operands of 64 channels in place, and G + SHIFT of their lowest, by tokens."""
+    """wy.py's operands of 64 channels in place, and G + SHIFT of their lowest, by tokens.
+
+    BLOCK: G is that from the start of each 16 tokens.
+    """
     flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None] + none
@@ -97,7 +123,10 @@ def from_start(
     p += o_t * stride + o_n * CHANNEL
     b_g = gl.load(p, mask=o_t < left + 0 * o_n, other=0.0).to(gl.float32)
     b_g = gl.maximum(b_g * LOG2E, LOWEST)
-    b_e, _, _ = gates_of(b_g, three, SHIFT)
+    if BLOCK:
+        b_e = gl.associative_scan(b_g, 1, add) + SHIFT
+    else:
+        b_e, _, _ = gates_of(b_g, three, SHIFT)
     b_lowest = gl.reshape(gl.min(b_e, 2), [64])
     decay_operands(b_e, b_e - b_g, q, a, b, k, flat, LIMIT, SHIFT, DELTA, True)
     return gl.convert_layout(b_lowest, gl.SliceLayout(1, layout))
@@ -195,30 +224,42 @@ def one_chunk(
     token = row.to(gl.int64) * HV + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part
     none = T + pid >> 31 << 10
-    o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
-    o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
-    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_r * (H * K) + o_c
+    begin = (row.to(gl.int64) * H + i_h // (HV // H)) * K
     zero = gl.zeros([64, 64], gl.float32, al)
-    for j in gl.static_range(NK):
-        qs.index(none + j).store(gl.load(q_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
-        p_a = (k_ptr if DELTA else a_ptr) + o_q + j * 64
-        reads.index(none + j).store(gl.load(p_a, mask=o_r < left, other=0.0))
-        if not DELTA:
-            bs.index(none + j).store(gl.load(b_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
-            keys.index(none + j).store(gl.load(k_ptr + o_q + j * 64, mask=o_r < left, other=0.0))
+    writes = xs if DELTA else bs
+    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, left, none, qs, reads, bs, keys,
+               NK, DELTA)  # fmt: skip
+    b_lowest = gl.full([C], SHIFT, gl.float32, gl.SliceLayout(1, al))
+    for n in range(NK):
+        b_low = from_start(
+            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+            qs.index(none + n), reads.index(none + n), writes.index(none + n),
+            keys.index(none + n), al, CHANNEL, LIMIT, SHIFT, DELTA, True)  # fmt: skip
+        b_lowest = gl.minimum(b_lowest, b_low)
+    by_block = (b_lowest >= SHIFT - 2 * LIMIT).to(gl.int32)
+    first = BLOCK * gl.min(by_block, 0)
     ready()
+    pairs = (o_i >> BLOCK == o_j >> BLOCK) & (o_i > o_j) & (by_block > 0)[:, None]
+    b_qb = gl.where(pairs, scores(qs, writes, NK, zero, none), 0.0).to(act)
+    b_ab = gl.where(pairs, scores(reads, writes, NK, zero, none), 0.0)
+    if not DELTA:
+        b_qk = gl.where(pairs, scores(qs, keys, NK, zero, none), 0.0).to(act)
+        b_ak = gl.where(pairs, scores(reads, keys, NK, zero, none), 0.0).to(act)
+    gl.thread_barrier()
+    none = T + pid + 1 >> 31 << 10
+    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, left, none, qs, reads, bs, keys,
+               NK, DELTA)  # fmt: skip
     if DELTA:
         for n in range(NK):
             put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
                       highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
-    b_qb = gl.where(o_i == o_j, scores(qs, reads if DELTA else bs, NK, zero, none), 0.0).to(act)
-    b_ab = zero
+    same = o_i + none == o_j
+    b_qb = gl.where(same, scores(qs, reads if DELTA else bs, NK, zero, none).to(act), b_qb)
     if not DELTA:
-        b_qk = gl.where(o_i == o_j, scores(qs, keys, NK, zero, none), 0.0).to(act)
-        b_ak = zero.to(act)
-    for level in range(LEVELS):
+        b_qk = gl.where(same, scores(qs, keys, NK, zero, none).to(act), b_qk)
+    for level in range(first, LEVELS):
         gl.thread_barrier()
         now = T + pid + level >> 31 << 10
         later = ((o_i + now >> level) & 1) == 1
@@ -235,6 +276,7 @@ def one_chunk(
             )  # fmt: skip
         ready()
         pairs = (((o_i + now >> level) ^ (o_j >> level)) == 1) & later
+        pairs = pairs & ((by_block == 0)[:, None] | (level + o_j - o_j >= BLOCK))
         if DELTA:
             b_qb = gl.where(pairs, scores(xs, ys, NK, zero, now).to(act), b_qb)
             b_ab = gl.where(pairs, scores(ys, ys, NK, zero, now), b_ab)
