@@ -91,9 +91,9 @@ others from being imported.
 |---|---|---|
 {layers}
 
-Parameters have other names, and projections of one input are one matrix; with fla's weights in
-place the results are the same, but for `KimiDeltaAttention` (fla's output gate has a bias),
-`MultiScaleRetention` (fla's norm has a weight) and `Comba` (fla normalises p).
+Parameters have other names, and projections of one input are one matrix. With fla's weights in
+place the results are the same: of `KimiDeltaAttention` with `gate_bias=True`, of
+`MultiScaleRetention` with `norm_affine=True`. Comba's are not: fla normalises p.
 
 ## What is different
 

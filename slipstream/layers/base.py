@@ -123,15 +123,19 @@ class XavierLinear(nn.Linear):
 
 
 class NormalLinear(nn.Linear):
-    """A linear layer without a bias whose weight starts as Qwen3-Next's, Kimi Linear's and most
-    softmax models'."""
+    """A linear layer whose weight starts as Qwen3-Next's, Kimi Linear's and most softmax models',
+    and whose bias, if it has one, starts at 0."""
 
-    def __init__(self, in_features: int, out_features: int, std: float = 0.02) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, std: float = 0.02, bias: bool = False
+    ) -> None:
         self.std = std
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 def reset_decay(A_log: Tensor, dt_bias: Tensor) -> None:

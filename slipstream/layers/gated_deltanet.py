@@ -15,7 +15,7 @@ from slipstream.layers.base import (
     reset_decay,
 )
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 
 
 class GatedDeltaNet(Mixer):
@@ -34,6 +34,8 @@ class GatedDeltaNet(Mixer):
         conv_size: taps of the convolution.
         allow_neg_eigval: beta in (0, 2).
         norm_eps: of the norm, whose weight [V] the heads share.
+        use_gate: without, the norm is not multiplied by silu(x W_z).
+        conv_bias: whether the convolution has a bias.
         mode, layer_idx: as Mixer.
 
     State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
@@ -52,6 +54,9 @@ class GatedDeltaNet(Mixer):
         norm_eps: float = 1e-6,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        use_gate: bool = True,
+        conv_bias: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -63,10 +68,10 @@ class GatedDeltaNet(Mixer):
         self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
         self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
-        self.z_proj = NormalLinear(hidden_size, self.values)
+        self.z_proj = NormalLinear(hidden_size, self.values) if use_gate else None
         self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
+        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size, conv_bias)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
@@ -106,6 +111,9 @@ class GatedDeltaNet(Mixer):
             allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=cu_seqlens,
         )
-        z = self.z_proj(x).view_as(o)
-        o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
+        if self.z_proj is None:
+            o = rms_norm(o, self.norm_weight, eps=self.norm_eps)
+        else:
+            z = self.z_proj(x).view_as(o)
+            o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)

@@ -25,16 +25,23 @@ class KimiDeltaAttention(Mixer):
         g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias);  beta = sigmoid(x W_b)
         y = (rms_norm_per_head(kda(q, k, v, g, beta)) * sigmoid(x W_g1 W_g2)) W_o
 
+    With lower_bound g = lower_bound sigmoid(exp(A_log) (x W_f1 W_f2 + dt_bias)).
+
     Args:
         hidden_size: D.
-        num_heads: H.
+        num_heads: H, heads of queries and keys.
         head_dim: K, and rank of the two low-rank gates; None is D / H.
         head_v_dim: V; None is K.
         conv_size: taps of the convolution.
+        num_v_heads: HV, heads of values and gates, a multiple of H; None is H.
+        conv_bias: whether the convolution has a bias.
+        gate_bias: whether W_g2 has one, as fla's has.
+        allow_neg_eigval: beta in (0, 2).
+        lower_bound: of g, in [-5, 0); None is none.
         norm_eps: of the norm, whose weight [V] the heads share.
         mode, layer_idx: as Mixer.
 
-    State: recurrent [N, H, K, V] and conv [N, 2 H K + H V, W].
+    State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
     Source: Kimi Team, Kimi Linear, 2025, section 4.
     """
 
@@ -48,29 +55,41 @@ class KimiDeltaAttention(Mixer):
         norm_eps: float = 1e-5,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        num_v_heads: int | None = None,
+        conv_bias: bool = False,
+        gate_bias: bool = False,
+        allow_neg_eigval: bool = False,
+        lower_bound: float | None = None,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
             expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
             head_dim = hidden_size // num_heads
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
         self.norm_eps = norm_eps
-        self.keys, self.values = num_heads * head_dim, num_heads * self.head_v_dim
+        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        gates = self.num_v_heads * head_dim
         self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
         self.f_down = NormalLinear(hidden_size, head_dim)
-        self.f_up = NormalLinear(head_dim, self.keys)
-        self.b_proj = NormalLinear(hidden_size, num_heads)
+        self.f_up = NormalLinear(head_dim, gates)
+        self.b_proj = NormalLinear(hidden_size, self.num_v_heads)
         self.g_down = NormalLinear(hidden_size, head_dim)
-        self.g_up = NormalLinear(head_dim, self.values)
+        self.g_up = NormalLinear(head_dim, self.values, bias=gate_bias)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.keys))
+        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size, conv_bias)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(gates))
         self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         reset_decay(self.A_log, self.dt_bias)
+        if self.lower_bound is not None:
+            nn.init.zeros_(self.A_log)
         nn.init.ones_(self.norm_weight)
 
     def forward(
@@ -89,8 +108,8 @@ class KimiDeltaAttention(Mixer):
         o, recurrent = kda(
             q,
             k,
-            v.unflatten(-1, (self.num_heads, self.head_v_dim)),
-            self.f_up(self.f_down(x)).view_as(q),
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim)),
             self.b_proj(x),
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
@@ -98,6 +117,8 @@ class KimiDeltaAttention(Mixer):
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            lower_bound=self.lower_bound,
             cu_seqlens=cu_seqlens,
         )
         gate = self.g_up(self.g_down(x)).view_as(o)

@@ -1,7 +1,7 @@
 """Multi-scale retention, the layer of RetNet."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
@@ -32,11 +32,14 @@ class MultiScaleRetention(Mixer):
         expand_v: V / K, 2 in the paper.
         rotary_base: of the angles; None leaves them out.
         norm_eps: of the norm.
+        norm_affine: whether the norm has a weight [V], which the heads share, as fla's has.
         mode, layer_idx: as Mixer.
 
     State: recurrent [N, H, K, V] and length [N].
     Source: Sun et al., Retentive Network, 2023, section 2.
     """
+
+    norm_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -48,6 +51,8 @@ class MultiScaleRetention(Mixer):
         norm_eps: float = 1e-5,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        norm_affine: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -65,6 +70,13 @@ class MultiScaleRetention(Mixer):
         self.v_proj = XavierLinear(hidden_size, values)
         self.g_proj = XavierLinear(hidden_size, values)
         self.o_proj = XavierLinear(values, hidden_size, gain=0.5)
+        weight = nn.Parameter(torch.empty(self.value_dim)) if norm_affine else None
+        self.register_parameter("norm_weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.norm_weight is not None:
+            nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -92,6 +104,6 @@ class MultiScaleRetention(Mixer):
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
         )
-        o = rms_norm_gated(o, self.g_proj(x).view_as(o), eps=self.norm_eps)
+        o = rms_norm_gated(o, self.g_proj(x).view_as(o), self.norm_weight, eps=self.norm_eps)
         length = next_lengths(x, cu_seqlens, state) if use_cache else None
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, length=length)

@@ -302,6 +302,23 @@ def _convolved(p: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _kda(p: dict[str, Tensor]) -> dict[str, Tensor]:
+    return (
+        _convolved(p)
+        | _same(p, "b", "o")
+        | {
+            "f_down.weight": p["f_proj_0_weight"],
+            "f_up.weight": p["f_proj_1_weight"],
+            "g_down.weight": p["g_proj_0_weight"],
+            "g_up.weight": p["g_proj_1_weight"],
+            "g_up.bias": p["g_proj_1_bias"],
+            "norm_weight": p["o_norm_weight"],
+            "A_log": p["A_log"],
+            "dt_bias": p["dt_bias"],
+        }
+    )
+
+
 def _rwkv6(p: dict[str, Tensor]) -> dict[str, Tensor]:
     rank = p["x_proj_0_linear_weight"].shape[0] // 5
     return {
@@ -335,6 +352,53 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any]
         lambda p: _convolved(p) | _same(p, "a", "b", "o") | {
             "z_proj.weight": p["g_proj_weight"], "norm_weight": p["o_norm_weight"],
             "A_log": p["A_log"], "dt_bias": p["dt_bias"],
+        },
+    ),
+    "gated_deltanet": (
+        "GatedDeltaNet", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1},
+        "GatedDeltaNet", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "norm_eps": 1e-5},
+        lambda p: _convolved(p) | _same(p, "o") | {
+            "ab_proj.weight": torch.cat([p["a_proj_weight"], p["b_proj_weight"]]),
+            "z_proj.weight": p["g_proj_weight"], "norm_weight": p["o_norm_weight"],
+            "A_log": p["A_log"], "dt_bias": p["dt_bias"],
+        },
+    ),
+    "gated_deltanet without a gate": (
+        "GatedDeltaNet",
+        {"num_heads": 4, "head_dim": 16, "expand_v": 1, "use_gate": False, "conv_bias": True},
+        "GatedDeltaNet",
+        {"num_heads": 4, "head_dim": 16, "use_gate": False, "conv_bias": True, "norm_eps": 1e-5},
+        lambda p: _convolved(p) | _same(p, "o") | {
+            "ab_proj.weight": torch.cat([p["a_proj_weight"], p["b_proj_weight"]]),
+            "conv.bias": torch.cat([p[f"{n}_conv1d_bias"] for n in "qkv"]),
+            "norm_weight": p["o_norm_weight"], "A_log": p["A_log"], "dt_bias": p["dt_bias"],
+        },
+    ),
+    "kda": (
+        "KimiDeltaAttention", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16},
+        "KimiDeltaAttention",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "gate_bias": True}, _kda,
+    ),
+    "kda with a bound": (
+        "KimiDeltaAttention",
+        {"num_heads": 4, "head_dim": 16, "safe_gate": True, "lower_bound": -4.0,
+         "allow_neg_eigval": True},
+        "KimiDeltaAttention",
+        {"num_heads": 4, "head_dim": 16, "gate_bias": True, "lower_bound": -4.0,
+         "allow_neg_eigval": True}, _kda,
+    ),
+    "retention": (
+        "MultiScaleRetention", {"num_heads": 4, "expand_k": 1.0, "expand_v": 2.0},
+        "MultiScaleRetention", {"num_heads": 4, "norm_affine": True},
+        lambda p: _same(p, "q", "k", "v", "g", "o") | {
+            "norm_weight": p["g_norm_swish_gate_weight"]
+        },
+    ),
+    "gla": (
+        "GatedLinearAttention", {"num_heads": 4}, "GatedLinearAttention", {"num_heads": 4},
+        lambda p: _same(p, "q", "k", "v", "g", "o") | {
+            "gk_down.weight": p["gk_proj_0_weight"], "gk_up.weight": p["gk_proj_1_weight"],
+            "gk_up.bias": p["gk_proj_1_bias"], "norm_weight": p["g_norm_swish_gate_weight"],
         },
     ),
     "hgrn": (

@@ -12,10 +12,21 @@ from slipstream.layers import Mixer
 D, H = 24, 2
 LAYERS: dict[str, dict[str, Any]] = {
     "MultiScaleRetention": {},
+    "MultiScaleRetention-affine": {"norm_affine": True},
     "GatedLinearAttention": {},
     "GatedDeltaNet": {},
     "GatedDeltaNet-grouped": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5},
+    "GatedDeltaNet-plain": {"use_gate": False, "conv_bias": True, "allow_neg_eigval": True},
     "KimiDeltaAttention": {"head_v_dim": 10},
+    "KimiDeltaAttention-bounded": {
+        "num_v_heads": 4,
+        "head_dim": 6,
+        "head_v_dim": 5,
+        "conv_bias": True,
+        "gate_bias": True,
+        "allow_neg_eigval": True,
+        "lower_bound": -3.0,
+    },
     "RWKV7": {},
     "RWKV7-later": {"layer_idx": 1, "num_layers": 3},
     "Mamba2": {"state_size": 7, "n_groups": 2},

@@ -23,7 +23,7 @@ def convolved(layer: nn.Module, x: Tensor) -> Tensor:
     """silu of a causal convolution [B, T, C] with weight [C, W]."""
     weight = layer.weight
     padded = F.pad(x.mT, (weight.shape[1] - 1, 0))
-    return F.silu(F.conv1d(padded, weight[:, None], groups=weight.shape[0]).mT)
+    return F.silu(F.conv1d(padded, weight[:, None], layer.bias, groups=weight.shape[0]).mT)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -81,6 +81,65 @@ def test_delta_net(gated: bool) -> None:
     if gated:
         o = o * F.silu(heads(layer.g_proj(x)))
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
+def test_gated_deltanet_without_a_gate() -> None:
+    HV, K, V = 8, 6, 5
+    layer = randomised(
+        layers.GatedDeltaNet(
+            D, H, HV, K, V, allow_neg_eigval=True, use_gate=False, conv_bias=True
+        )
+    )  # fmt: skip
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
+    q, k, v = grouped(unit(heads(q)), HV), grouped(unit(heads(k)), HV), heads(v, HV)
+    a, b = layer.ab_proj(x).chunk(2, -1)
+    alpha, beta = decayed(layer, a), 2 * b.sigmoid()
+
+    def step(t: int, S: Tensor) -> Tensor:
+        S = alpha[:, t, :, None, None] * S
+        return S + outer(k[:, t], beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
+
+    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-6)
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
+def test_kimi_delta_attention_with_a_bound() -> None:
+    HV, K, V = 8, 6, 5
+    options = {"conv_bias": True, "gate_bias": True, "allow_neg_eigval": True}
+    layer = randomised(
+        layers.KimiDeltaAttention(D, H, K, V, num_v_heads=HV, lower_bound=-3.0, **options)
+    )
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
+    q, k, v = grouped(unit(heads(q)), HV), grouped(unit(heads(k)), HV), heads(v, HV)
+    raw = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
+    alpha = torch.exp(-3 * torch.sigmoid(layer.A_log.exp()[:, None] * raw))
+    beta = 2 * layer.b_proj(x).sigmoid()
+
+    def step(t: int, S: Tensor) -> Tensor:
+        S = alpha[:, t, ..., None] * S
+        return S + outer(k[:, t], beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
+
+    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5)
+    o = o * heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_retention_norm(affine: bool) -> None:
+    layer = randomised(layers.MultiScaleRetention(D, H, rotary_base=None, norm_affine=affine))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    q, k, v = (heads(f(x)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
+    gamma = (1 - 2.0 ** (-5 - torch.arange(H)))[:, None, None]
+
+    def step(t: int, S: Tensor) -> Tensor:
+        return gamma * S + outer(k[:, t], v[:, t])
+
+    weight = layer.norm_weight if affine else 1.0
+    o = normed(scan(q, v, step, 6**-0.5), weight, 1e-5) * F.silu(heads(layer.g_proj(x)))
+    want = layer.o_proj(o.flatten(2))
+    torch.testing.assert_close(layer(x)[0], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("doubled", [False, True])
