@@ -8,31 +8,42 @@ import typer
 
 def doctor(
     operators: Annotated[
-        list[str] | None, typer.Argument(help="such as kda or chunk_kda; all of them if none")
+        list[str] | None,
+        typer.Argument(help="names such as kda or chunk_kda; without any, every operator"),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
-    full: Annotated[bool, typer.Option(help="more dtypes and shapes")] = False,
-    quick: Annotated[bool, typer.Option(help="one operator for each kind of kernel")] = False,
-    checks: Annotated[bool, typer.Option(help="compute; --no-checks only looks around")] = True,
+    json: Annotated[
+        bool, typer.Option("--json", help="print one JSON object instead of text")
+    ] = False,
+    full: Annotated[bool, typer.Option(help="check more dtypes and shapes")] = False,
+    quick: Annotated[bool, typer.Option(help="check one operator for each kind of kernel")] = False,
+    checks: Annotated[
+        bool,
+        typer.Option(
+            help="compare operators with their references; --no-checks only shows what is installed"
+        ),
+    ] = True,
     interpreted: Annotated[
-        bool, typer.Option(help="without a GPU, run the kernels in Triton's interpreter")
+        bool, typer.Option(help="without a GPU, check the kernels in Triton's interpreter too")
     ] = True,
     thorough: Annotated[
         bool,
         typer.Option(
-            help="on a GPU every implementation, not only the one that runs; in the interpreter "
+            help="on a GPU check every back end, not only the one that runs; in the interpreter "
             "every operator, not one for each kind of kernel"
         ),
     ] = False,
-    forget: Annotated[bool, typer.Option(help="forget what guarded compilation learnt")] = False,
+    forget: Annotated[
+        bool, typer.Option(help="first drop the verdicts about compilers on this machine")
+    ] = False,
     bench: Annotated[
         bool,
         typer.Option(
-            help="time the operators too, else one for each kind of kernel; --json to send"
+            help="time these operators, by default one for each kind of kernel; with --json as a "
+            "report to send in"
         ),
     ] = False,
 ) -> None:
-    """Versions, known faults, every operator against its reference; exit status 1 on a mismatch."""
+    """Show versions and known faults, and check every operator; exit status 1 if one is wrong."""
     from slipstream.cli.errors import reported
 
     with reported():

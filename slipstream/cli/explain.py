@@ -6,17 +6,21 @@ import typer
 
 
 def explain(
-    operator: Annotated[str, typer.Argument(help="such as chunk_kda")],
-    arch: Annotated[str, typer.Option(help="as sm_90; cpu for none")] = "sm_90",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    operator: Annotated[str, typer.Argument(help="a name such as chunk_kda")],
+    arch: Annotated[
+        str, typer.Option(help="the GPU's architecture, such as sm_90; or cpu")
+    ] = "sm_90",
+    dtype: Annotated[str, typer.Option(help="of the activations: bf16, fp16 or fp32")] = "bf16",
     shape: Annotated[
-        str, typer.Option(help="as B=2,T=4096,H=8,K=128,V=128; the rest is the sample's")
+        str, typer.Option(help="sizes, such as B=2,T=4096,H=8,K=128,V=128; others are small")
     ] = "",
-    packed: Annotated[bool, typer.Option(help="with cu_seqlens")] = False,
+    packed: Annotated[
+        bool, typer.Option(help="several sequences in one row, by cu_seqlens")
+    ] = False,
     state: Annotated[bool, typer.Option(help="with an initial state")] = False,
     grouped: Annotated[bool, typer.Option(help="twice as many heads of v as of q")] = False,
 ) -> None:
-    """Print the plan: implementation, kernels and tiles, why, and what was rejected and why."""
+    """Print which back end a call takes and why, its kernels, and what was rejected and why."""
     from slipstream.cli.errors import reported
 
     with reported():

@@ -9,25 +9,37 @@ import typer
 
 def matrix(
     operators: Annotated[
-        list[str] | None, typer.Argument(help="such as kda or chunk_kda; all of them if none")
+        list[str] | None,
+        typer.Argument(help="names such as kda or chunk_kda; without any, every operator"),
     ] = None,
-    arch: Annotated[str, typer.Option(help="architectures, as sm_80,sm_90; all if empty")] = "",
-    triton: Annotated[str, typer.Option(help="releases, as 3.6.0,3.7.1; else what is here")] = "",
-    jobs: Annotated[int, typer.Option(help="compiler processes at once")] = 2,
-    timeout: Annotated[float, typer.Option(help="seconds for one kernel")] = 180.0,
-    shapes: Annotated[int, typer.Option(help="how many sample shapes, of 12; telling first")] = 7,
-    forward: Annotated[bool, typer.Option(help="leave gradients out")] = False,
-    kernels: Annotated[bool, typer.Option(help="a line for every kernel")] = False,
-    out: Annotated[Path | None, typer.Option("--json", help="every kernel's row goes here")] = None,
+    arch: Annotated[
+        str, typer.Option(help="architectures, such as sm_80,sm_90; by default all")
+    ] = "",
+    triton: Annotated[
+        str,
+        typer.Option(help="releases of Triton, such as 3.6.0,3.7.1; by default the installed one"),
+    ] = "",
+    jobs: Annotated[int, typer.Option(help="how many compilers run at once")] = 2,
+    timeout: Annotated[
+        float, typer.Option(help="seconds after which a compiler is stopped")
+    ] = 180.0,
+    shapes: Annotated[int, typer.Option(help="how many of the 12 sample shapes")] = 7,
+    forward: Annotated[bool, typer.Option(help="compile no kernels of gradients")] = False,
+    kernels: Annotated[bool, typer.Option(help="print a line for every kernel")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="a file for the rows of all kernels")
+    ] = None,
     variants: Annotated[
         str,
-        typer.Option(help="of each kernel, between them: auto, few, flags, pairs (of flags), all"),
+        typer.Option(
+            help="which variants of each kernel: few, flags, pairs (of flags), all, or auto"
+        ),
     ] = "auto",
     anew: Annotated[
-        bool, typer.Option("--all", help="compile again what has not changed since the last run")
+        bool, typer.Option("--all", help="compile what has not changed since the last run, too")
     ] = False,
     record: Annotated[
-        bool, typer.Option(help="write docs/SUPPORT.md and what guarded compilation trusts")
+        bool, typer.Option(help="write docs/SUPPORT.md, and which kernels need no guard")
     ] = False,
 ) -> None:
     """Compile every kernel ahead of time and check shared memory, spills and tensor cores."""

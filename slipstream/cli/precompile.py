@@ -8,19 +8,31 @@ import typer
 
 def precompile(
     operators: Annotated[
-        list[str] | None, typer.Argument(help="such as kda or chunk_kda; all of them if none")
+        list[str] | None,
+        typer.Argument(help="names such as kda or chunk_kda; without any, every operator"),
     ] = None,
-    arch: Annotated[str, typer.Option(help="the GPU's architecture, as sm_90")] = "sm_90",
-    dtype: Annotated[str, typer.Option(help="of the activations, as bf16,fp32")] = "bf16",
-    head_dim: Annotated[str, typer.Option(help="K, or KxV, as 64,128x256")] = "128",
-    packed: Annotated[bool | None, typer.Option(help="calls with cu_seqlens")] = None,
-    state: Annotated[bool | None, typer.Option(help="calls with an initial state")] = None,
-    grouped: Annotated[bool | None, typer.Option(help="calls with more heads of v")] = None,
-    forward: Annotated[bool, typer.Option(help="leave gradients out")] = False,
-    cache: Annotated[Path | None, typer.Option(help="Triton's cache; else its usual place")] = None,
-    jobs: Annotated[int, typer.Option(help="compiler processes at once")] = 2,
+    arch: Annotated[str, typer.Option(help="the GPU's architecture, such as sm_90")] = "sm_90",
+    dtype: Annotated[str, typer.Option(help="of the activations, such as bf16,fp32")] = "bf16",
+    head_dim: Annotated[
+        str, typer.Option(help="widths of heads, K or KxV, such as 64,128x256")
+    ] = "128",
+    packed: Annotated[
+        bool | None,
+        typer.Option(help="only calls with cu_seqlens, or only those without; by default both"),
+    ] = None,
+    state: Annotated[
+        bool | None, typer.Option(help="only calls with an initial state, or only those without")
+    ] = None,
+    grouped: Annotated[
+        bool | None, typer.Option(help="only calls with more heads of v than of q, or only others")
+    ] = None,
+    forward: Annotated[bool, typer.Option(help="compile no kernels of gradients")] = False,
+    cache: Annotated[
+        Path | None, typer.Option(help="a folder for the cache; by default Triton's own")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="how many compilers run at once")] = 2,
 ) -> None:
-    """Compile what calls will want, so that the first call in production compiles nothing."""
+    """Compile kernels ahead of time, so that first calls compile nothing."""
     from slipstream.cli.errors import reported
 
     with reported():
