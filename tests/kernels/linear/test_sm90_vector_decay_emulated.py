@@ -123,7 +123,7 @@ def walk(
     pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
     sizes = (T, t.sequences, HV, t.q.shape[2])
-    flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0}
+    flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0, "SHIFT": 60.0}
     flags |= {"REVERSE": reverse, "HAS_U": t.u is not None, "HAS_S_IN": s_in is not None}
     flags |= {"HAS_S_OUT": True, "PACKED": t.cu_seqlens is not None}
     args = (*made, *pointers, SCALE, *scales, *sizes)

@@ -129,6 +129,7 @@ def chunk_fwd(
         C=CHUNK,
         ST=STAGES,
         LEVELS=CHUNK.bit_length() - 1,
+        SHIFT=triton.SHIFT[q.dtype],
         HAS_U=terms.u is not None,
         HAS_S_OUT=s_out is not None,
         **_flags(terms, s_in, reverse),

@@ -152,6 +152,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     ST: gl.constexpr,
     LEVELS: gl.constexpr,
     BOUND: gl.constexpr,
+    SHIFT: gl.constexpr,
     REVERSE: gl.constexpr,
     HAS_U: gl.constexpr,
     HAS_S_IN: gl.constexpr,
@@ -170,7 +171,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     square_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     until = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], ones_l)
-    free = gl.allocate_shared_memory(dtype, [1, C, 64], square_l)
+    free = gl.allocate_shared_memory(dtype, [2, C, 64], square_l)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
     full = alloc_mbarriers(1, ST)
@@ -196,7 +197,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
                 1, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
             (score_partition, (
                 rs, ws, xs, gs, gates, until, free, flags, p_u, full, told, ready, length, n,
-                K, C, ST, 2, LEVELS, BOUND, REVERSE, HAS_U)),
+                K, C, ST, 2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
             (gate_sum_partition, (
                 gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (

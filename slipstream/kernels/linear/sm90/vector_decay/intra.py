@@ -9,7 +9,9 @@ channel it is strong, and exp(-G_j) may not fit: then w_j = k_j exp(G_C - G_j), 
 levels, as triton/vector_decay/subchunk_decay.py has it, whose spans of tokens are used here too:
 every sum of gates is a product of a matrix of zeros and ones with the gates, so that nothing
 cancels. Rows of A whose own gates do not add up to that are made as in chunks that are not strong,
-for what comes after a token must not change its bits. A factor D is missing from all w_j, or from
+for what comes after a token must not change its bits. Pairs within 16 tokens are, too, relative to
+the first of these, unless the gates from there to the row's token add up to -BOUND - SHIFT; if they
+do in no row, the levels within 16 tokens are left out. A factor D is missing from all w_j, or from
 none, and the walk puts it into the state.
 
 Where reads come before the write (u given) r_i leaves out its own gate, and A[i, i] = q_i . u k_i.
@@ -31,6 +33,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
 # no row of a chunk that is not strong is below the bound by more
 ROUNDING = gl.constexpr(0.125)
+BLOCK = gl.constexpr(4)  # levels within 16 tokens
 
 
 @gluon.jit
@@ -180,16 +183,53 @@ def weak_scores(
 
 
 @gluon.jit
-def strong_scores(
-    r, w, gates, x, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
-    LEVELS: gl.constexpr, BOUND: gl.constexpr, BEFORE: gl.constexpr,
+def block_scores(
+    r, w, gates, free, none, K: gl.constexpr, C: gl.constexpr, BOUND: gl.constexpr,
+    SHIFT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """r, w and A of a chunk, the rows below the bound by levels; x: a free tile."""
+    """A of pairs within 16 tokens, where rows allow it, and which rows do; free: two tiles."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    o_t = none + gl.arange(0, C, gl.SliceLayout(1, ones_l))
+    start = o_t >> BLOCK << BLOCK
+    b_ones = ones(start, o_t - start + 1, ones_l, C, gl.bfloat16)
+    b_a = gl.zeros([C, C], gl.float32, al)
+    b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+    x, y = free.index(none), free.index(none + 1)
+    for h in gl.static_range(K // 64):
+        b_sum = gate_sums(b_ones, gates, h, C)
+        b_w = gl.exp2(gl.minimum(-b_sum - SHIFT * LOG2E, BOUND * LOG2E))
+        x.store((half(w, h).load(al).to(gl.float32) * b_w).to(x.dtype))
+        b_sum = read_sums(b_sum, gates, h, BEFORE)
+        b_lowest = gl.minimum(b_lowest, gl.min(b_sum, 1))
+        b_r = gl.exp2(b_sum + SHIFT * LOG2E)
+        y.store((half(r, h).load(al).to(gl.float32) * b_r).to(x.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        b_a = warpgroup_mma(y, x.permute((1, 0)), b_a, use_acc=h > 0, is_async=True)
+        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        gl.thread_barrier()  # both are written anew
+    safe = (b_lowest >= -(BOUND + SHIFT) * LOG2E).to(gl.int32)
+    o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
+    o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
+    pairs = (o_i >> BLOCK)[:, None] == (o_j >> BLOCK)[None, :]
+    pairs = pairs & (o_i[:, None] > o_j[None, :]) & (safe > 0)[:, None]
+    return gl.where(pairs, b_a, 0.0), safe
+
+
+@gluon.jit
+def strong_scores(
+    r, w, gates, free, out, until, none, u_ptr, K: gl.constexpr, C: gl.constexpr,
+    LEVELS: gl.constexpr, BOUND: gl.constexpr, SHIFT: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """r, w and A of a chunk, the rows below the bound by levels; free: two tiles."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     zero_a = gl.zeros([C, C], gl.float32, al)
-    b_a = add_diagonal(zero_a, r, w, none, u_ptr, K, C, BEFORE)
-    for level in range(LEVELS):
+    x = free.index(none)
+    b_a, safe = block_scores(r, w, gates, free, none, K, C, BOUND, SHIFT, BEFORE)
+    b_a = add_diagonal(b_a, r, w, none, u_ptr, K, C, BEFORE)
+    for level in range(BLOCK * gl.min(safe, 0), LEVELS):
         # 0, as none: masks of a level take registers in it alone
         anew = none + level >> 31 << 10
         o_t = anew + gl.arange(0, C, gl.SliceLayout(1, ones_l))
@@ -202,6 +242,7 @@ def strong_scores(
         b_ones = ones(first, end - first, ones_l, C, gl.bfloat16)
         reads = (((o_i >> level) & 1) == 1)[:, None]
         siblings = ((o_i >> level)[:, None] ^ (o_j >> level)[None, :]) == 1
+        siblings = siblings & ((safe == 0) | (o_i - o_i + level >= BLOCK))[:, None]
         for h in gl.static_range(K // 64):
             b_e = gl.exp2(gate_sums(b_ones, gates, h, C))
             b_x = gl.where(reads, half(r, h).load(al), half(w, h).load(al)).to(gl.float32)
@@ -246,7 +287,8 @@ def strong_scores(
 def score_partition(
     rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, told, ready, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
-    LEVELS: gl.constexpr, BOUND: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
+    LEVELS: gl.constexpr, BOUND: gl.constexpr, SHIFT: gl.constexpr, REVERSE: gl.constexpr,
+    HAS_U: gl.constexpr,
 ):  # fmt: skip
     """r, w and A of each chunk; clears a short chunk's rest."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -274,8 +316,8 @@ def score_partition(
             none = i >> 30
             out = square(gs.index(s + none), rs.dtype, K, C)
             strong_scores(
-                rs.index(s), ws.index(s), gates.index(none), free.index(none), out,
-                until.index(none), none, u_ptr, K, C, LEVELS, BOUND, HAS_U,
+                rs.index(s), ws.index(s), gates.index(none), free, out,
+                until.index(none), none, u_ptr, K, C, LEVELS, BOUND, SHIFT, HAS_U,
             )  # fmt: skip
         else:
             # another one: what take_gates makes with it would be kept until here
