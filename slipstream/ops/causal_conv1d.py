@@ -54,7 +54,8 @@ def causal_conv1d_fn(
             [D, T].
         weight: [D, W]. bias: [D].
         seq_idx: int32 or int64 [B, T], which of the sequences packed in a row a token belongs to,
-            non-decreasing; not together with states.
+            a sequence's tokens side by side; negative for padding, whose y is 0. Not together with
+            states.
         initial_states: [N, D, W-1], the inputs before the first, oldest first; N = B without
             offsets.
         return_final_states: also return the last W-1 inputs, [N, D, W-1].
@@ -99,7 +100,7 @@ def causal_conv1d_fn(
         _expect_index("seq_idx", seq_idx, (B, T), x)
         rows = x.mT.reshape(1, B * T, D)
         y, _ = short_convolution(rows, weight, bias, cu_seqlens=_offsets(seq_idx), **options)
-        return y.view(B, T, D).mT
+        return y.view(B, T, D).masked_fill((seq_idx < 0)[..., None], 0).mT
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, B, T, name=offsets)
         checks.expect_one_device({"x": x, offsets: cu_seqlens})
@@ -165,7 +166,8 @@ def causal_conv1d_update(
             first, S at least W - 1. It is updated in place.
         weight: [D, W]. bias: [D].
         activation: None, "silu" or "swish".
-        cache_seqlens: None; circular states are not supported.
+        cache_seqlens: int32 or int64 [B], how many tokens came before: states are circular then,
+            with token t in place t mod S. None for states whose last input is the newest.
         conv_state_indices: int32 or int64 [B], which state of the pool is each sequence's; negative
             where there is none: nothing is read or written, and y is 0.
         pad_slot_id: an index that means the same as a negative one.
@@ -177,12 +179,9 @@ def causal_conv1d_update(
 
     Raises:
         ValueError: shapes do not fit or, on the CPU, an index is past the pool. TypeError: dtypes,
-            or an argument that is not known. NotImplementedError: cache_seqlens or another of
-            those that vLLM has.
+            or an argument that is not known. NotImplementedError: one of those that vLLM has.
     """
     _refuse("causal_conv1d_update", kwargs)
-    if cache_seqlens is not None:
-        raise NotImplementedError("cache_seqlens: roll the state, the newest input comes last")
     checks.expect_rank("conv_state", conv_state, 3, "[B, D, S]")
     checks.expect_rank("weight", weight, 2, "[D, W]")
     if x.dim() != 3:
@@ -203,6 +202,12 @@ def causal_conv1d_update(
                 conv_state_indices == pad_slot_id, -1
             )
         expect_below("conv_state_indices", conv_state_indices, slots, "states")
+    if cache_seqlens is not None:
+        _expect_index("cache_seqlens", cache_seqlens, x.shape[:1], x)
+        options: dict[str, Any] = {"activation": activation, "impl": impl}
+        tokens = x if x.dim() == 3 else x[..., None]
+        y = _circular(tokens, conv_state, weight, bias, cache_seqlens, conv_state_indices, options)
+        return y.view(x.shape)
     if x.dim() == 3:
         tokens = [
             _step(x[..., t], conv_state, weight, bias, activation, conv_state_indices, impl)
@@ -210,6 +215,35 @@ def causal_conv1d_update(
         ]
         return torch.stack(tokens, -1) if tokens else x.clone()
     return _step(x, conv_state, weight, bias, activation, conv_state_indices, impl)
+
+
+def _circular(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache_seqlens: Tensor,
+    indices: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """x [B, D, T] on states in which token t has place t mod S."""
+    (B, D, T), W, (slots, _, S) = x.shape, weight.shape[1], conv_state.shape
+    tokens = torch.arange(1 - W, T, device=x.device)
+    places = torch.remainder(cache_seqlens.long()[:, None] + tokens, S)[:, None].expand(-1, D, -1)
+    row = torch.arange(B, device=x.device)
+    slot = row if indices is None else indices.long()
+    has_state = (slot >= 0) & (slot < slots)
+    state = conv_state[slot.clamp(0, max(slots - 1, 0))]
+    before = torch.nn.functional.pad(state.gather(2, places[..., : W - 1]), (1, 0))
+    y, _ = short_convolution(x.mT, weight, bias, initial_state=before, **options)
+    # a row without a state writes what the first one with a state does, or what is there already
+    row = torch.where(has_state, row, has_state.int().argmax()) if B else row
+    slot, places = slot[row].clamp(0, max(slots - 1, 0)), places[row][..., -min(T, S) :]
+    newest = x.detach()[row][..., -min(T, S) :].to(conv_state.dtype)
+    channel = torch.arange(D, device=x.device)[:, None]
+    there = conv_state[slot[:, None, None], channel, places]
+    conv_state[slot[:, None, None], channel, places] = torch.where(has_state.any(), newest, there)
+    return y.masked_fill(~has_state[:, None, None], 0).mT
 
 
 def _step(

@@ -115,5 +115,3 @@ def test_causal_conv1d_rejects_what_does_not_fit() -> None:
         causal_conv1d_fn(x, weight, initial_states=state)
     with pytest.raises(ValueError, match="conv_state: want at least 3"):
         causal_conv1d_update(x[..., 0], state[..., :2], weight)
-    with pytest.raises(NotImplementedError, match="cache_seqlens"):
-        causal_conv1d_update(x[..., 0], state, weight, cache_seqlens=torch.zeros(B).int())

@@ -99,7 +99,8 @@ class _Correlate(Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(padded, weight)
-        return _dense(padded, weight, 0)
+        # not a view, which could not be changed in place
+        return _dense(padded, weight, 0).data
 
     @staticmethod
     @once_differentiable

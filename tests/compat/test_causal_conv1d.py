@@ -1,0 +1,177 @@
+"""slipstream.compat.causal_conv1d beside torch's own convolution."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compat import install
+from slipstream.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, cpp_functions
+from slipstream.compat.causal_conv1d.causal_conv1d_interface import (
+    causal_conv1d_ref,
+    causal_conv1d_update_ref,
+)
+from slipstream.compat.causal_conv1d.causal_conv1d_varlen import (
+    causal_conv1d_varlen_states,
+    causal_conv1d_varlen_states_ref,
+)
+
+
+def weights(D: int, W: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(D, W, dtype=torch.float64), torch.randn(D, dtype=torch.float64)
+
+
+def test_installs() -> None:
+    with install("causal_conv1d"):
+        import causal_conv1d  # pyright: ignore[reportMissingImports]
+
+        assert causal_conv1d.causal_conv1d_fn is causal_conv1d_fn
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("T", [1, 2, 9])
+def test_fn_with_states_matches_torch(T: int, activation: str | None) -> None:
+    weight, bias = weights(6, 4)
+    x = torch.randn(2, 6, T, dtype=torch.float64)
+    before = torch.randn(2, 6, 3, dtype=torch.float64)
+    given = (weight, bias, before, True, None, activation)
+    want, end = causal_conv1d_ref(x, *given)
+    place = torch.empty(2, 6, 3, dtype=torch.float64)
+    got, final = causal_conv1d_fn(
+        x, weight, bias, initial_states=before, return_final_states=True,
+        final_states_out=place, activation=activation,
+    )  # fmt: skip
+    torch.testing.assert_close((got, final), (want, end))
+    assert final is place
+
+
+def test_fn_keeps_packed_sequences_apart_and_padding_zero() -> None:
+    weight, bias = weights(6, 4)
+    x = torch.randn(1, 6, 12, dtype=torch.float64, requires_grad=True)
+    seq_idx = torch.tensor([[-1] * 2 + [0] * 3 + [1] * 5 + [-1] * 2], dtype=torch.int32)
+    y = causal_conv1d_fn(x, weight, bias, seq_idx, activation="silu")
+    for begin, end in pairwise((2, 5, 10)):
+        want = causal_conv1d_ref(x[..., begin:end], weight, bias, activation="silu")
+        torch.testing.assert_close(y[..., begin:end], want)
+    assert y[..., [0, 1, 10, 11]].abs().max() == 0
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad[..., [0, 1, 10, 11]].abs().max() == 0
+
+
+def test_results_can_be_changed_in_place() -> None:
+    """As those of causal_conv1d; they were views of what a Function had made."""
+    x = torch.randn(2, 6, 9).mT.contiguous().mT.requires_grad_()
+    weight = torch.randn(6, 4, requires_grad=True)
+    y, _ = causal_conv1d_fn(x, weight, return_final_states=True)
+    y += 1
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("S", [3, 4, 7])
+def test_circular_states(S: int, flat: bool) -> None:
+    """Token after token they hold what the convolution of the whole sequence reads."""
+    weight, bias = weights(5, 4)
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    want = causal_conv1d_ref(x, weight, bias, activation="silu")
+    state = torch.zeros(2, 5, S, dtype=torch.float64)
+    for t in range(12):
+        token = x[..., t] if flat else x[..., t : t + 1]
+        past = torch.full((2,), t, dtype=torch.int32)
+        y = causal_conv1d_update(token, state, weight, bias, "silu", past)
+        assert y.shape == token.shape
+        torch.testing.assert_close(y.view(2, 5), want[..., t])
+        assert torch.equal(state[..., t % S], x[..., t])
+
+
+@pytest.mark.parametrize("is_circular", [False, True])
+@pytest.mark.parametrize("T", [1, 3, 6])
+@pytest.mark.parametrize("S", [3, 5])
+def test_update_matches_formula(S: int, T: int, is_circular: bool) -> None:
+    weight, bias = weights(5, 4)
+    x, state = (torch.randn(3, 5, n, dtype=torch.float64) for n in (T, S))
+    past = torch.tensor([0, 2, 11], dtype=torch.int32) if is_circular else None
+    ours, theirs = state.clone(), state.clone()
+    want = causal_conv1d_update_ref(x, theirs, weight, bias, "silu", past)
+    got = causal_conv1d_update(x, ours, weight, bias, "silu", past)
+    torch.testing.assert_close((got, ours), (want, theirs))
+
+
+@pytest.mark.parametrize("is_circular", [False, True])
+def test_update_of_a_pool(is_circular: bool) -> None:
+    """States of a pool by index; a negative one is nobody's, and nothing else changes."""
+    weight, bias = weights(5, 3)
+    x, pool = torch.randn(4, 5, 2).double(), torch.randn(6, 5, 4).double()
+    past = torch.tensor([0, 2, 7, 5], dtype=torch.int32) if is_circular else None
+    indices = torch.tensor([4, -1, 0, -1], dtype=torch.int32)
+    own, ours = pool[[4, 0]], pool.clone()
+    want = causal_conv1d_update_ref(
+        x[[0, 2]], own, weight, bias, None, None if past is None else past[[0, 2]]
+    )
+    got = causal_conv1d_update(x, ours, weight, bias, None, past, indices)
+    torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want, own))
+    assert got[[1, 3]].abs().max() == 0
+    assert torch.equal(ours[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
+    nobody = torch.full((4,), -1)
+    assert causal_conv1d_update(x, ours, weight, bias, None, past, nobody).abs().max() == 0
+
+
+def test_update_says_what_is_wrong_with_cache_seqlens() -> None:
+    weight, bias = weights(5, 3)
+    x, state = torch.randn(2, 5).double(), torch.randn(2, 5, 3).double()
+    with pytest.raises(ValueError, match="cache_seqlens: want shape"):
+        causal_conv1d_update(x, state, weight, bias, None, torch.zeros(3).int())
+    with pytest.raises(TypeError, match="cache_seqlens: want int32 or int64"):
+        causal_conv1d_update(x, state, weight, bias, None, torch.zeros(2))
+
+
+def test_no_keyword_is_swallowed() -> None:
+    weight, _ = weights(5, 3)
+    x: Any = torch.randn(1, 5, 8).double()
+    for function, first in (
+        (causal_conv1d_fn, (x, weight)),
+        (causal_conv1d_update, (x, x, weight)),
+    ):
+        with pytest.raises(TypeError, match="query_start_loc"):
+            function(*first, query_start_loc=torch.tensor([0, 8]))  # pyright: ignore
+
+
+@pytest.mark.parametrize("state_len", [1, 3, 9])
+def test_varlen_states(state_len: int) -> None:
+    x, cu_seqlens = torch.randn(14, 3), torch.tensor([0, 5, 5, 7, 14], dtype=torch.int32)
+    got = causal_conv1d_varlen_states(x, cu_seqlens, state_len)
+    assert torch.equal(got, causal_conv1d_varlen_states_ref(x, cu_seqlens, state_len))
+    assert got.shape == (4, 3, state_len)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        causal_conv1d_varlen_states(x, cu_seqlens + 1, state_len)
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_functions_of_a_pass(with_states: bool) -> None:
+    """Forward and backward apart give what autograd gives."""
+    weight, bias = (x.requires_grad_() for x in weights(5, 4))
+    x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
+    before = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True) if with_states else None
+    dout = torch.randn(2, 5, 9, dtype=torch.float64)
+    dfinal = torch.randn(2, 5, 3, dtype=torch.float64) if with_states else None
+    y = causal_conv1d_ref(x, weight, bias, before, with_states, None, "silu")
+    leaves = [t for t in (x, weight, bias, before) if t is not None]
+    want = torch.autograd.grad(y, leaves, (dout, dfinal) if with_states else dout)
+    place = torch.empty_like(x)
+    got = cpp_functions.causal_conv1d_bwd_function(
+        x, weight, bias, dout, None, before, dfinal, place, True, True
+    )
+    torch.testing.assert_close([t for t in got if t is not None], list(want))
+    assert got[0] is place
+    final = torch.empty(2, 5, 3, dtype=torch.float64) if with_states else None
+    out = cpp_functions.causal_conv1d_fwd_function(x, weight, bias, None, before, final, True)
+    torch.testing.assert_close((out, final) if with_states else out, y)
+    state = F.pad(x.detach(), (3, 0))[..., -3:].clone()
+    next_one = cpp_functions.causal_conv1d_update_function(
+        x.detach(), state, weight, bias, True, None, None
+    )
+    assert next_one.shape == x.shape
