@@ -22,7 +22,8 @@ from slipstream.compat.peer_files import peer_spec
 
 __all__ = ["PACKAGES", "Installed", "install", "uninstall"]
 
-PACKAGES = ("causal_conv1d", "fla", "flash_attn", "mamba_ssm")
+# flash_attn_interface is the module of FlashAttention-3
+PACKAGES = ("causal_conv1d", "fla", "flash_attn", "flash_attn_interface", "mamba_ssm")
 
 
 class Installed:

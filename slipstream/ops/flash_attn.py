@@ -32,6 +32,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
 ) -> Result:
     """Softmax attention: slipstream.ops.attention with flash_attn's arguments.
 
@@ -43,6 +45,7 @@ def flash_attn_func(
         softcap: c > 0 for c tanh(x / c), 0 for none.
         alibi_slopes: [H] or [B, H], of -slope |distance|.
         return_attn_probs: also return lse, and None.
+        sinks: [H], a score beside those of the keys.
 
     Returns:
         o [B, T, H, DV]; or o, lse [B, H, T] (-inf where nothing is seen), None.
@@ -62,6 +65,7 @@ def flash_attn_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
+        sinks=sinks,
         return_lse=True,
     )
     return (o, lse, None) if return_attn_probs else o
@@ -85,6 +89,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Result:
     """flash_attn_func on packed sequences.
 
@@ -134,6 +140,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=offsets,
         key_lengths=lengths,
         dropout_p=dropout_p,
+        sinks=sinks,
         return_lse=True,
     )
     return (o[0], lse[0], None) if return_attn_probs else o[0]

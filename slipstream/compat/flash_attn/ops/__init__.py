@@ -1,0 +1,1 @@
+"""flash_attn.ops: norms, rotary embeddings and cross entropy."""

@@ -1,0 +1,109 @@
+"""flash_attn.ops.rms_norm: the norm alone, and behind dropout and a residual sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.compat.flash_attn.ops.triton.layer_norm import rms_norm_fn
+from slipstream.compat.missing import missing_names
+
+__getattr__ = missing_names(
+    __name__,
+    (
+        "dropout_add_rms_norm_subset",
+        "dropout_add_rms_norm_parallel_residual",
+    ),
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The norm of x [..., D]."""
+    return rms_norm_fn(x, weight, None, eps=epsilon)
+
+
+def dropout_add_rms_norm(
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Any:
+    """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm.
+
+    Raises:
+        NotImplementedError: return_dropout_mask.
+    """
+    return rms_norm_fn(
+        x0 if layerscale is None else x0 * layerscale,
+        weight,
+        bias,
+        residual,
+        eps=epsilon,
+        dropout_p=dropout_p,
+        rowscale=rowscale,
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+        return_dropout_mask=return_dropout_mask,
+    )
+
+
+class DropoutAddRMSNorm(nn.Module):
+    """dropout_add_rms_norm with a weight [hidden_size]."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        prenorm: bool = False,
+        p: float = 0.0,
+        eps: float = 1e-5,
+        residual_in_fp32: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.prenorm, self.p, self.eps = prenorm, p, eps
+        self.residual_in_fp32 = residual_in_fp32
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
+        return dropout_add_rms_norm(
+            x0,
+            residual,
+            self.weight,
+            None,
+            self.p if self.training else 0.0,
+            self.eps,
+            prenorm=self.prenorm,
+            residual_in_fp32=self.residual_in_fp32,
+        )
+
+
+class RMSNorm(nn.Module):
+    """rms_norm with a weight [hidden_size]."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)

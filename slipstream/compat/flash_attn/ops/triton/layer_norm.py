@@ -1,0 +1,174 @@
+"""flash_attn.ops.triton.layer_norm: norms with what comes before them in a block."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.ops.norm import layer_norm, rms_norm
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """norm(h) of h = dropout(x rowscale) + dropout(x1) + residual.
+
+    Args:
+        x, x1: [..., D]. rowscale: [...]. weight, bias: [D].
+        residual: [..., D]; h has its dtype, or x's without it, float32 with residual_in_fp32.
+        weight1, bias1: [D], of a second norm of the same h.
+        prenorm: also return h.
+        zero_centered_weight: the factors are 1 + weight.
+        out_dtype: of the result; x's if None. out, residual_out: where the result and h go.
+
+    Returns:
+        y; y and y1 with weight1; and h behind them with prenorm.
+
+    Raises:
+        NotImplementedError: return_dropout_mask.
+    """
+    if return_dropout_mask:
+        raise NotImplementedError("return_dropout_mask: masks are not kept")
+    dtype, h_dtype = x.dtype, torch.float32 if residual_in_fp32 else x.dtype
+    h_dtype = h_dtype if residual is None else residual.dtype
+    if rowscale is not None:
+        x = x * rowscale[..., None]
+    if dropout_p:
+        x = F.dropout(x, dropout_p)
+    if x1 is not None:
+        x1 = F.dropout(x1, dropout_p) if dropout_p else x1
+        residual = x1 if residual is None else x1.float() + residual
+    norm = rms_norm if is_rms_norm else layer_norm
+    y, h = norm(
+        x,
+        weight,
+        bias,
+        eps,
+        residual=residual,
+        prenorm=True,
+        residual_in_fp32=h_dtype == torch.float32,
+        zero_centered=zero_centered_weight,
+    )
+    results = [y]
+    if weight1 is not None:
+        results.append(norm(h, weight1, bias1, eps, zero_centered=zero_centered_weight))
+    results, h = [y.to(out_dtype or dtype) for y in results], h.to(h_dtype)
+    if out is not None:
+        results[0] = out.copy_(results[0])
+    if prenorm:
+        results.append(h if residual_out is None else residual_out.copy_(h))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """layer_norm_fn without the mean."""
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
+        residual_in_fp32, zero_centered_weight, True, return_dropout_mask, out_dtype, out,
+        residual_out,
+    )  # fmt: skip
+
+
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Any:
+    """layer_norm_fn, then a linear layer; and h with prenorm."""
+    y, h = layer_norm_fn(
+        x,
+        norm_weight,
+        norm_bias,
+        residual,
+        eps=eps,
+        prenorm=True,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+    )
+    y = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y))
+    return (y, h) if prenorm else y
+
+
+class RMSNorm(nn.Module):
+    """rms_norm_fn with a weight [hidden_size]."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        return rms_norm_fn(
+            x,
+            self.weight,
+            None,
+            residual,
+            eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )
