@@ -198,15 +198,32 @@ def mamba_chunk_scan_combined(
     hidden_states, D [H] or [H, P] -> [B, T, H, P], and the states [B, H, P, N]."""
     x = hidden_states
     seq_idx = sequences_of(kwargs, *x.shape[:2])
+    tensors = mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
+    y, state = _run(
+        chunk_simple_gla, tensors, initial_states, return_final_states, seq_idx, **MAMBA2
+    )
+    y = skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
+    return (y, state) if return_final_states else y
+
+
+# of chunk_simple_gla, for mamba2_inputs
+MAMBA2 = {"scale": 1.0, "state_v_first": True}
+
+
+def mamba2_inputs(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> tuple[Tensor, ...]:
+    """q, k, v and g of chunk_simple_gla for Mamba-2."""
     step = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     v = (_wide(x) * step[..., None]).to(x.dtype)
-    tensors = (C.to(x.dtype), B.to(x.dtype), v, step * _wide(A))
-    y, state = _run(
-        chunk_simple_gla, tensors, initial_states, return_final_states, seq_idx,
-        scale=1.0, state_v_first=True,
-    )  # fmt: skip
-    y = _skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
-    return (y, state) if return_final_states else y
+    return C.to(x.dtype), B.to(x.dtype), v, step * _wide(A)
 
 
 def selective_state_update(
@@ -238,7 +255,7 @@ def selective_state_update(
         C[:, None].to(x.dtype), B[:, None].to(x.dtype), v[:, None], state=state,
         g=(step * _wide(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
     )[:, 0]  # fmt: skip
-    return _skip_and_gate(y, x, D, z)
+    return skip_and_gate(y, x, D, z)
 
 
 def _scan_token(
@@ -311,7 +328,8 @@ def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
-def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """(y + D x) silu(z) in x's dtype."""
     if D is not None:
         y = y + x * D
     if z is not None:

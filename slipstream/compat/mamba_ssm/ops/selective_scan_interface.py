@@ -1,0 +1,154 @@
+"""mamba_ssm.ops.selective_scan_interface: the scan of Mamba-1, and its layer in one function."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.integrations import linear_mixers
+from slipstream.kernels.selective_scan.inputs import ScanInputs
+from slipstream.kernels.selective_scan.reference import selective_scan_reference
+from slipstream.ops.causal_conv1d import causal_conv1d_fn
+from slipstream.ops.norm import rms_norm
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """slipstream.ops.selective_scan with channels before tokens.
+
+    Args:
+        u, delta, z: [B, D, T]. A: [D, N], real. B, C: [B, N, T], or [B, G, N, T] of G groups of
+            channels. D, delta_bias: [D].
+        return_last_state: also return h after the last token, which has a gradient here.
+
+    Returns:
+        y [B, D, T]; or y, h [B, D, N].
+
+    Raises:
+        NotImplementedError: complex states, or a B or C [D, N] that no token decides.
+    """
+    return linear_mixers.selective_scan_fn(
+        u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
+    )
+
+
+def selective_scan_ref(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """selective_scan_fn token by token."""
+    B, C = (x[:, None] if x.dim() == 3 else x for x in (B, C))
+    B, C = (x.permute(0, 3, 1, 2) for x in (B, C))
+    z = None if z is None else z.mT
+    inputs = ScanInputs(u.mT, delta.mT, A, B, C, D, z, delta_bias, None, None)
+    y, state = selective_scan_reference(inputs, delta_softplus)
+    return (y.mT, state) if return_last_state else y.mT
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+) -> Tensor:
+    """A layer of Mamba-1 after its first projection: convolution, scan, gate, last projection.
+
+    Args:
+        xz: [B, 2 D, T], the inputs of the scan and its gates. conv1d_weight: [D, 1, W].
+        x_proj_weight: [R + 2 N, D], of delta's R numbers, B and C. delta_proj_weight: [D, R].
+        out_proj_weight: [M, D]. A: [D, N]. B, C: as selective_scan_fn; None is out of x_proj.
+        b_rms_weight, c_rms_weight, dt_rms_weight: norms of B, C and delta, as FalconMamba has
+            them.
+        checkpoint_lvl: no effect: what backward reads is kept, as autograd has it.
+
+    Returns:
+        [B, T, M].
+    """
+    rank, N = delta_proj_weight.shape[1], A.shape[-1]
+    x, z = xz.chunk(2, dim=1)
+    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    projected = F.linear(x.mT, x_proj_weight)  # [B, T, R + 2 N]
+    low, b, c = projected.split([rank, projected.shape[-1] - rank - N, N], -1)
+    delta = F.linear(low, delta_proj_weight)
+    if B is None:
+        b = b if B_proj_bias is None else b + B_proj_bias.to(b.dtype)
+        B = b if b_rms_weight is None else rms_norm(b, b_rms_weight, eps=b_c_dt_rms_eps)
+        B = B.mT
+    if C is None:
+        c = c if C_proj_bias is None else c + C_proj_bias.to(c.dtype)
+        C = c if c_rms_weight is None else rms_norm(c, c_rms_weight, eps=b_c_dt_rms_eps)
+        C = C.mT
+    if dt_rms_weight is not None:
+        delta = rms_norm(delta, dt_rms_weight, eps=b_c_dt_rms_eps)
+    y = selective_scan_fn(x, delta.mT, A, B, C, D, z, delta_bias, delta_softplus)
+    return F.linear(y.mT, out_proj_weight.to(y.dtype), _like(out_proj_bias, y))
+
+
+def mamba_inner_ref(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+) -> Tensor:
+    """mamba_inner_fn token by token."""
+    rank, N = delta_proj_weight.shape[1], A.shape[-1]
+    x, z = xz.chunk(2, dim=1)
+    x = F.silu(F.conv1d(
+        F.pad(x, (conv1d_weight.shape[-1] - 1, 0)), conv1d_weight, conv1d_bias, groups=x.shape[1],
+    ))  # fmt: skip
+    projected = F.linear(x.mT, x_proj_weight)
+    low, b, c = projected.split([rank, projected.shape[-1] - rank - N, N], -1)
+    B = (b if B_proj_bias is None else b + B_proj_bias).mT if B is None else B
+    C = (c if C_proj_bias is None else c + C_proj_bias).mT if C is None else C
+    delta = F.linear(low, delta_proj_weight).mT
+    y = selective_scan_ref(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    return F.linear(y.mT, out_proj_weight, out_proj_bias)
+
+
+def _like(bias: Tensor | None, y: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(y.dtype)

@@ -1,0 +1,1 @@
+"""mamba_ssm.ops.triton: the scan of Mamba-2, one token of both, and the norms."""

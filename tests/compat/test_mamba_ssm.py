@@ -1,0 +1,203 @@
+"""slipstream.compat.mamba_ssm beside the formulas, token by token."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compat import install
+from slipstream.compat.mamba_ssm.ops.selective_scan_interface import (
+    mamba_inner_fn,
+    mamba_inner_ref,
+    selective_scan_fn,
+    selective_scan_ref,
+)
+from slipstream.compat.mamba_ssm.ops.triton.layernorm_gated import RMSNorm
+from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
+    selective_state_update,
+    selective_state_update_ref,
+)
+from slipstream.compat.mamba_ssm.ops.triton.ssd_combined import (
+    mamba_chunk_scan,
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+    ssd_selective_scan,
+)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_installs() -> None:
+    with install("mamba_ssm"):
+        import mamba_ssm  # pyright: ignore[reportMissingImports]
+
+        assert mamba_ssm.selective_scan_fn is selective_scan_fn
+        with pytest.raises(ImportError, match=r"Slipstream has no mamba_ssm\.Mamba2"):
+            from mamba_ssm import Mamba2  # noqa: F401
+        with pytest.raises(ModuleNotFoundError, match=r"Slipstream has no mamba_ssm\.modules"):
+            import mamba_ssm.modules
+
+
+def scan_inputs(G: int | None, B: int = 2, D: int = 6, N: int = 3, T: int = 40) -> dict[str, Any]:
+    groups = (N, T) if G is None else (G, N, T)
+    args = {"u": (B, D, T), "delta": (B, D, T), "A": (D, N), "B": (B, *groups), "C": (B, *groups)}
+    args |= {"D": (D,), "z": (B, D, T), "delta_bias": (D,)}
+    made = {n: normal(*shape) for n, shape in args.items()}
+    return {n: (-x.abs() if n == "A" else x).requires_grad_() for n, x in made.items()}
+
+
+@pytest.mark.parametrize("G", [None, 2])
+def test_selective_scan_matches_formula(G: int | None) -> None:
+    args = scan_inputs(G)
+    got, want = (
+        scan(**args, delta_softplus=True, return_last_state=True)
+        for scan in (selective_scan_fn, selective_scan_ref)
+    )
+    torch.testing.assert_close(got, want)
+    assert got[0].shape == (2, 6, 40) and got[1].shape == (2, 6, 3)
+    weights = [torch.randn_like(x) for x in got]
+    grads = [torch.autograd.grad(x, list(args.values()), weights) for x in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_selective_scan_refuses_by_name() -> None:
+    args = scan_inputs(None)
+    with pytest.raises(NotImplementedError, match="complex"):
+        selective_scan_fn(**{**args, "A": args["A"] * 1j})
+    with pytest.raises(NotImplementedError, match="B and C that are of no token"):
+        selective_scan_fn(**{**args, "B": normal(6, 3)})
+    with pytest.raises(TypeError, match="cu_seqlens"):
+        selective_scan_fn(**args, cu_seqlens=torch.tensor([0, 40]))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_inner_matches_its_parts(with_bias: bool) -> None:
+    D, N, R, M, W = 6, 3, 2, 5, 4
+    shapes = [(2, 2 * D, 30), (D, 1, W), (D,), (R + 2 * N, D), (D, R), (M, D), (M,)]
+    tensors = [normal(*x).requires_grad_() for x in shapes]
+    options = {"A": -normal(D, N).abs(), "D": normal(D), "delta_bias": normal(D)}
+    if with_bias:
+        options |= {"B_proj_bias": normal(N), "C_proj_bias": normal(N)}
+    got, want = (inner(*tensors, **options) for inner in (mamba_inner_fn, mamba_inner_ref))
+    torch.testing.assert_close(got, want)
+    assert got.shape == (2, 30, M)
+    grads = [torch.autograd.grad(x.square().sum(), tensors) for x in (got, want)]
+    torch.testing.assert_close(*grads)
+    norms = {f"{x}_rms_weight": torch.ones(n).double() for x, n in zip("bc", (N, N))}
+    other = mamba_inner_fn(*tensors, **options, **norms, dt_rms_weight=torch.ones(D).double())
+    assert not torch.allclose(other, got)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "heads", "mamba2"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_state_update_matches_formula(kind: str, indexed: bool) -> None:
+    B, H, P, N, G = 3, 4, 5, 3, 2
+    own = (6,) if kind == "mamba1" else (H, P)
+    groups = () if kind == "mamba1" else (G,)
+    x, z, dt = (normal(B, *own) for _ in range(3))
+    A, D, bias = -normal(*own, N).abs(), normal(*own), normal(*own)
+    if kind == "mamba2":  # one number a head
+        A = -normal(H, 1, 1).abs().expand(H, P, N)
+        dt, bias, D = (y[..., :1].expand(y.shape) for y in (dt, bias, D))
+    b, c = normal(B, *groups, N), normal(B, *groups, N)
+    pool, indices = normal(5, *own, N), None
+    states = pool[:B].clone()
+    if indexed:
+        indices = torch.tensor([4, -1, 0])
+        states = pool[[4, 1, 0]]
+    given = (x, dt, A, b, c, D, z, bias, True)
+    want = selective_state_update_ref(states, *given)
+    ours = pool.clone() if indexed else pool[:B].clone()
+    got = selective_state_update(ours, *given, indices)
+    if not indexed:
+        torch.testing.assert_close((got, ours), (want, states))
+        return
+    torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want[[0, 2]], states[[0, 2]]))
+    assert got[1].abs().max() == 0
+    assert torch.equal(ours[1:4], pool[1:4])
+
+
+def test_state_update_says_what_is_wrong() -> None:
+    state, x, A, b = normal(2, 6, 3), normal(2, 6), -normal(6, 3).abs(), normal(2, 3)
+    with pytest.raises(ValueError, match="state: want shape"):
+        selective_state_update(state[:1], x, x, A, b, b)
+    with pytest.raises(TypeError, match="state_batch_indices: want int32"):
+        selective_state_update(state, x, x, A, b, b, state_batch_indices=torch.zeros(2))
+    with pytest.raises(ValueError, match="state_batch_indices"):
+        selective_state_update(state, x, x, A, b, b, state_batch_indices=torch.tensor([0, 2]))
+
+
+def mamba2_inputs(B: int = 2, T: int = 40, H: int = 4, P: int = 5, N: int = 3) -> dict[str, Any]:
+    x, z, dt = normal(B, T, H, P), normal(B, T, H, P), normal(B, T, H)
+    A, bias = -normal(H).abs(), normal(H)
+    b, c = normal(B, T, 2, N), normal(B, T, 2, N)
+    return {"x": x, "dt": dt, "A": A, "B": b, "C": c, "D": normal(H), "z": z, "dt_bias": bias}
+
+
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.3, 0.9)])
+def test_chunk_scan_is_a_selective_scan(limit: tuple[float, float]) -> None:
+    args = mamba2_inputs()
+    got = mamba_chunk_scan_combined(**args, chunk_size=16, dt_softplus=True, dt_limit=limit)
+    torch.testing.assert_close(got, ssd_selective_scan(**args, dt_softplus=True, dt_limit=limit))
+    plain = mamba_chunk_scan(**args, chunk_size=16, dt_softplus=True)
+    assert torch.allclose(got, plain) == (limit[0] == 0)
+
+
+def test_chunk_scan_of_packed_sequences() -> None:
+    args = mamba2_inputs(B=1)
+    cuts = [0, 7, 25, 40]
+    lengths = torch.tensor(cuts).diff()
+    seq_idx = torch.arange(3).repeat_interleave(lengths)[None].int()
+    options: dict[str, Any] = {"chunk_size": 16, "dt_softplus": True}
+    y, states = mamba_chunk_scan_combined(
+        **args, **options, seq_idx=seq_idx, cu_seqlens=torch.tensor(cuts), return_varlen_states=True
+    )
+    by_index = mamba_chunk_scan_combined(**args, **options, seq_idx=seq_idx)
+    torch.testing.assert_close(y, by_index)
+    for s, (begin, end) in enumerate(pairwise(cuts)):
+        cut = {n: v[:, begin:end] if v.dim() > 2 else v for n, v in args.items()}
+        want = mamba_chunk_scan_combined(**cut, **options, return_final_states=True)
+        torch.testing.assert_close((y[:, begin:end], states[s : s + 1]), want)
+    with pytest.raises(ValueError, match="cu_seqlens: want offsets"):
+        mamba_chunk_scan_combined(**args, **options, return_varlen_states=True)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("mlp", [0, 3])
+def test_split_conv1d_scan_is_its_parts(norm: bool, mlp: int) -> None:
+    B, T, H, P, G, N, W, O = 2, 20, 4, 5, 2, 3, 4, 7
+    dim, conv = H * P, H * P + 2 * G * N
+    zxbcdt = normal(B, T, 2 * mlp + 2 * dim + 2 * G * N + H).requires_grad_()
+    weight, bias, dt_bias, D = normal(conv, W), normal(conv), normal(H), normal(H)
+    A, out, scale = -normal(H).abs(), normal(O, mlp + dim), normal(dim)
+    state = normal(B, H, P, N)
+    got, final = mamba_split_conv1d_scan_combined(
+        zxbcdt, weight, bias, dt_bias, A, D, 16, state, return_final_states=True,
+        rmsnorm_weight=scale if norm else None, outproj_weight=out, headdim=P, ngroups=G,
+        norm_before_gate=False,
+    )  # fmt: skip
+    zx, z, xBC, dt = zxbcdt.split([2 * mlp, dim, conv, H], -1)
+    xBC = F.silu(F.conv1d(F.pad(xBC.mT, (W - 1, 0)), weight[:, None], bias, groups=conv)).mT
+    x, b, c = xBC.split([dim, G * N, G * N], -1)
+    y, last = mamba_chunk_scan_combined(
+        x.unflatten(-1, (H, P)), dt, A, b.unflatten(-1, (G, N)), c.unflatten(-1, (G, N)), 16, D,
+        None if norm else z.unflatten(-1, (H, P)), dt_bias, state, dt_softplus=True,
+        return_final_states=True,
+    )  # fmt: skip
+    y = y.flatten(2)
+    if norm:
+        module = RMSNorm(dim, 1e-6, dim // G, norm_before_gate=False, dtype=torch.float64)
+        module.weight.data.copy_(scale)
+        y = module(y, z)
+    gate, up = zx.chunk(2, -1)
+    want = torch.cat([F.silu(gate) * up, y], -1) @ out.T
+    torch.testing.assert_close((got, final), (want, last))
+    grads = [torch.autograd.grad(t.square().sum(), zxbcdt, retain_graph=True) for t in (got, want)]
+    torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match="headdim: want it"):
+        mamba_split_conv1d_scan_combined(zxbcdt, weight, bias, dt_bias, A, D, 16)
