@@ -33,6 +33,7 @@ class Attention(Mixer):
         qk_norm: an rms norm with a weight [K] on each head's query and key, before the rotation.
         window_size: each token sees this many last tokens, itself included; None is all.
         norm_eps: of qk_norm.
+        qkv_bias: whether the projections of queries, keys and values have a bias.
         mode: None; this layer has no recurrent form. layer_idx: as Mixer.
 
     State: k and v [N, S, HKV, K], each sequence from index 0, and length [N] <= S.
@@ -53,6 +54,8 @@ class Attention(Mixer):
         norm_eps: float = 1e-6,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        qkv_bias: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -66,7 +69,7 @@ class Attention(Mixer):
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.rotary_base, self.window_size, self.norm_eps = rotary_base, window_size, norm_eps
         heads = num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = NormalLinear(hidden_size, heads * head_dim)
+        self.qkv_proj = NormalLinear(hidden_size, heads * head_dim, bias=qkv_bias)
         self.o_proj = NormalLinear(num_heads * head_dim, hidden_size)
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None

@@ -34,6 +34,8 @@ class Mamba2(Mixer):
         expand: inner width by D.
         conv_size: taps of the convolution, which has a bias.
         norm_eps: of the norm.
+        use_bias: whether W_in and W_out have a bias.
+        dt_limit: least and largest step; None is no limit.
         mode, layer_idx: as Mixer.
 
     State: recurrent [sequences, H, N, P] and conv [sequences, H P + 2 G N, W].
@@ -52,6 +54,9 @@ class Mamba2(Mixer):
         norm_eps: float = 1e-5,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        use_bias: bool = False,
+        dt_limit: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(mode, layer_idx)
         self.inner = expand * hidden_size
@@ -67,11 +72,13 @@ class Mamba2(Mixer):
             )
         expect_divisor("n_groups", n_groups, "num_heads", num_heads)
         self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
-        self.norm_eps = norm_eps
+        self.norm_eps, self.dt_limit = norm_eps, dt_limit
+        if dt_limit is not None and not 0 <= dt_limit[0] <= dt_limit[1]:
+            raise ValueError(f"dt_limit: want 0 <= least <= largest, got {dt_limit}")
         channels = self.inner + 2 * n_groups * state_size
         # torch's own init, as the reference code of the paper leaves it
-        self.in_proj = nn.Linear(hidden_size, self.inner + channels + num_heads, bias=False)
-        self.out_proj = nn.Linear(self.inner, hidden_size, bias=False)
+        self.in_proj = nn.Linear(hidden_size, self.inner + channels + num_heads, bias=use_bias)
+        self.out_proj = nn.Linear(self.inner, hidden_size, bias=use_bias)
         self.conv = ShortConvolution(channels, conv_size, bias=True)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
@@ -103,6 +110,8 @@ class Mamba2(Mixer):
         b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # [B, T, H]
+        if self.dt_limit is not None:
+            step = step.clamp(*self.dt_limit)
         ssd = fused_recurrent_simple_gla if self.recurrent(x) else chunk_simple_gla
         o, recurrent = ssd(
             c,

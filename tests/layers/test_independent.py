@@ -89,17 +89,20 @@ def test_kimi_delta_attention_matches_kimi_linear() -> None:
     torch.testing.assert_close(ours(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
 
 
-def test_mamba2_matches_transformers() -> None:
+@pytest.mark.parametrize("limit", [None, (0.5, 0.8)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mamba2_matches_transformers(bias: bool, limit: tuple[float, float] | None) -> None:
     from transformers import Mamba2Config
     from transformers.models.mamba2 import modeling_mamba2 as hf
 
     D, H, N, G = 24, 4, 7, 2
     config: Any = Mamba2Config(
         hidden_size=D, num_heads=H, head_dim=2 * D // H, state_size=N, n_groups=G, chunk_size=16,
-        num_hidden_layers=1, use_bias=False,
+        num_hidden_layers=1, use_bias=bias, time_step_limit=limit or (0.0, math.inf),
     )  # fmt: skip
     theirs = randomised(hf.Mamba2Mixer(config, 0))
-    ours = Mamba2(D, H, state_size=N, n_groups=G, norm_eps=config.layer_norm_epsilon)
+    options = {"use_bias": bias, "dt_limit": limit, "norm_eps": config.layer_norm_epsilon}
+    ours = Mamba2(D, H, state_size=N, n_groups=G, **options)
     p = {name.replace(".", "_"): x for name, x in theirs.named_parameters()}
     p |= {"conv_weight": p.pop("conv1d_weight"), "conv_bias": p.pop("conv1d_bias")}
     load(ours, **p)
@@ -123,6 +126,29 @@ def test_attention_matches_llama() -> None:
     load(ours, qkv_proj_weight=qkv, o_proj_weight=p["o_proj.weight"])
     x = torch.randn(2, 30, D)
     rotary = hf.LlamaRotaryEmbedding(config)(x, torch.arange(30)[None])
+    want, _ = theirs(x, position_embeddings=rotary, attention_mask=None)
+    torch.testing.assert_close(ours(x)[0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_matches_qwen2() -> None:
+    from transformers import Qwen2Config
+    from transformers.models.qwen2 import modeling_qwen2 as hf
+
+    D, H, HKV = 24, 4, 2
+    config: Any = Qwen2Config(
+        hidden_size=D, num_attention_heads=H, num_key_value_heads=HKV, num_hidden_layers=1
+    )
+    config._attn_implementation = "sdpa"
+    theirs = randomised(hf.Qwen2Attention(config, 0))
+    base = config.rope_parameters["rope_theta"]
+    ours = Attention(D, H, HKV, qkv_bias=True, rotary_base=base)
+    p = dict(theirs.named_parameters())
+    weight, bias = (
+        torch.cat([p[f"{n}_proj.{kind}"] for n in "qkv"]) for kind in ("weight", "bias")
+    )
+    load(ours, qkv_proj_weight=weight, qkv_proj_bias=bias, o_proj_weight=p["o_proj.weight"])
+    x = torch.randn(2, 30, D)
+    rotary = hf.Qwen2RotaryEmbedding(config)(x, torch.arange(30)[None])
     want, _ = theirs(x, position_embeddings=rotary, attention_mask=None)
     torch.testing.assert_close(ours(x)[0], want, rtol=1e-4, atol=1e-5)
 

@@ -30,6 +30,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "RWKV7": {},
     "RWKV7-later": {"layer_idx": 1, "num_layers": 3},
     "Mamba2": {"state_size": 7, "n_groups": 2},
+    "Mamba2-limited": {"state_size": 7, "use_bias": True, "dt_limit": (0.01, 2.0)},
     "DeltaNet": {"head_v_dim": 5},
     "DeltaNet-gated": {"use_gate": True, "allow_neg_eigval": True},
     "GatedDeltaProduct": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5, "num_householder": 3},
@@ -46,6 +47,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
         "qk_norm": True,
         "window_size": 5,
+        "qkv_bias": True,
     },
     "MLA": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 5},
     "MLA-low-rank": {
