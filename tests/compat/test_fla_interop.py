@@ -257,6 +257,17 @@ def test_model_decodes_what_it_computes(fla: ModuleType, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["GLA", "GatedDeltaNet", "KDA", "RWKV7", "RetNet"])
+def test_model_compiles_whole(fla: ModuleType, name: str) -> None:
+    torch.compiler.reset()
+    made, ids = model(fla, name).train(), torch.randint(0, 97, (2, LENGTH))
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    loss = compiled(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, made(ids, labels=ids, use_cache=False).loss)
+    loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_losses_and_attnres_of_a_model(fla: ModuleType) -> None:
     ids = torch.randint(0, 97, (2, LENGTH))
     plain = model(fla, "GLA", fuse_cross_entropy=False)

@@ -269,6 +269,15 @@ def test_rotary_embedding_in_place_and_cast() -> None:
     close(half._cos_cached[4, 0], torch.tensor(4.0).cos().bfloat16())
 
 
+def test_rotary_embedding_compiles_and_leaves_inference_mode() -> None:
+    made, q = modules.RotaryEmbedding(8), torch.randn(1, 5, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        made(q, q)
+    made.train()(q, q)[0].sum().backward()
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    close(compiled(q, q), made(q, q))
+
+
 def test_xpos_scores_depend_on_the_distance() -> None:
     made = modules.RotaryEmbedding(8, scale_base=4.0)
     x = torch.randn(1, 1, 1, 8).expand(1, 9, 1, 8)

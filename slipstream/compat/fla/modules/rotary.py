@@ -98,7 +98,8 @@ class RotaryEmbedding(nn.Module):
             and seqlen <= self._seq_len_cached
             and table.device == device
             and table.dtype == dtype
-            and not (self.training and table.is_inference())
+            # a tensor of inference mode is no part of a graph with gradients; traces cannot ask
+            and (torch.compiler.is_compiling() or not (self.training and table.is_inference()))
         ):
             return
         self._seq_len_cached = seqlen
