@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.tools.catalog import CPU, Sample, flat
 from tests.support.operators import Size, has_time
 
@@ -54,3 +55,15 @@ def with_future(op: Sample, args: dict, future: dict, cut: int) -> dict:
             at = cut * (2 if "R" in letters else 1)
             mixed[name] = torch.cat([args[name][:, :at], future[name][:, at:]], dim=1)
     return mixed
+
+
+def with_other_future(terms: LinearInputs, cut: int, strength: float = 1.0) -> LinearInputs:
+    """The tokens from `cut` on are those of the sequence read backwards, their gates times
+    `strength`."""
+    changed = {}
+    for name in ("q", "k", "v", "g", "beta", "a", "b"):
+        x = getattr(terms, name)
+        if x is not None:
+            future = x.flip(1)[:, cut:] * (strength if name == "g" else 1)
+            changed[name] = torch.cat([x[:, :cut], future], 1)
+    return terms._replace(**changed)

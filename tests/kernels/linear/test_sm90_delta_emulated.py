@@ -15,6 +15,7 @@ import torch
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import race_detector, threads
+from tests.support.causality import with_other_future
 from tests.support.sm90_delta import CASES, C, Run, inputs, kernels, near
 
 
@@ -72,6 +73,16 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     near(dinitial, want_dinitial)
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
     near(states[0].mT, start[0])  # the first sequence's first chunk
+
+
+def test_past_keeps_its_bits() -> None:
+    terms = inputs(CASES["odd"])
+    for cut, strength in ((5, 50.0), (C + 20, 0.01), (2 * C + 3, 1.0)):
+        runs = [Run(t) for t in (terms, with_other_future(terms, cut, strength))]
+        for way in ("walk", "wide"):
+            want, got = (getattr(x, way)(terms.initial_state, None, False)[0] for x in runs)
+            assert torch.equal(got[:, :cut], want[:, :cut]), (way, cut, strength)
+            assert not torch.equal(got[:, cut:], want[:, cut:])
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "wide"])

@@ -22,6 +22,7 @@ from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.segments import split_into_segments
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
+from tests.support.causality import with_other_future
 
 C = 64
 PARTS = "slipstream.kernels.linear.sm90."
@@ -291,16 +292,11 @@ def test_past_keeps_its_bits(case: str) -> None:
     def strong(x: Tensor) -> Tensor:
         return -9 * x
 
-    for gates, other, cut in ((weak, strong, 25), (strong, weak, 21), (all_kinds, all_kinds, 70)):
-        terms, future = inputs(size, gates), inputs(size, other)
-        changed = {}
-        for name in "qkvgab":
-            x, y = getattr(terms, name), getattr(future, name)
-            if x is not None:
-                changed[name] = torch.cat([x[:, :cut], y[:, cut:].flip(1)], 1)
-        pair = (terms, terms._replace(**changed))
-        got, want = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
-        assert torch.equal(got[:, :cut], want[:, :cut]), (gates.__name__, other.__name__)
+    for gates, cut, strength in ((weak, 25, 90.0), (strong, 21, 0.01), (all_kinds, 70, 1.0)):
+        terms = inputs(size, gates)
+        pair = (terms, with_other_future(terms, cut, strength))
+        want, got = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
+        assert torch.equal(got[:, :cut], want[:, :cut]), (gates.__name__, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
 
 

@@ -20,6 +20,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
+from tests.support.causality import with_other_future
 
 C, SPAN, K, V = 64, 2, 128, 128
 CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gated, initial state
@@ -213,6 +214,15 @@ def test_additive_walks_match_reference(case: tuple) -> None:
         near(got[name][:, :end], x)
         assert got[name][:, end:].isnan().all()
     assert o[:, end:].isnan().all()
+
+
+def test_past_keeps_its_bits() -> None:
+    terms = inputs((2 * C + 20, 1, 1, 1, True, True))
+    for cut, strength in ((5, 50.0), (C + 20, 0.01), (2 * C + 3, 1.0)):
+        pair = (terms, with_other_future(terms, cut, strength))
+        want, got = (Run(t).walk(t[:3], t.initial_state, None) for t in pair)
+        assert torch.equal(got[:, :cut], want[:, :cut]), (cut, strength)
+        assert not torch.equal(got[:, cut:], want[:, cut:])
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
