@@ -6,6 +6,7 @@ tests/compat/test_fla_page.py compares it with that file.
 """
 
 import sys
+import textwrap
 from collections.abc import Iterator
 
 import slipstream.compat.fla as compat
@@ -79,11 +80,13 @@ pip install --no-deps flash-linear-attention=={version} einops
 ```
 
 `import fla` then imports them, as fla itself does, so that they register with transformers' Auto
-classes. These models train, decode with a cache, generate and take left padding on a
-CPU: {models}. MoM runs as well; it is no function of the past alone, in fla neither. Transformer,
-Samba, BitNet and MLA want `flash_attn` beside it: `install("fla", "flash_attn")`. Layers and models
-whose operators Slipstream does not have raise an `ImportError` that names them, and do not keep the
-others from being imported.
+classes. These models train, decode with a cache, generate and take left padding on a CPU:
+{models}
+BitNet, MLA, Samba and Transformer want `flash_attn`, and Mamba and Mamba-2 look for `mamba_ssm` and
+`causal_conv1d`: `install("fla", "flash_attn", "mamba_ssm", "causal_conv1d")` serves all of them.
+MoM runs as well; it is no function of the past alone, in fla neither. Layers and models whose
+operators Slipstream does not have raise an `ImportError` that names them, and do not keep the others
+from being imported.
 
 ## Layers of Slipstream's own
 
@@ -134,9 +137,9 @@ LAYERS = {
     "rwkv7": "RWKV7Attention",
 }
 MODELS = (
-    "Comba, DeltaNet, Forgetting Transformer, GLA, GSA, Gated DeltaNet, Gated DeltaProduct, HGRN, "
-    "HGRN-2, KDA, LightNet, linear attention, Mamba, Mamba-2, RWKV-6, RWKV-7, Raven, RetNet and "
-    "YOCO"
+    "BitNet, Comba, DeltaNet, Forgetting Transformer, GLA, GSA, Gated DeltaNet, Gated DeltaProduct,"
+    " HGRN, HGRN-2, KDA, LightNet, linear attention, MLA, Mamba, Mamba-2, RWKV-6, RWKV-7, Raven,"
+    " RetNet, Samba, Transformer and YOCO."
 )
 
 
@@ -188,7 +191,7 @@ def page() -> str:
     refused = (f"`{n}`" + (" (other than `None`)" if v is None else "") for n, v in REFUSED.items())
     head = HEAD.format(
         version=compat.__version__,
-        models=MODELS,
+        models=textwrap.fill(MODELS, 100),
         hints=code(iter(sorted(HINTS))),
         refused=", ".join(refused),
         layers="\n".join(

@@ -196,16 +196,19 @@ CONFIG = {
     "max_position_embeddings": 128,
 }
 MODELS = (
-    "Comba", "DeltaNet", "ForgettingTransformer", "GLA", "GSA", "GatedDeltaNet",
-    "GatedDeltaProduct", "HGRN", "HGRN2", "KDA", "LightNet", "LinearAttention", "Mamba", "Mamba2",
-    "RWKV6", "RWKV7", "Raven", "RetNet", "YOCO",
+    "BitNet", "Comba", "DeltaNet", "ForgettingTransformer", "GLA", "GSA", "GatedDeltaNet",
+    "GatedDeltaProduct", "HGRN", "HGRN2", "KDA", "LightNet", "LinearAttention", "MLA", "Mamba",
+    "Mamba2", "RWKV6", "RWKV7", "Raven", "RetNet", "Samba", "Transformer", "YOCO",
 )  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Samba": {"attn": {"layers": [1], "num_heads": 2, "window_size": 32}},
+}
 LENGTH, DECODED, PADDING = 70, 4, 20
 
 
 @pytest.fixture(scope="module")
 def fla() -> Iterator[ModuleType]:
-    with warnings.catch_warnings(), slipstream.compat.install("fla"):
+    with warnings.catch_warnings(), slipstream.compat.install(*slipstream.compat.PACKAGES):
         warnings.simplefilter("ignore")  # of what fla's files warn as they are imported
         yield importlib.import_module("fla.models")
 
@@ -213,9 +216,10 @@ def fla() -> Iterator[ModuleType]:
 def model(fla: ModuleType, name: str, **options: Any) -> Any:
     config = getattr(fla, f"{name}Config")
     known = inspect.signature(config.__init__).parameters
+    given = CONFIG | OPTIONS.get(name, {}) | options
     torch.manual_seed(0)
     made = getattr(fla, f"{name}ForCausalLM")(
-        config(**{n: x for n, x in (CONFIG | options).items() if n in known})
+        config(**{n: x for n, x in given.items() if n in known})
     )
     for parameter in made.parameters():
         if parameter.dim() > 1:

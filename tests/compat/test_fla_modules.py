@@ -239,6 +239,8 @@ def test_rotary_embedding(interleaved: bool) -> None:
         (0, time),
         (7, time + 7),
         (torch.tensor([2, 9]), time + torch.tensor([[2], [9]])),
+        # a row that is padded on the left
+        (torch.tensor([0, -2]), (time + torch.tensor([[0], [-2]])).clamp(min=0)),
     ):
         length = 16 if isinstance(offset, Tensor) else None
         got = made(q, k, seqlen_offset=offset, max_seqlen=length)

@@ -22,7 +22,8 @@ def rotary_embedding(
 
     Args:
         inplace: x is overwritten and returned.
-        seqlen_offsets: the position of the first token, of all sequences or of each [N].
+        seqlen_offsets: the position of the first token, of all sequences or of each [N]. Tokens at
+            positions below 0 are padding and turn as the one at 0.
         cu_seqlens: offsets [N+1] of packed sequences. chunk_indices: no effect.
     """
     T, offsets = x.shape[1], seqlen_offsets
@@ -33,6 +34,8 @@ def rotary_embedding(
     else:
         positions = torch.arange(T, device=x.device)
         positions = positions + (offsets[:, None] if isinstance(offsets, Tensor) else offsets)
+    if isinstance(offsets, Tensor):
+        positions = positions.clamp(min=0)
     y = ops.rotary_embedding(x, cos, sin, positions=positions, interleaved=interleaved)
     return x.copy_(y) if inplace else y
 
