@@ -14,7 +14,7 @@ LEVELS = (
     {"models"},
     {"layers"},
     {"nn"},
-    {"ops"},
+    {"ops", "parallel"},
     {"kernels"},
     {"runtime"},
     {"compiler"},

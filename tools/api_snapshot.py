@@ -23,6 +23,7 @@ MODULES = (
     "slipstream.ops",
     "slipstream.nn",
     "slipstream.layers",
+    "slipstream.parallel",
     "slipstream.models",
     "slipstream.integrations.transformers",
     "slipstream.compat",

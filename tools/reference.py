@@ -33,6 +33,7 @@ MODULES = {
     "nn": ("slipstream.nn", "Modules whose arguments and parameter names are those of torch.nn."),
     "layers": ("slipstream.layers", "Layers that mix tokens, [B, T, D] to [B, T, D]."),
     "models": ("slipstream.models", "The language model. Needs the extra `lm`."),
+    "parallel": ("slipstream.parallel", "A batch whose tokens are dealt out to several GPUs."),
 }
 VARIABLES = {
     "SLIPSTREAM_CACHE_DIR": (

@@ -1,6 +1,6 @@
 """attention: softmax attention in the layout [B, T, H, D]."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.runtime.context_parallel import ContextParallel, tie
 from slipstream.runtime.token_ids import expect_offsets
 
 
@@ -28,6 +29,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    context: ContextParallel | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
     impl: str | None = None,
@@ -48,6 +50,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    context: ContextParallel | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
     impl: str | None = None,
@@ -68,6 +71,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    context: ContextParallel | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
     impl: str | None = None,
@@ -100,6 +104,9 @@ def attention(
         cu_seqlens_k: int32 or int64 [N+1], offsets of the keys packed in [1, S, ...].
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are used,
             the first ones; the last query is aligned with the last of them. None is all.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens of q, k, v and g
+            and no offsets or lengths: keys and values of all ranks are gathered. Not with dropout,
+            or with a window that reaches to later keys. None: one rank has all tokens.
         dropout_p: each weight is dropped with this probability, else divided by 1 - dropout_p: m is
             0 or 1 / (1 - dropout_p). Each call draws a seed from torch's generator of q's device;
             what is dropped follows from it and from where query, key and head stand, alike in
@@ -122,6 +129,16 @@ def attention(
     Source: Vaswani et al., Attention Is All You Need, 2017; Dao et al., FlashAttention, 2022; Press
         et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025.
     """
+    if context is not None:
+        given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths}
+        for name, x in given.items():
+            if x is not None:
+                raise ValueError(f"{name}: the context has the offsets; want None beside it")
+        return _across_ranks(
+            q, k, v, g, context, causal, window_size, dropout_p,
+            scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            return_lse=return_lse, impl=impl,
+        )  # fmt: skip
     k_offsets = _keys_of(cu_seqlens, cu_seqlens_k, key_lengths, k)
     _check(q, k, v, cu_seqlens, k_offsets, key_lengths)
     nothing = type(window_size) is int and window_size == 0
@@ -144,6 +161,43 @@ def attention(
     options = AttentionOptions(factor, left, right, float(softcap or 0.0), float(dropout_p))
     o, lse = run(terms, options, return_lse, impl)
     return o if lse is None else (o, lse)
+
+
+def _across_ranks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    context: ContextParallel,
+    causal: bool,
+    window_size: int | tuple[int, int] | None,
+    dropout_p: float,
+    **options: Any,
+) -> Any:
+    """This rank's queries and the keys of all ranks up to what the last query sees."""
+    if dropout_p:
+        raise NotImplementedError("dropout_p: with a context no weight is dropped")
+    right = window_of(None if window_size == 0 else window_size, causal)[1]
+    if right > 0:
+        raise NotImplementedError("window_size: with a context no window reaches to later keys")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.expect_rank(name, x, 4, "[B, T, H, D]")
+        checks.expect_shape(name, x, (q.shape[0], q.shape[1], *x.shape[2:]))
+    share = context.share(q.shape[1])
+    begin, end = share.keys_of_pieces(to_the_end=right < 0)
+    k, v, *gates = (share.gather_tokens(x) for x in ((k, v) if g is None else (k, v, g)))
+    seen = [x[:, begin:end] for x in (k, v, *gates)]
+    offsets = None
+    if context.cu_seqlens is not None:
+        last = [min(share.offsets[n + 1], end) - begin for n in share.pieces]
+        offsets = torch.tensor([0, *last], dtype=torch.int32, device=context.cu_seqlens.device)
+    found = attention(
+        q, *seen[:2], g=seen[2] if gates else None, causal=causal, window_size=window_size,
+        cu_seqlens=context.cu_seqlens, cu_seqlens_k=offsets, **options,
+    )  # fmt: skip
+    o, *lse = found if isinstance(found, tuple) else (found,)
+    o = tie(o, k, v, *gates)
+    return (o, *lse) if lse else o
 
 
 def _sees_nothing(

@@ -10,6 +10,7 @@ from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.runtime.autograd import wants_gradient
+from slipstream.runtime.context_parallel import ContextParallel, states_of_pieces, tie
 from slipstream.runtime.dispatch import choose_impl, is_triton
 from slipstream.runtime.token_ids import expect_below, expect_offsets
 
@@ -25,6 +26,7 @@ def short_convolution(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Depthwise causal convolution along the tokens.
@@ -41,6 +43,8 @@ def short_convolution(
             first; None is 0. The oldest is not read.
         output_final_state: also return the state after the last token.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
@@ -56,10 +60,14 @@ def short_convolution(
     """
     checks.expect_rank("x", x, 3, "[B, T, D]")
     _check(x, weight, bias, activation)
+    share = past = None
+    if context is not None:
+        context.expect_no_offsets(cu_seqlens, impl)
+        cu_seqlens, share = context.cu_seqlens, context.share(x.shape[1])
     sequences = x.shape[0]
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
-        sequences = cu_seqlens.shape[0] - 1
+        sequences = cu_seqlens.shape[0] - 1 if share is None else share.sequences
         if not torch.compiler.is_compiling():
             expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if initial_state is not None:
@@ -69,6 +77,9 @@ def short_convolution(
     checks.expect_floating({"initial_state": initial_state, "residual": residual})
     given = {"x": x, "residual": residual, "initial_state": initial_state}
     checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
+    whole = initial_state
+    if share is not None:
+        initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
     impl = choose_impl(
         impl, x, op.unsupported_reason, weight, bias, residual, initial_state, cu_seqlens
     )
@@ -77,10 +88,15 @@ def short_convolution(
         y = op.convolution(*given, impl)
     else:
         y = fallback.convolution(*given, *([_by_definition] if impl == "reference" else []))
+    if past is not None:
+        y = tie(y, past)
     if not output_final_state:
         return y, None
     state = None if initial_state is None else initial_state.to(x.dtype)
-    return y, last_inputs(x, weight.shape[1], state, cu_seqlens)
+    final = last_inputs(x, weight.shape[1], state, cu_seqlens)
+    if share is not None:
+        final = share.whole_states(tie(final, x), whole, 1 if share.packed else x.shape[0])
+    return y, final
 
 
 @checks.operator

@@ -10,6 +10,7 @@ from slipstream.kernels.linear.householder import at_step
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._preprocess import l2_normalised
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import ValidationCache, signature
 
 _PLANS = ValidationCache()
@@ -31,6 +32,7 @@ def chunk_gated_delta_product(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -57,6 +59,8 @@ def chunk_gated_delta_product(
         reverse: run time backwards, each token's n steps still in their order; the final state is
             then that before the first token.
         cu_seqlens: offsets [N+1] in tokens of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, steps a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
@@ -73,7 +77,9 @@ def chunk_gated_delta_product(
     """
     if use_qk_l2norm_in_kernel:
         q, k = l2_normalised(q=q, k=k)
-    options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    options = LinearOptions(
+        scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
+    )
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=False)
 
@@ -114,6 +120,12 @@ def _run(
     checks.expect_tensor("q", given.q)
     if not isinstance(n, int) or n < 1:  # a list is no key
         raise ValueError(f"num_householder: want an integer of at least 1, got {n!r}")
+    if options.context is not None:
+        _check(given, n)
+        options = options._replace(context=options.context.repeated(n))
+        terms = _steps(given, n, options.reverse, cu_seqlens)
+        o, state = run(terms, options, recurrent=recurrent)
+        return _reads(o, n, options.reverse), state
     key = signature((*given, cu_seqlens), n, *options[1:], recurrent)
     if key is not None:
         key = (*key, autocast_dtype(given.q))

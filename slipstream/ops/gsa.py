@@ -11,6 +11,7 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import ValidationCache, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -32,6 +33,7 @@ def chunk_gsa(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
@@ -59,6 +61,8 @@ def chunk_gsa(
         state_v_first: states are [N, H, M, K] and [N, H, V, M] instead.
         reverse: run time backwards; the final states are then those before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
@@ -75,7 +79,9 @@ def chunk_gsa(
     Source: Zhang and others, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling"
     (2024); without g, Peng and others, "ABC: Attention with Bounded-memory Control" (2022).
     """
-    options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    options = LinearOptions(
+        scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
+    )
     return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=False)
 
 
@@ -122,6 +128,9 @@ def _run(
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", cu_seqlens, k.shape[1])
     given = GSAInputs(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
+    if options.context is not None:
+        _check(given._replace(keys=None, values=None), options)
+        return _run_wide(given, options, recurrent)
     key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:
         dtype = result_dtype(q)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.gated_scan.dispatch import run
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
@@ -15,6 +16,7 @@ def chunk_hgrn(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated scan over time: the recurrence of HGRN, elementwise.
@@ -28,6 +30,8 @@ def chunk_hgrn(
         output_final_state: return h after the last token too.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         impl: "eager", "triton" or "reference" to insist on one; chosen if None.
 
     Returns:
@@ -41,7 +45,7 @@ def chunk_hgrn(
     Source: Qin, Yang, Zhong, "Hierarchically Gated Recurrent Neural Network for Sequence
     Modeling" (2023).
     """
-    return run(x, g, initial_state, output_final_state, reverse, cu_seqlens, impl)
+    return run(x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context)
 
 
 @checks.operator

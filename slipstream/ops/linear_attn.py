@@ -10,6 +10,7 @@ from slipstream.kernels.linear.dispatch import LinearOptions, check, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.context_parallel import ContextParallel
 
 # Of ones, of which one is read: as few as are fast.
 COLUMNS = 16
@@ -32,6 +33,7 @@ def chunk_linear_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, State | None]:
@@ -57,6 +59,8 @@ def chunk_linear_attn(
         state_v_first: states are [N, HV, V, K] instead; z is as ever.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
@@ -73,7 +77,9 @@ def chunk_linear_attn(
     Source: Katharopoulos, Vyas, Pappas, Fleuret, "Transformers are RNNs: Fast Autoregressive
     Transformers with Linear Attention" (2020).
     """
-    options = LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl)
+    options = LinearOptions(
+        scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
+    )
     return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=False)
 
 
@@ -129,9 +135,11 @@ def _normalized(
     v_first, dtype = options.state_v_first, result_dtype(terms.q)
     kv = z = None
     if initial_state is not None:
-        kv, z = _parts(initial_state, terms.state_shape, v_first)
+        N, HV, K, V = terms.state_shape
+        N = N if options.context is None else options.context.sequences or N
+        kv, z = _parts(initial_state, (N, HV, K, V), v_first)
     options = options._replace(state_v_first=False)
-    if _two_are_faster(terms.q):
+    if _two_are_faster(terms.q) and options.context is None:
         q, first = terms.q, (kv, z)
         o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
         o = (o / (weights + LEAST)).to(dtype)

@@ -6,6 +6,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
@@ -20,6 +21,7 @@ def chunk_retention(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -39,6 +41,8 @@ def chunk_retention(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
@@ -64,6 +68,7 @@ def chunk_retention(
         state_v_first=state_v_first,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
+        context=context,
         chunk_size=chunk_size,
         impl=impl,
     )

@@ -5,6 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
@@ -21,6 +22,7 @@ def chunk_simple_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -42,6 +44,8 @@ def chunk_simple_gla(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
@@ -61,7 +65,7 @@ def chunk_simple_gla(
         LinearInputs(
             q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
         recurrent=False,
     )
 

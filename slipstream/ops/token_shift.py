@@ -5,6 +5,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.pointwise.token_shift import previous
+from slipstream.runtime.context_parallel import ContextParallel, states_of_pieces, tie
 from slipstream.runtime.token_ids import expect_offsets
 
 
@@ -15,6 +16,7 @@ def token_shift(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The token before each.
@@ -27,6 +29,8 @@ def token_shift(
             None is 0.
         output_final_state: also return the last token of each sequence.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
         impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:
@@ -40,15 +44,28 @@ def token_shift(
     """
     checks.expect_rank("x", x, 3, "[B, T, D]")
     checks.expect_floating({"x": x})
+    share = past = None
+    if context is not None:
+        context.expect_no_offsets(cu_seqlens, impl)
+        cu_seqlens, share = context.cu_seqlens, context.share(x.shape[1])
     sequences = x.shape[0]
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
-        sequences = cu_seqlens.shape[0] - 1
+        sequences = cu_seqlens.shape[0] - 1 if share is None else share.sequences
         if not torch.compiler.is_compiling():
             expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})
     checks.expect_one_device({"x": x, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
+    whole = initial_state
+    if share is not None:
+        columns = None if initial_state is None else initial_state[..., None]
+        columns, past = states_of_pieces(x, 1, columns, share)
+        initial_state = None if columns is None else columns[..., 0]
     y, last = previous(x, initial_state, cu_seqlens, impl)
+    if past is not None:
+        y = tie(y, past)
+    if share is not None and output_final_state:
+        last = share.whole_states(tie(last, x), whole, 1 if share.packed else x.shape[0])
     return y, last if output_final_state else None

@@ -8,6 +8,7 @@ from slipstream.kernels.gated_scan.op import kind, scan
 from slipstream.kernels.gated_scan.reference import scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
+from slipstream.runtime.context_parallel import ContextParallel, gather, tie
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -36,8 +37,13 @@ def run(
     reverse: bool,
     cu_seqlens: Tensor | None,
     impl: str | None,
+    context: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """h [B, T, D] in x's dtype, and the final state [N, D] if asked for."""
+    if context is not None:
+        return _run_across_ranks(
+            x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context
+        )
     key = signature((x, g, initial_state, cu_seqlens), impl)
     plan = _PLANS.get(key, lambda: _checked(x, g, initial_state, cu_seqlens, impl))
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
@@ -54,6 +60,59 @@ def run(
     if reverse:
         h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return h, final if output_final_state else None
+
+
+def _run_across_ranks(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    impl: str | None,
+    context: ContextParallel,
+) -> tuple[Tensor, Tensor | None]:
+    """As run, of this rank's tokens: its head starts from what the ranks before it come to."""
+    context.expect_no_offsets(cu_seqlens, impl)
+    cu_seqlens = context.cu_seqlens
+    plan = _checked(x, g, None, cu_seqlens, impl)
+    share, rows = context.share(x.shape[1]), 1 if context.cu_seqlens is not None else x.shape[0]
+    if initial_state is not None:
+        checks.expect_shape("initial_state", initial_state, (share.sequences * rows, x.shape[2]))
+        checks.expect_floating({"initial_state": initial_state})
+    if reverse:
+        x, g, share = x.flip(1), g.flip(1), share.reversed()
+        if cu_seqlens is not None:
+            cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
+            initial_state = None if initial_state is None else initial_state.flip(0)
+    states, changes = share.local_states(initial_state, None, rows), None
+    if share.crossings.any:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        # what the tail's tokens do to h: h -> decay * h + added
+        change = x.new_zeros(2, rows, x.shape[2], dtype=wide)
+        if share.later:
+            tail, gates = x[:, share.tail_begin :], g[:, share.tail_begin :]
+            begins = share.begins_here(len(share.pieces) - 1)
+            start = states[-rows:] if begins and states is not None else None
+            change = torch.stack(
+                [scan(tail, gates, start, None, plan.tries)[1], gates.to(wide).sum(1).exp()]
+            )
+        changes = gather(tie(change, x, g), share)
+        if share.earlier:
+            before = changes[share.earlier[0], 0]
+            for rank in share.earlier[1:]:
+                before = changes[rank, 1] * before + changes[rank, 0]
+            states = share.local_states(initial_state, before, rows)
+    h, after = scan(x, g, states, cu_seqlens, plan.tries)
+    if changes is not None:
+        h = tie(h, changes)
+    final = None
+    if output_final_state:
+        final = share.whole_states(tie(after, x, g), initial_state, rows)
+    if reverse:
+        h = h.flip(1)
+        final = final if cu_seqlens is None or final is None else final.flip(0)
+    return h, final
 
 
 def _checked(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
+from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.kernels.linear.op import Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
@@ -23,6 +24,7 @@ from slipstream.kernels.linear.wide_heads import (
     split_heads,
 )
 from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import (
     PLAIN,
     Candidate,
@@ -53,6 +55,7 @@ class LinearOptions(NamedTuple):
     reverse: bool = False
     chunk_size: int | None = None
     impl: str | None = None
+    context: ContextParallel | None = None
 
 
 def run(
@@ -74,6 +77,8 @@ def run(
     if options.state_v_first and terms.initial_state is not None:
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
+    if options.context is not None:
+        return _run_across_ranks(terms, options, options.context, recurrent, names or {})
     key = signature(terms, options.chunk_size, options.impl, recurrent)
     dtype = None
     if key is not None and terms.q is not None:
@@ -86,7 +91,7 @@ def run(
         expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
     if options.reverse:
         terms = _reversed(terms)
-    scale = max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
+    scale = _scale(terms, options)
     if plan.impl == "reference":
         o, state = linear_reference(terms, scale)
     else:
@@ -107,6 +112,58 @@ def run(
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _run_across_ranks(
+    terms: LinearInputs,
+    options: LinearOptions,
+    context: ContextParallel,
+    recurrent: bool,
+    names: Mapping[str, str],
+) -> tuple[Tensor, Tensor | None]:
+    """As run does; the terms are this rank's, initial_state is that of all sequences."""
+    if terms.cu_seqlens is not None:
+        raise ValueError("cu_seqlens: the context has the offsets; want None beside it")
+    if options.impl == "reference":
+        raise ValueError(
+            "impl: the reference runs on one rank; want None or another beside context"
+        )
+    initial_state = terms.initial_state
+    terms = terms._replace(initial_state=None, cu_seqlens=context.cu_seqlens)
+    plan = _checked(terms, names, options, recurrent)
+    if terms.max_head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"context: heads of more than {MAX_HEAD_DIM} channels run on one rank, got "
+            f"{terms.max_head_dim}"
+        )
+    share = context.share(terms.q.shape[1])
+    if initial_state is not None:
+        name = names.get("initial_state", "initial_state")
+        rows = share.sequences if share.packed else terms.q.shape[0]
+        checks.expect_shape(name, initial_state, (rows, *terms.state_shape[1:]))
+        checks.expect_floating({name: initial_state})
+        checks.expect_one_device({"q": terms.q, name: initial_state})
+    terms = as_autocast(terms)
+    if options.reverse:
+        terms, share = _reversed(terms), share.reversed()
+        if terms.cu_seqlens is not None and initial_state is not None:
+            initial_state = initial_state.flip(0)
+    call = Call(
+        _scale(terms, options),
+        0 if recurrent else options.chunk_size or DEFAULT_CHUNK,
+        plan.tries,
+        lambda given: plan_for(given, options.impl).tries,
+    )
+    o, state = linear_across_ranks(terms, initial_state, share, call)
+    if options.reverse:
+        o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
+    if not options.output_final_state:
+        return o, None
+    return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _scale(terms: LinearInputs, options: LinearOptions) -> float:
+    return max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
 
 
 def _checked(

@@ -317,6 +317,20 @@ _call_forward_saving = DirectCall(
 _call_backward_saved = DirectCall(_backward)
 
 
+def gradients(
+    terms: LinearInputs,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    scale: float,
+    chunk: int,
+    impl: str,
+    gate_gradient: bool,
+) -> dict[str, Tensor]:
+    """By the name of each differentiable term given; without gate_gradient not that of g."""
+    grads = _call_backward(*terms, dout, dfinal, scale, chunk, impl, gate_gradient)
+    return dict(zip(_grad_names(terms, gate_gradient), grads))
+
+
 class Linear(Function):
     operator = "slipstream::linear"
 

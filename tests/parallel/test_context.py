@@ -1,0 +1,143 @@
+"""Context parallelism: operators whose tokens are dealt out to processes equal one process."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slipstream import ops
+from slipstream.parallel import ContextParallel, shard, unshard
+from slipstream.runtime.context_parallel import Share
+from tests.support.context_runs import (
+    CALLS,
+    CUTS,
+    RANKS,
+    Cut,
+    bytes_exchanged,
+    compare_all,
+    mixed_options,
+)
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+
+
+def in_processes(what: Callable[..., None], folder: Path, *args: Any) -> list[Any]:
+    """What `what(rank, file, *args, queue)` puts into the queue in RANKS processes."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(what, args=(str(folder / "meeting"), *args, queue), nprocs=RANKS)
+    found = []
+    while not queue.empty():
+        found.append(queue.get())
+    return found
+
+
+def some_cut(seed: int) -> Cut:
+    draw = random.Random(seed)
+    sequences = tuple(draw.choice((0, 1, 5, 17, 40)) for _ in range(draw.randint(1, 6)))
+    at = sorted(draw.randint(0, sum(sequences)) for _ in range(RANKS - 1))
+    ends = (0, *at, sum(sequences))
+    return Cut(f"drawn {seed}", tuple(b - a for a, b in itertools.pairwise(ends)), sequences)
+
+
+def test_operators_across_ranks_equal_one_rank(tmp_path: Path) -> None:
+    """Results, states and gradients of everything, in float64."""
+    cases = [(op.name, cut, "mixed") for op in CALLS for cut in CUTS]
+    names = [x.name for x in CALLS]
+    cases += [(names[i % len(names)], some_cut(i), "mixed") for i in range(2 * len(names))]
+    assert len({name for name, _, _ in cases}) == len(CALLS) > 25
+    assert in_processes(compare_all, tmp_path, cases) == []
+
+
+def test_every_chunk_operator_takes_a_context() -> None:
+    takes = {x.op for x in CALLS}
+    # what is there but for selective_scan, which a context cannot cut yet
+    wanted = {n for n in vars(ops) if n.startswith("chunk_")}
+    assert takes >= wanted | {"short_convolution", "token_shift", "attention"}
+
+
+def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:
+    assert in_processes(mixed_options, tmp_path) == []
+
+
+def test_bytes_exchanged_do_not_depend_on_the_tokens(tmp_path: Path) -> None:
+    found = dict(in_processes(bytes_exchanged, tmp_path))
+    assert found and all(few == many > 0 for few, many in found.values()), found
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_shares_partition_every_batch() -> None:
+    """Pieces of all ranks, put together, are the sequences."""
+    for seed in range(200):
+        cut = some_cut(seed)
+        assert cut.sequences is not None
+        offsets = (0, *torch.tensor(cut.sequences).cumsum(0).tolist())
+        tokens = [0] * len(cut.sequences)
+        for rank in range(RANKS):
+            share = Share(rank, cut.lengths, offsets)
+            for i, n in enumerate(share.pieces):
+                here = share.local_offsets[i + 1] - share.local_offsets[i]
+                assert here > 0
+                assert share.begins_here(i) == (tokens[n] == 0)
+                tokens[n] += here
+                assert share.ends_here(i) == (tokens[n] == cut.sequences[n])
+            assert share.reversed().reversed().local_offsets == share.local_offsets
+        assert tokens == list(cut.sequences)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_shard_and_unshard() -> None:
+    x = torch.randn(2, 6, 3, requires_grad=True)
+    plan = ContextParallel()
+    mine = shard({"x": x}, plan)["x"]
+    whole = unshard(mine, plan)
+    torch.testing.assert_close(whole, x)
+    whole.square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_wrong_plans_and_arguments_are_named() -> None:
+    q, plan = torch.randn(1, 6, 2, 16), ContextParallel(None, [0, 2, 6])
+    offsets = torch.tensor([0, 6], dtype=torch.int32)
+    wrong: dict[str, Callable[[], Any]] = {
+        "group: want a ProcessGroup": lambda: ContextParallel("all"),
+        "cu_seqlens: want offsets from 0": lambda: ContextParallel(None, [0, 5, 3]),
+        "lengths: want 1 numbers": lambda: ContextParallel(None, None, [3, 3]),
+        "lengths: want 6 tokens in all": lambda: ContextParallel(None, [0, 6], [5]),
+        "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(
+            q[:, 1:], q[:, 1:], q[:, 1:], normalize=False, context=plan
+        ),
+        "cu_seqlens: the context has": lambda: ops.chunk_retention(
+            q, q, q, cu_seqlens=offsets, context=plan
+        ),
+        "impl: the reference runs": lambda: ops.chunk_retention(
+            q, q, q, context=plan, impl="reference"
+        ),
+        "initial_state: want shape": lambda: ops.chunk_retention(
+            q, q, q, initial_state=torch.zeros(1, 2, 16, 16), context=plan
+        ),
+        "key_lengths: the context has": lambda: ops.attention(
+            q, q, q, key_lengths=offsets[1:], context=plan
+        ),
+        "dropout_p: with a context": lambda: ops.attention(q, q, q, dropout_p=0.5, context=plan),
+        "window_size: with a context": lambda: ops.attention(
+            q, q, q, causal=False, window_size=3, context=plan
+        ),
+        "batch: want": lambda: shard(torch.zeros(3), plan),
+        "context: want 6 tokens in all": lambda: shard(torch.zeros(1, 7), plan),
+    }
+    for text, call in wrong.items():
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"^{text}"):
+            call()

@@ -1,0 +1,221 @@
+"""Operators under context parallelism, in processes on a CPU, beside the same in one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.parallel import ContextParallel
+from slipstream.tools.catalog import OPERATORS, Sample, flat
+from tests.support.operators import Size, has_time, over_time, packed
+
+RANKS = 3
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tokens of each rank; sequences packed in the batch, or None for a batch of two rows."""
+
+    name: str
+    lengths: tuple[int, ...]
+    sequences: tuple[int, ...] | None = None
+
+
+CUTS = (
+    Cut("rows", (20, 33, 11)),
+    Cut("rows-one-rank-empty", (30, 0, 34)),
+    # within a rank, across two, through a whole one; empty ones at a cut and at the end
+    Cut("packed", (30, 17, 43), (11, 60, 0, 19, 0)),
+    Cut("packed-at-the-cuts", (32, 16, 16), (32, 0, 16, 16)),
+    Cut("packed-one-rank-empty", (40, 0, 10), (50,)),
+)
+_QKV = "q=BTGK k=BTHK v=BTHV"
+# the catalogue's have more keys than queries
+ATTENTION = (
+    Sample("attention", _QKV),
+    Sample("attention", _QKV, variant="full", options={"causal": False}),
+    Sample("attention", _QKV, variant="window", options={"window_size": 25}),
+    Sample("attention", f"{_QKV} g=BTG:gate sinks=G", variant="gate"),
+)
+_CATALOGUE = [x for x in OPERATORS if "context" in x.takes and x.op != "attention"]
+CALLS = [x for x in (*_CATALOGUE, *ATTENTION) if x.tested and not x.packed]
+
+
+def whole(op: Sample, cut: Cut, gate: str) -> dict[str, Any]:
+    """The arguments of the whole batch, the same in every process."""
+    torch.manual_seed(hash_of(op.name + cut.name))
+    total = sum(cut.lengths)
+    size = Size(T=total, dtype=torch.float64, gate=gate)
+    return op.inputs(packed(size, *cut.sequences) if cut.sequences else size)
+
+
+def hash_of(text: str) -> int:
+    return sum(i * ord(c) for i, c in enumerate(text, 1))
+
+
+def weights(shapes: list[torch.Size]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
+
+
+def leaves(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments with gradients asked for, and each tensor that takes one by its name."""
+    given, found = {}, {}
+    for name, value in args.items():
+        each = value if isinstance(value, tuple) else (value,)
+        for i, x in enumerate(each):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                found[f"{name}{i or ''}"] = x.detach().clone().requires_grad_()
+        mine = [found.get(f"{name}{i or ''}", x) for i, x in enumerate(each)]
+        given[name] = tuple(mine) if isinstance(value, tuple) else mine[0]
+    return given, found
+
+
+def alone(op: Sample, args: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, and gradients by name, of the whole batch in one process."""
+    given, inputs = leaves(args)
+    outputs = flat(op(given, impl="eager"))
+    loss = sum((x * w).sum() for x, w in zip(outputs, weights([x.shape for x in outputs])))
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, list(inputs.values()))
+    return [x.detach() for x in outputs], dict(zip(inputs, grads))
+
+
+def across(op: Sample, args: dict[str, Any], cut: Cut) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same of this rank's tokens: its part of o, the whole final state, and its gradients."""
+    offsets = args.get("cu_seqlens")
+    context = ContextParallel(None, offsets, cut.lengths)
+    begin = sum(cut.lengths[: context.rank])
+    end = begin + cut.lengths[context.rank]
+    mine = over_time(op, args, begin, end)
+    if "initial_state" in args:
+        mine["initial_state"] = args["initial_state"]
+    given, inputs = leaves(mine)
+    outputs = flat(op(given, impl="eager", context=context))
+    total = sum(cut.lengths)
+    shapes = [torch.Size((outputs[0].shape[0], total, *outputs[0].shape[2:]))]
+    shapes += [x.shape for x in outputs[1:]]
+    o, *states = weights(shapes)
+    loss = (outputs[0] * o[:, begin:end]).sum()
+    # a third on each rank: what arrives there is added up
+    loss = loss + sum((x * w).sum() for x, w in zip(outputs[1:], states)) / context.size
+    grads = torch.autograd.grad(loss, list(inputs.values()))
+    return [x.detach() for x in outputs], dict(zip(inputs, grads))
+
+
+def compare(op: Sample, cut: Cut, gate: str) -> list[str]:
+    """What differs, on this rank."""
+    args = whole(op, cut, gate)
+    (o, *states), grads = alone(op, args)
+    (mine, *my_states), my_grads = across(op, args, cut)
+    rank = dist.get_rank()
+    begin = sum(cut.lengths[:rank])
+    tokens = slice(begin, begin + cut.lengths[rank])
+    pairs = {"o": (mine, o[:, tokens])}
+    pairs |= {f"state {i}": x for i, x in enumerate(zip(my_states, states, strict=True))}
+    for name, x in my_grads.items():
+        if name in op.dims and has_time(op, name):
+            steps = 2 if "R" in op.dims[name] else 1
+            at = slice(steps * tokens.start, steps * tokens.stop)
+            pairs[f"d {name}"] = (x, grads[name][:, at])
+        else:  # states and parameters: ranks' gradients add up
+            x = x.contiguous()
+            dist.all_reduce(x)
+            pairs[f"d {name}"] = (x, grads[name])
+    wrong = []
+    for name, (x, y) in pairs.items():
+        size = float(y.abs().max()) if y.numel() else 0.0
+        off = float((x - y).abs().max()) if y.numel() else 0.0
+        if x.shape != y.shape or not off <= 1e-9 * max(size, 1.0):
+            wrong.append(f"{op.name} {cut.name} {gate} rank {rank} {name}: {off:.1e} of {size:.1e}")
+    return wrong
+
+
+def _meet(rank: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
+
+
+def compare_all(rank: int, file: str, cases: list[tuple[str, Cut, str]], found: Any) -> None:
+    """What a process does; what differs goes into the queue."""
+    _meet(rank, file)
+    by_name = {x.name: x for x in CALLS}
+    try:
+        for op, cut, gate in cases:
+            for line in compare(by_name[op], cut, gate):
+                found.put(line)
+    finally:
+        dist.destroy_process_group()
+
+
+def mixed_options(rank: int, file: str, found: Any) -> None:
+    """Time backwards with V-first states, and 16 bits, where only rounding differs."""
+    _meet(rank, file)
+    by_name, cut = {x.name: x for x in CALLS}, CUTS[2]
+    turned = {"reverse": True, "state_v_first": True}
+    names = "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7"
+    try:
+        for name in names:
+            op = by_name[name]
+            for line in compare(replace(op, states="NGVK", options=turned), cut, "mixed"):
+                found.put(line)
+            args = whole(op, cut, "weak")
+            low = cast_down(args)
+            (o, *_), _ = alone(op, low)
+            (mine, *_), _ = across(op, low, cut)
+            begin = sum(cut.lengths[:rank])
+            want = o[:, begin : begin + cut.lengths[rank]].double()
+            off = float((mine.double() - want).norm() / want.norm())
+            if mine.dtype != torch.bfloat16 or not off < 1e-2:
+                found.put(f"{name} bfloat16 rank {rank}: {mine.dtype} {off:.1e}")
+        x = by_name["chunk_hgrn"]
+        for line in compare(replace(x, options={"reverse": True}), cut, "mixed"):
+            found.put(line)
+    finally:
+        dist.destroy_process_group()
+
+
+def cast_down(args: dict[str, Any]) -> dict[str, Any]:
+    """Activations in bfloat16; gates and states in float32."""
+    wide = ("g", "beta", "w", "initial_state")
+    return {
+        n: x if not x.is_floating_point() else x.float() if n in wide else x.bfloat16()
+        for n, x in args.items()
+    }
+
+
+def bytes_exchanged(rank: int, file: str, found: Any) -> None:
+    """(operator, (bytes for few tokens, for three times as many)), forward and backward."""
+    _meet(rank, file)
+    counted = [0]
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            tensor = next(x for x in reversed(args) if isinstance(x, Tensor))
+            counted[0] += tensor.numel() * tensor.element_size()
+            return call(*args, **options)
+
+        return run
+
+    try:
+        with (
+            mock.patch.object(dist, "all_gather", counting(dist.all_gather)),
+            mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
+        ):
+            for op in CALLS:
+                if op.op == "attention":
+                    continue
+                totals = []
+                for n in (1, 3):
+                    cut = Cut("", (20 * n, 30 * n, 10 * n), (15 * n, 40 * n, 5 * n))
+                    counted[0] = 0
+                    across(op, whole(op, cut, "weak"), cut)
+                    totals.append(counted[0])
+                if rank == 0:
+                    found.put((op.name, tuple(totals)))
+    finally:
+        dist.destroy_process_group()
