@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.layers import Mixer
+from slipstream.models import MIXERS as NAMES
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
 VOCAB, RANKS = 53, 2
@@ -20,7 +21,8 @@ MIXERS: list[Any] = [
 ]
 
 
-EVERY_MIXER = [*MIXERS, "retention", "gla", "kda", "mamba2", "attention"]
+# the options of mla are not its defaults
+EVERY_MIXER = [*MIXERS, *(name for name in NAMES if name not in ("gated_deltanet", "rwkv7", "mla"))]
 
 
 def units(model: SlipstreamForCausalLM, which: str) -> list[Any]:
