@@ -45,6 +45,7 @@ def conv_bwd_rolling_kernel(
     b_b = _bias(b_ptr, o_d, m_d, BD)
     sums = (tl.zeros([BD], tl.float32),) * W
     b_db = tl.zeros([BD], tl.float32)
+    # dz of the W - 1 tokens before a tile: dx of these waits for dz of the next ones
     older_dz = (b_db,) * (W - 1)
     NT = tl.cdiv(T, BT)
     first = i_p * tiles_each
@@ -56,6 +57,7 @@ def conv_bwd_rolling_kernel(
     for i in range(first, tiles):
         i_b, t = (i // NT).to(tl.int64), i % NT * BT
         row = i_b * T + t
+        # both are on their way while this tile is at work
         next_xs = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
         next_dys = _tile(dy_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
         if t == 0:
@@ -70,11 +72,13 @@ def conv_bwd_rolling_kernel(
             dzs = dzs + (b_dz,)
             sums = _add(sums, b_dz, rows, r, W)
             b_db += b_dz
+            # dx of the token W - 1 before, all of whose dz are known now
             m = m_d & (t + r - W + 1 < T)
             if r < W - 1:
                 m = m_older
             _store_dx(dx_ptr, ws, dzs, row + r - W + 1, m, o_d, r, D, W)
         older, older_dz = _last(rows, BT, W - 1), _last(dzs, BT, W - 1)
+        # the last W - 1 tokens of a row or a program: their dz are read ahead, as another program's
         if (t + BT >= T) | (i + 1 == tiles):
             after, after_dz = older, older_dz
             for r in tl.static_range(W - 1):

@@ -22,6 +22,7 @@ import triton.language as tl
 @triton.jit
 def _taps(w_ptr, o_d, m_d, W: tl.constexpr):
     """The columns of weight."""
+    # tuples, and loops that are unrolled: each is W registers of a thread, indexed when compiled
     ws = ()
     for j in tl.static_range(W):
         ws = ws + (tl.load(w_ptr + o_d * W + j, mask=m_d, other=0.0).to(tl.float32),)
@@ -55,6 +56,7 @@ def _window(x_ptr, s_ptr, row, age, n, o_d, m_d, D: tl.constexpr, W: tl.constexp
         m = m_d & (age >= back)
         b_x = tl.load(x_ptr + (row - back) * D + o_d, mask=m, other=0.0).to(tl.float32)
         if s_ptr is not None:
+            # one of the two loads is masked: the sum is a choice
             p_s = s_ptr + (n * D + o_d) * W + age + j + 1
             b_x += tl.load(p_s, mask=m_d & (age < back), other=0.0).to(tl.float32)
         xs = xs + (b_x,)
@@ -126,6 +128,7 @@ def conv_fwd_kernel(
     for i in range(first, tiles):
         i_b, t = i // NT, i % NT * BT
         row = i_b.to(tl.int64) * T + t
+        # asked for before anything of this tile is stored
         following = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
         rs = ()
         for r in tl.static_range(BT):
@@ -140,6 +143,7 @@ def conv_fwd_kernel(
             age, _ = _age_and_sequence(positions_ptr, tl.minimum(t + BT, T) - 1, i_b, T)
             inside = (t + BT <= T) & (age >= BT + W - 2)
         elif t == 0:
+            # another row of the batch: what came before is its state
             older = _before(x_ptr, s_ptr, row, t, i_b.to(tl.int64), o_d, m_d, D, W)
         rows = older + xs
         if inside:
@@ -147,6 +151,7 @@ def conv_fwd_kernel(
                 b_z = _dot(ws, rows, b_b, r, W)
                 _store_y(y_ptr, b_z, rs[r], row + r, o_d, m_d & (t + r < T), D, SILU)
         else:
+            # a sequence begins in this tile: each token looks for its own window
             for one in range(tl.minimum(T - t, BT)):
                 age, n = _age_and_sequence(positions_ptr, t + one, i_b, T)
                 window = _window(x_ptr, s_ptr, row + one, age, n, o_d, m_d, D, W)
@@ -190,6 +195,7 @@ def conv_bwd_kernel(
     m_d = o_d < D
     ws = _taps(w_ptr, o_d, m_d, W)
     b_b = _bias(b_ptr, o_d, m_d, BD)
+    # of the program's tiles, always the same ones: dw is the same bits each time
     sums = (tl.zeros([BD], tl.float32),) * W
     b_db = tl.zeros([BD], tl.float32)
     NT = tl.cdiv(T, BT)
@@ -201,6 +207,7 @@ def conv_bwd_kernel(
         age, _ = _age_and_sequence(positions_ptr, tl.minimum(last, T - 1), i_b, T)
         if (last < T) & (age >= BT + 2 * W - 3):
             xs, dys, dzs = (), (), ()
+            # dx of BT tokens wants dz of W - 1 more, which with SILU want x of as many again
             for r in tl.static_range(BT + (2 * W - 2 if SILU else W - 1)):
                 p_x = x_ptr + (row + r - W + 1) * D + o_d
                 xs = xs + (tl.load(p_x, mask=m_d, other=0.0),)
@@ -212,6 +219,7 @@ def conv_bwd_kernel(
                     b_z = _dot(ws, xs, b_b, r, W)
                 b_dz = _dz(dys[r].to(tl.float32), b_z, SILU)  # pyright: ignore[reportAttributeAccessIssue]
                 dzs = dzs + (b_dz,)
+                # those past the tile count for the tile that they are in
                 if r < BT:
                     sums = _add(sums, b_dz, xs, r, W)
                     b_db += b_dz
@@ -258,6 +266,7 @@ def conv_state_bwd_kernel(
     if cu_ptr is not None:
         begin = tl.maximum(tl.load(cu_ptr + n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + n + 1).to(tl.int64), T)
+    # only the first W - 1 tokens of a sequence have read its state
     dzs = ()
     for age in tl.static_range(W - 1):
         m = m_d & (begin + age < end)
@@ -312,6 +321,7 @@ def conv_update_kernel(
         + o_d[:, None].to(tl.int64) * stride_d
         + o_w[None, :] * stride_w
     )
+    # the window is read a column further on, and gets the token as its last column
     b_s = tl.load(p_s + stride_w, mask=m & (o_w < W - 1)[None, :], other=0.0)
     b_x = tl.load(x_ptr + n * D + o_d, mask=m_d, other=0.0).to(b_s.dtype)
     b_s = tl.where((o_w == W - 1)[None, :], b_x[:, None], b_s)

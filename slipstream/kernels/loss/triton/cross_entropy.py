@@ -28,6 +28,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _base2(b_x, scale, softcap, CAP: tl.constexpr):
     """z in base 2."""
+    # tanh(x) = 2 s(2 x) - 1
     if CAP:
         return softcap * LOG2E * (2 * tl.sigmoid(2 * scale / softcap * b_x.to(tl.float32)) - 1)
     return b_x.to(tl.float32) * (scale * LOG2E)
@@ -37,6 +38,7 @@ def _base2(b_x, scale, softcap, CAP: tl.constexpr):
 def add_block(b_z, b_top, b_total):
     """The largest and the sum of 2^(z - largest) of each thread's elements, with b_z's."""
     b_new = tl.maximum(b_top, tl.max(b_z, 1))
+    # a thread whose logits are all -inf so far: -inf less itself would be nan
     b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_total = b_total * tl.exp2(b_top - b_base) + tl.sum(tl.exp2(b_z - b_base[:, None]), 1)
     return b_new, b_total
@@ -79,9 +81,11 @@ def cross_entropy_kernel(
     if SHARD:
         target -= first
         hits = live & (target >= 0) & (target < V)
+    # a wrong id reads a logit of the row: it is reported elsewhere (inverse_count_kernel)
     target = tl.minimum(tl.maximum(target, 0), V - 1)
     p_row = logits_ptr + i * stride
     o_v = tl.arange(0, BV // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
+    # whole blocks want no mask, so that their loads are wide; the rest comes after the loop
     FULL: tl.constexpr = V // BV * BV
     m_end = FULL + o_v < V
     hit = _base2(tl.load(p_row + target, mask=hits, other=0.0), scale, softcap, CAP)
@@ -192,6 +196,7 @@ def total_kernel(x_ptr, factor_ptr, out_ptr, N, B: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def scale_kernel(x_ptr, s_ptr, N, B: tl.constexpr):
     """x *= s in place, and nothing if s is 1; a few programs, each with every P-th block."""
+    # s of 1, as most losses have it, is a read of one number: no copy, and nobody waits for it
     s = tl.load(s_ptr)
     step = tl.num_programs(0).to(tl.int64) * B
     for i in range(tl.program_id(0).to(tl.int64) * B, tl.where(s == 1, 0, N), step):

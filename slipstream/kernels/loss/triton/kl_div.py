@@ -64,6 +64,7 @@ def kl_div_kernel(
         if weight_ptr is not None:
             rise *= tl.load(weight_ptr + i * weight_stride)
         p_grad = grad_ptr + i * grad_stride
+        # rows that are not live get zeros by the same loop
         for v in tl.range(0, V, BV, num_stages=STAGES):
             o = (V - 1) // BV * BV - v + o_v
             m = (o < V) & live

@@ -58,6 +58,7 @@ def _load_partition(
 ):  # fmt: skip
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
+    # counts on over tiles: the next one's slices are loaded while this one is written
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
@@ -66,6 +67,7 @@ def _load_partition(
             mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, nbytes)
+            # 64 rows of a for each warpgroup; b is for both
             for c in gl.static_range(2):
                 coords = [i_k * BK, i_m * 128 + c * 64] if A_T else [i_m * 128 + c * 64, i_k * BK]
                 copy_in(a_desc, coords, bar, a_s.index(2 * stage + c))
@@ -100,6 +102,7 @@ def _activate(x, ACTIVATION: gl.constexpr):
 @gluon.jit
 def _halves(b_x):
     """The left and the right columns; registers stay where they are."""
+    # split takes the last of the dimensions, so that the one of the halves goes there
     rows: gl.constexpr = b_x.shape[0]
     half: gl.constexpr = b_x.shape[1] // 2
     return b_x.reshape((rows, 2, half)).permute((0, 2, 1)).split()
@@ -120,6 +123,7 @@ def _finish(
         b_x *= gl.load(sb_ptr + o_n * sb_stride, mask=o_n < N, other=0.0)[None, :]
     if bias_ptr is not None:
         b_x += gl.load(bias_ptr + o_n, mask=o_n < N, other=0.0).to(gl.float32)[None, :]
+    # in float32, from registers: out is rounded once, when it is stored
     b_x = _activate(b_x, ACTIVATION)
     if r_ptr is not None:
         p_r = r_ptr + o_m.to(gl.int64)[:, None] * r_stride + o_n[None, :]
@@ -151,6 +155,7 @@ def _multiply_slices(
         acc = warpgroup_mma_wait(1, deps=(token,))
         mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
         i_step += 1
+    # the last slice too, before the sums are read
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1)
     return acc
@@ -191,6 +196,7 @@ def _multiply_slices_rs(
         if B_T:
             b = b.permute((1, 0))
         token = warpgroup_mma(_rounded(b_a), b, acc, is_async=True)
+        # after the last slice it again, rather than a branch: its buffer is freed below
         next_step = i_step + gl.minimum(i_k + 1, k_tiles - 1)
         b_a = _load_a(c, a_s, full, next_step, STAGES, A_T, layout)
         acc = warpgroup_mma_wait(0, deps=(token,))
@@ -221,6 +227,7 @@ def _multiply(
         else:
             acc = _multiply_slices(c, *ring, acc, i_step, k_tiles, STAGES, A_T, B_T)
         i_step += k_tiles
+        # 2 ** LEVELS blocks of columns, each in one of two buffers while the other is being stored
         column_blocks = (acc,)
         for _ in gl.static_range(LEVELS):
             halves = ()
@@ -230,6 +237,7 @@ def _multiply(
         for j in gl.static_range(len(column_blocks)):
             columns, buffer = column_blocks[j], out_s.index(2 * c + j % 2)
             row, col = i_m * 128 + c * 64, i_n * BN + j * (BN >> LEVELS)
+            # the product of the transposes: rows and columns change places only here
             if OUT_T:
                 _finish(
                     columns.permute((1, 0)), buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,  # pyright: ignore[reportAttributeAccessIssue]
@@ -292,7 +300,7 @@ def matmul_sm90_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)  # both warpgroups have read it
     gl.warp_specialize(
         [
             (_warpgroup_0, (
@@ -310,6 +318,7 @@ def matmul_sm90_kernel(
                 BN, BK, GROUP, STAGES, A_T, B_T,
             )),
         ],
+        # warps and registers a thread: what one warp that loads leaves over holds 64 x BN sums
         [4, 1],
         [240, 24],
     )  # fmt: skip

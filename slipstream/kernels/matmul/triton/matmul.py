@@ -1,4 +1,4 @@
-"""The portable matmul, by pointers: any shape and strides, a tile a program.
+"""The matmul in Triton, by pointers: any shape and strides, a tile a program.
 
     z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
 
@@ -36,6 +36,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _offsets(o_row, o_k, stride, T: tl.constexpr):
     """Of [rows, BK], whose rows are `stride` apart, or its columns with T."""
+    # the stride's factor alone in 64 bits: what has neighbours in memory stays cheap
     if T:
         return o_row[:, None] + o_k.to(tl.int64)[None, :] * stride
     return o_row.to(tl.int64)[:, None] * stride + o_k[None, :]
@@ -54,6 +55,7 @@ def _finish(
         b_acc *= tl.load(sb_ptr + o_n * sb_stride, mask=m_n, other=0.0)[None, :]
     if bias_ptr is not None:
         b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    # all of it in float32, on registers that hold the product anyway: out is rounded once
     b_acc = _activate(b_acc, ACTIVATION)
     m = m_m[:, None] & m_n[None, :]
     if r_ptr is not None:
@@ -97,6 +99,7 @@ def matmul_kernel(
     b_step = BK if B_T else tl.cast(b_stride, tl.int64) * BK
     first_k, last_k = 0, K
     if SPLIT:
+        # whole slices of K, so that only the last program's last one is masked
         slices_each = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1))
         first_k = tl.program_id(1) * slices_each
         p_a += first_k * a_step
@@ -131,7 +134,7 @@ def matmul_sum_kernel(
     BM: tl.constexpr, BN: tl.constexpr, MAX_SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
     PDL: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """out from the sums [S, M, N], S <= MOST; grid (M / BM, N / BN)."""
+    """out from the sums [S, M, N], S <= MAX_SPLITS; grid (M / BM, N / BN)."""
     if EVEN_N:
         N = N // 16 * 16
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -139,6 +142,7 @@ def matmul_sum_kernel(
     m = (o_m < M)[:, None] & (o_n < N)[None, :]
     p_partial = partial_ptr + _offsets(o_m, o_n, N, False)
     b_acc = tl.zeros([BM, BN], tl.float32)
+    # addresses are ready by now; the sums are, once the first kernel has ended
     if PDL:
         tl.extra.cuda.gdc_wait()
     # in the order of the splits: the same bits every time

@@ -64,6 +64,7 @@ def _load_z(
     if r_ptr is not None:
         b_z += tl.load(r_ptr + o, mask=m, other=0.0).to(tl.float32)
         if ROUND:
+            # h is kept in x's dtype, and backward reads that: both normalise the same numbers
             b_z = b_z.to(x_ptr.dtype.element_ty).to(tl.float32)
     if h_ptr is not None:
         tl.store(h_ptr + o, b_z.to(h_ptr.dtype.element_ty), mask=m)
@@ -112,8 +113,9 @@ def norm_fwd_kernel(
     i_g = tl.program_id(0) % G
     N: tl.constexpr = 1 if L2 else D
     o_d, o_r = tl.arange(0, BD), tl.program_id(0) // G * BR + tl.arange(0, BR)
-    # a program of one row has it
+    # a program of one row always has one: no bound to test
     m_r = o_r < R if BR > 1 else tl.full([1], True, tl.int1)
+    # tokens times features may be more than 32 bits
     row = o_r.to(tl.int64) * G + i_g
     m = m_r[:, None] & (o_d < D)[None, :]
     o = row[:, None] * D + o_d[None, :]
@@ -136,10 +138,13 @@ def norm_fwd_kernel(
         else:
             b_z = _load_z(x_ptr, r_ptr, gate_ptr, h_ptr, o, m, SILU, GATE_FIRST, ROUND)
         b_g = _load_last(gate_ptr, o, m, GATE_FIRST)
+        # on their way while the sums are awaited, if there are registers for them
         if BD <= SAVED:
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, o_d < D, ZERO_CENTERED)
         if CENTRE:
+            # the mean comes off before squares are summed: sum(z^2) / D - mean^2 cancels
             b_mean = tl.sum(b_z, 1) / D
+            # columns past D hold 0, which less the mean would count
             b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
         b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / N + eps)
         if BD > SAVED:
@@ -148,6 +153,7 @@ def norm_fwd_kernel(
             b_z = _recompute(b_x, b_rstd[:, None])
         _store_y(y_ptr, b_g, b_z * b_rstd[:, None], b_w, b_b, o, m, SILU)
     else:
+        # a column's sum stays in its thread over the rounds: threads are added up once, at the end
         if CENTRE:
             b_sum = tl.zeros([BR, BD], tl.float32)
             for c in range(0, D, BD):
@@ -161,6 +167,7 @@ def norm_fwd_kernel(
             b_z = tl.where(m, b_z - b_mean[:, None], 0.0)
             b_square += b_z * b_z
         b_rstd = tl.rsqrt(tl.sum(b_square, 1) / N + eps)
+        # h is written in the last round alone, which reads the row from the L1 cache
         for c in range(0, D, BD):
             m_d = c + o_d < D
             m = m_r[:, None] & m_d[None, :]
@@ -192,6 +199,7 @@ def _load_terms(
         else:
             b_dz = b_dy * b_f
     if stats_ptr is None:
+        # of short rows, within a warp: less than to write and read it (inputs.py:RECOMPUTED)
         b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) + eps)
     b_u = (b_z - b_mean[:, None]) * b_rstd[:, None]
     return b_dy, b_dz, b_u, b_dz * b_w, b_h, b_f, b_df, b_rstd
@@ -218,6 +226,7 @@ def norm_sums_kernel(
     i_g = tl.program_id(0) % G
     rows = R.to(tl.int64) * G
     b_rstd, b_mean = _load_stats(stats_ptr, row, row < rows, rows, CENTRE)
+    # by column, as in forward's loop: added up across threads once
     b_du, b_sum = tl.zeros([1, BD], tl.float32), tl.zeros([1, BD], tl.float32)
     for c in tl.range(0, D, BD, num_stages=STAGES):
         o_d = c + tl.arange(0, BD)
@@ -250,6 +259,8 @@ def norm_bwd_kernel(
     rows = R.to(tl.int64) * G
     if BD <= SAVED:
         b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, m_d, ZERO_CENTERED)
+    # every P-th tile of rows, whatever runs when: the partial sums, and so dw and db, are the same
+    # bits each time, which atomic additions would not be
     b_dw = tl.zeros([BR, BD], tl.float32)
     b_db = tl.zeros([BR, BD], tl.float32)
     for i in tl.range(i_p * BR, R, P * BR, num_stages=STAGES):
@@ -262,6 +273,7 @@ def norm_bwd_kernel(
         if stats_ptr is not None:
             b_rstd, b_mean = _load_stats(stats_ptr, row, m_r, rows, CENTRE)
         if BD > SAVED:
+            # again for each row: there are no registers to keep it in
             b_w, b_b = _affine(w_ptr, b_ptr, i_g * D + o_d, m_d, ZERO_CENTERED)
         b_dy, b_dz, b_u, b_d, b_h, b_f, b_df, b_rstd = _load_terms(
             dy_ptr, h_ptr, gate_ptr, stats_ptr, o, m, b_w, b_rstd, b_mean, eps, SILU, GATE_FIRST
@@ -290,6 +302,7 @@ def norm_bwd_kernel(
                 b_dgate = b_dy * (b_u * b_w + b_b) * b_df
             tl.store(dgate_ptr + o, b_dgate.to(dgate_ptr.dtype.element_ty), mask=m)
         if dh_ptr is not None:
+            # of h itself, which the caller also got: added in float32, rounded once
             b_dh += tl.load(dh_ptr + o, mask=m, other=0.0).to(tl.float32)
         tl.store(dx_ptr + o, b_dh.to(dx_ptr.dtype.element_ty), mask=m)
         if dr_ptr is not None:
@@ -308,6 +321,7 @@ def norm_dweight_kernel(
     """part [1 or 2, P, D] summed over P into dw and db [D]; grid (D / BD, 1 or 2)."""
     i_k = tl.program_id(1).to(tl.int64)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    # BP partial sums side by side, in a fixed order: the same bits each time
     b_sum = tl.zeros([BP, BD], tl.float32)
     for p in range(0, P, BP):
         o_p = p + tl.arange(0, BP)
@@ -320,5 +334,6 @@ def norm_dweight_kernel(
     if dw_ptr is not None:
         tl.store(dw_ptr + o_d, b_out.to(dw_ptr.dtype.element_ty), mask=m_d & (i_k == 0))
     if db_ptr is not None:
+        # those of b are the last of the parts: the second, or the first where w wants no gradient
         last = i_k == tl.num_programs(1) - 1
         tl.store(db_ptr + o_d, b_out.to(db_ptr.dtype.element_ty), mask=m_d & last)

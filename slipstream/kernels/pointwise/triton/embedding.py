@@ -28,6 +28,7 @@ def embedding_kernel(
     begin = tl.program_id(0).to(tl.int64) * R
     end = tl.minimum(begin + R, N)
     o_d = (tl.program_id(1) * BD + tl.arange(0, BD))[None, :]
+    # the first wrong id of the program; `end` where there is none
     first = end
     for o in range(begin, end, BR):
         o_n = o + tl.arange(0, BR)
@@ -38,6 +39,7 @@ def embedding_kernel(
         m = (o_n < end)[:, None] & (o_d < D)
         b_y = tl.load(weight_ptr + row * weight_stride + o_d, mask=m, other=0.0)
         tl.store(y_ptr + o_n[:, None] * D + o_d, b_y, mask=m)
+    # once for an id, not for every block of its features; a program has a record of its own
     if (first < end) & (tl.program_id(1) == 0):
         report(records_ptr, tl.program_id(0), first, ids_ptr, V, last, 0)
 
@@ -52,6 +54,7 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
         return y
     BD = min(1 << (D - 1).bit_length(), COLUMNS)
     BR = ELEMENTS // BD
+    # as many programs as there are records, at most
     R = BR * -(-N // (BR * SLOTS))
     records = slots_for(ids)
     with device_of(weight.device):

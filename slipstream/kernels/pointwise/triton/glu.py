@@ -27,6 +27,7 @@ def _activation(b_g, F: tl.constexpr):
         b_r = tl.maximum(b_g, 0.0)
         b_f, b_df = b_r * b_r, 2 * b_r
     elif F == "gelu":
+        # tanh(x) = 2 s(2 x) - 1: one exponential; 1.5957 is 2 sqrt(2 / pi), 0.134145 is 3 b
         b_s = tl.sigmoid(1.5957691216057308 * (b_g + 0.044715 * b_g * b_g * b_g))
         b_f = b_g * b_s
         b_inner = 1.5957691216057308 * (1 + 0.134145 * b_g * b_g)
@@ -46,10 +47,12 @@ def glu_kernel(
 ):  # fmt: skip
     """Grid (R / BR * D / BD), a row's blocks one after the other. y without dy, else dgate, dup."""
     ND: tl.constexpr = (D + BD - 1) // BD
+    # one grid axis: the others end at 65535 programs; 64 bits, as R D may be more than 2^31
     row = ((tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
     o_d = (tl.program_id(0) % ND * BD + tl.arange(0, BD))[None, :]
     m = (row < R) & (o_d < D)
     b_g = tl.load(gate_ptr + row * gate_stride + o_d, mask=m, other=0.0).to(tl.float32)
+    # in forward nobody reads b_df: the compiler leaves it out
     b_f, b_df = _activation(b_g, F)
     if dy_ptr is None:
         if up_ptr is not None:
@@ -57,6 +60,7 @@ def glu_kernel(
         tl.store(y_ptr + row * D + o_d, b_f.to(y_ptr.dtype.element_ty), mask=m)
     else:
         b_dy = tl.load(dy_ptr + row * D + o_d, mask=m, other=0.0).to(tl.float32)
+        # products in float32, rounded once each
         b_dg = b_dy * b_df
         if up_ptr is not None:
             b_dg *= tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
@@ -94,6 +98,7 @@ def _run(
     gate = _rows(gate)
     up = None if up is None else _rows(up)
     R, D = gate.shape
+    # narrow rows share a program: it has as many elements whatever the width
     BD = min(1 << (D - 1).bit_length(), COLUMNS)
     BR = ELEMENTS // BD
     stride = 0 if up is None else up.stride(0)

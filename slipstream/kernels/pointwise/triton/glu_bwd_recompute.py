@@ -28,15 +28,17 @@ def glu_bwd_recompute_kernel(
     b_g = tl.load(gate_ptr + row * gate_stride + o_d, mask=m, other=0.0).to(tl.float32)
     p_dh = dh_ptr + row * D + o_d
     b_dh = tl.load(p_dh, mask=m, other=0.0).to(tl.float32)
+    # f and f', which become h and dgate as factors come in
     b_h, b_dg = _activation(b_g, F)
     b_dg *= b_dh
     if up_ptr is not None:
         b_u = tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
-        b_du = b_dh * b_h
+        b_du = b_dh * b_h  # before up comes into b_h
         tl.store(dup_ptr + row * D + o_d, b_du.to(dup_ptr.dtype.element_ty), mask=m)
         b_h *= b_u
         b_dg *= b_u
     tl.store(dgate_ptr + row * D + o_d, b_dg.to(dgate_ptr.dtype.element_ty), mask=m)
+    # the thread that writes an element of h is the one that has read dh there
     tl.store(p_dh, b_h.to(dh_ptr.dtype.element_ty), mask=m)
 
 

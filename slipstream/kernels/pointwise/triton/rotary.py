@@ -38,7 +38,9 @@ def rotary_kernel(
         if ((position < 0) | (position >= S)) & (tl.program_id(1) == 0):
             # a record that several programs write holds one wrong position or parts of two
             report(records_ptr, tl.program_id(0) % RECORDS, i_position, position_ptr, S, T, NAME)
+        # never past the tables, whatever the position: the error comes with a later call
         p_table = tl.minimum(tl.maximum(position, 0), S - 1) * HALF
+    # one row of the tables for all heads of the token
     b_cos = tl.load(cos_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(sin_ptr + p_table + o_p, mask=o_p < HALF, other=0.0).to(tl.float32)[None, :]
     if BACK:

@@ -22,6 +22,7 @@ ELEMENTS = 4096
 @triton.jit
 def _sequence(cu_ptr, row, N, steps):
     """The last one that begins at or before a token."""
+    # of empty sequences that begin there the last, which is the one with tokens
     low = tl.zeros_like(row)
     high = low + (N - 1)
     for _ in range(steps):
@@ -54,6 +55,7 @@ def token_shift_kernel(
         live = (row < R)[:, None] & (o_d < D)
         p_y = y_ptr + row[:, None] * D + o_d
     else:
+        # `end` of BT sequences: what their last tokens hand on
         n = (i - blocks).to(tl.int64) * BT + tl.arange(0, BT)
         begin, end = tl.zeros_like(n), tl.zeros_like(n) + T
         b = n
@@ -65,6 +67,8 @@ def token_shift_kernel(
         inside = (end > begin) & (t_from >= 0) & (t_from < T)
         live = (n < N)[:, None] & (o_d < D)
         p_y = end_ptr + n[:, None] * D + o_d
+    # tokens of both kinds of block are read the same way; masked ones are not read at all, so that
+    # t_from may lie outside
     p_x = x_ptr + b[:, None] * stride_b + t_from[:, None] * stride_t + o_d
     b_y = tl.load(p_x, mask=live & inside[:, None], other=0.0)
     if edge_ptr is not None:
